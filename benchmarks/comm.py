@@ -29,7 +29,7 @@ from shardwise.dist import world
 from shardwise.measurement.comm.collectives import CollectiveSpec, prepare
 from shardwise.measurement.comm.spec import KINDS
 from shardwise.measurement.comm.verdict import held_out_error
-from shardwise.measurement.ranks import rank_zero
+from shardwise.measurement.specs import rank_zero
 from shardwise.measurement.timing import calls_in_block, slowest, time_block, time_collective
 from shardwise.units import write_size
 

@@ -32,7 +32,7 @@ from figures import figure
 from shardwise.planner.settle import LocalDevice, settle
 
 if TYPE_CHECKING:
-    from shardwise.training.step.step import StepReport
+    from shardwise.training.callbacks import CallbackContext
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -64,8 +64,8 @@ def work(name: str, case: Case) -> dict[str, float]:
     torch.set_num_threads(1)
     clocks: list[tuple[float, int]] = []
 
-    def look(report: StepReport) -> None:
-        if report.number in {0, case.steps - 1}:
+    def look(context: CallbackContext) -> None:
+        if context.step in {1, case.steps}:
             clocks.append((time.perf_counter(), wire_bytes()))
 
     job = runpy.run_path(str(ROOT / "examples" / "text.py"))["job"]
@@ -76,7 +76,7 @@ def work(name: str, case: Case) -> dict[str, float]:
         plan = settle("ddp", batch_size=job.batch_size, world_size=2, device=LocalDevice(), overrides=PLANS[name])
         report = sw.train(job, plan, world, show_progress=False)
     (began, before), (ended, after) = clocks
-    return {"bytes": after - before, "seconds": ended - began, "loss": report.evaluation["loss"]}
+    return {"bytes": after - before, "seconds": ended - began, "loss": report.result.evaluation["loss"]}
 
 
 def wire_bytes() -> int:

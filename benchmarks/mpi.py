@@ -34,7 +34,7 @@ from shardwise.job import load_job, refer
 from shardwise.launcher.mpirun import find_mpirun
 from shardwise.measurement.comm.collectives import CollectiveSpec, prepare
 from shardwise.measurement.overlap import Effort, measure_overlap
-from shardwise.measurement.ranks import rank_zero, require_backend
+from shardwise.measurement.specs import rank_zero, require_backend
 from shardwise.measurement.timing import time_collective
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.units import write_size

@@ -33,7 +33,7 @@ from figures import figure
 from shardwise.runs import EventLog, RunDirectory
 from shardwise.runs.recorder import Recorder
 from shardwise.training.journal import Journal
-from shardwise.training.step.step import nobody
+from shardwise.training.step.step import ignore_mark
 
 if TYPE_CHECKING:
     from shardwise.training.step.step import Mark, Step
@@ -102,7 +102,7 @@ def fit_width(world: sw.World) -> int:
     """Return the width whose step takes about STEP_S here."""
     hidden = 512
     for _ in range(4):
-        seconds = statistics.median(timed_steps(make_step(world, hidden, 60), [Listener(nobody)]))
+        seconds = statistics.median(timed_steps(make_step(world, hidden, 60), [Listener(ignore_mark)]))
         hidden = max(64, round(hidden * math.sqrt(STEP_S / seconds) / 32) * 32)
     return hidden
 
@@ -114,7 +114,7 @@ def over_neighbours(seconds: list[float]) -> list[float]:
 
 def publication_seconds(world: sw.World, events: Path, step: Step) -> float:
     """Return the median CPU time of publishing one second of steps to a file, with their peak memory."""
-    journal = Journal(sw.Plan.preset("ddp", 1, batch_size=BATCH), world, EventLog(events), nobody)
+    journal = Journal(sw.Plan.preset("ddp", 1, batch_size=BATCH), world, EventLog(events), ignore_mark)
     batches = iter(step.feed)
     report = step(next(batches))
     samples = []
@@ -154,7 +154,7 @@ def main() -> None:
         run = RunDirectory(Path(folder))
         recorder = Recorder(run.recorder(0))
         hidden = fit_width(world)
-        bare, recorded = Listener(nobody), Listener(recorder.mark)
+        bare, recorded = Listener(ignore_mark), Listener(recorder.mark)
         seconds = timed_steps(make_step(world, hidden, steps), [bare, recorded])
         step_s = show("bare step", seconds[2::2])
         listening_s = show("recorder, called in a step", recorded.seconds[1:])

@@ -1,4 +1,4 @@
-"""Draws docs/demo.svg: runs the demo in a terminal of its own and keeps what the screen shows (needs pyte)."""
+"""Draws docs/images/demo.svg: runs the demo in a terminal of its own and keeps what the screen shows (needs pyte)."""
 
 import io
 import os
@@ -54,4 +54,4 @@ if __name__ == "__main__":
     final = record([*sys.argv[1:]] or [".venv/bin/shardwise", "train", "examples/digits.py", "--nproc", "2"])
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text("$ make demo\n", style="bold").append_text(final))
-    console.save_svg(str(ROOT / "docs" / "demo.svg"), title="shardwise")
+    console.save_svg(str(ROOT / "docs" / "images" / "demo.svg"), title="shardwise")

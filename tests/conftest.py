@@ -15,12 +15,48 @@ pytest_randomly.entrypoint_reseeds = []
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def pytest_configure(config):
+    """Compute with one thread in the process that runs tests: its forks would wait for threads of OpenMP forever.
+
+    Tests run beside each other on all cores, so that more threads would only wait for each other.
+    """
+    distributes_only = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if not distributes_only:
+        import torch  # here: the process that only distributes tests does not need it
+
+        torch.set_num_threads(1)
+
+
+def pytest_xdist_auto_num_workers():
+    """Return one worker more than cores: it computes while another waits for ranks to start or for a timeout."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(autouse=True)
 def _no_launcher_variables(monkeypatch):
     """Tests do not see the launcher they may themselves run under."""
     for name in list(os.environ):
         if name in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} or name.startswith("SLURM_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    """Keep this process to one OpenMP thread: a fork cannot use a pool whose threads stayed behind, and would hang."""
+    import torch  # here: the process that only distributes tests does not need it
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def forked_parents():
+    """Have launchers that run in this process fork their fork parent from it."""
+    import fork_parents  # here: it imports torch, which the process that only distributes tests does not need
+
+    fork_parents.import_for_ranks()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_parents.ForkStarter, "start", fork_parents.start_by_fork)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -72,3 +72,38 @@ def small_resnet(norm="batch"):
     model.stages = model.stages[:1]
     model.head = torch.nn.Linear(64, 10)
     return model
+
+
+_TOKEN_JOB = """
+import torch
+import shardwise as sw
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(32, 32)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+rows = torch.arange(640).reshape(40, 16) % 50
+job = sw.Job(
+    model=lambda: torch.nn.Sequential(
+        torch.nn.Embedding(50, 32),
+        *(Block() for _ in range(NUM_BLOCKS)),
+        torch.nn.Linear(32, 50),
+    ),
+    data=lambda split: torch.utils.data.TensorDataset(rows, rows),
+    loss=sw.losses.token_cross_entropy,
+    optimizer=sw.adamw(lr=1e-3),
+    batch_size=8,
+    epochs=1,
+)
+"""
+
+
+def token_job_text(num_blocks=0):
+    """Return a job file that any process can load: a model of tokens with `num_blocks` linear blocks."""
+    return _TOKEN_JOB.replace("NUM_BLOCKS", str(num_blocks))

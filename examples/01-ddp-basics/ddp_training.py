@@ -1,18 +1,24 @@
-"""A template for real training with plain PyTorch DDP: mixed precision, accumulation, checkpoints, resume.
+"""A template for production training with plain PyTorch DDP: stop it anywhere, resume it to the same weights.
 
     torchrun --nproc_per_node=2 ddp_training.py --accumulate 4
+    torchrun --nproc_per_node=2 ddp_training.py --save-every 50 --workers 2
     torchrun --nproc_per_node=2 ddp_training.py --epochs 5 --resume
     python ddp_training.py --spawn 2                  # mp.spawn instead of torchrun
+
+It has mixed precision, gradient accumulation, clipping, a learning-rate schedule, loader workers, checkpoints inside an
+epoch, and a stop signal: on SIGTERM (as SLURM and Kubernetes send it before they kill) or Ctrl-C all ranks finish the
+same step, save and exit with code 0. `--resume` continues there, with the random numbers of the interrupted run.
 
 Replace `build_model` and `load_images` by your own; the rest stays as it is.
 """
 
 import argparse
 import os
+import signal
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -21,10 +27,19 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from idx_data import Images, load_images
 from resnet import resnet18
+from stop_and_resume import (
+    Progress,
+    ResumableSampler,
+    StopSignal,
+    gather_random_states,
+    seed_everything,
+    set_random_state,
+    write,
+)
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 WARM_UP_STEPS = 20
 """Steps in which the learning rate climbs from near 0: Adam's first estimates are poor."""
@@ -32,7 +47,7 @@ WARM_UP_STEPS = 20
 
 @dataclass
 class Training:
-    """What one rank holds while it trains."""
+    """The state of the training on one rank."""
 
     device: torch.device
     dtype: torch.dtype
@@ -43,10 +58,11 @@ class Training:
     scaler: torch.amp.GradScaler
     """Does nothing unless dtype is float16, whose small gradients would vanish without it."""
 
-    def state(self, epochs_done: int) -> dict:
+    def state(self, progress: Progress, seed: int) -> dict:
         """Return all that a later start needs, in plain values and tensors (gathers: called on every rank)."""
         return {
-            "epochs_done": epochs_done,
+            "progress": vars(progress),
+            "seed": seed,
             "random": gather_random_states(self.device),  # else a resumed run would draw other dropout masks
             "model": self.model.module.state_dict(),  # without the wrapper's "module." before every name
             "optimizer": self.optimizer.state_dict(),
@@ -54,26 +70,27 @@ class Training:
             "scaler": self.scaler.state_dict(),
         }
 
-    def restore(self, state: dict) -> int:
-        """Take over a saved state on this rank, and return how many epochs it had done."""
+    def restore(self, state: dict) -> Progress:
+        """Load a saved state on this rank, and return the position it was saved at."""
         self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(state["scaler"])
-        if len(state["random"]) == dist.get_world_size():  # other ranks than before draw other masks in any case
+        if len(state["random"]) == dist.get_world_size():  # another number of ranks draws other masks in any case
             set_random_state(state["random"][dist.get_rank()], self.device)
-        return state["epochs_done"]
+        return Progress(**state["progress"])
 
 
 def run(options: argparse.Namespace) -> None:
     """Train on this rank, from joining the process group to leaving it."""
     device = start_process_group()
+    stop = StopSignal(dist.new_group(backend="gloo"))
     data = load_images(options.data, options.limit)
     training = build(options, device)
     say(data.note)
     say(describe(options, training))
-    first_epoch = resume(training, options.checkpoint) if options.resume else 0
-    train(training, data, options, first_epoch)
+    progress = resume(training, options) if options.resume else Progress()
+    train(training, data, options, progress, stop)
     del training  # before its group: freed after it, DDP can wait for gloo's thread for ever (seen with torch 2.13)
     dist.destroy_process_group()
 
@@ -84,11 +101,12 @@ def build_model() -> nn.Module:
 
 def build(options: argparse.Namespace, device: torch.device) -> Training:
     """Make the model, its wrapper and its optimizer (broadcasts rank 0's weights)."""
-    torch.manual_seed(0)  # so that the run can be repeated
+    torch.manual_seed(options.seed)  # so that the run can be repeated
     device_ids = [device.index] if device.type == "cuda" else None
     # Gradients become views into the communication buckets: one copy of them less in memory.
     model = DistributedDataParallel(build_model().to(device), device_ids=device_ids, gradient_as_bucket_view=True)
-    torch.manual_seed(1 + dist.get_rank())  # from here on: with one seed, all ranks would drop out the same units
+    # From here on each rank has random numbers of its own: with one seed, all would drop out the same units.
+    seed_everything(options.seed + 1 + dist.get_rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     dtype = choose_dtype(options.precision, device)
     return Training(
@@ -110,31 +128,62 @@ def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
-def train(training: Training, data: Images, options: argparse.Namespace, first_epoch: int) -> None:
-    """Train, test and save, epoch by epoch (communicates: called on every rank)."""
-    sampler = DistributedSampler(data.train, shuffle=True)
-    pin = training.device.type == "cuda"
-    loader = DataLoader(data.train, options.batch_size, sampler=sampler, pin_memory=pin)
-    for epoch in range(first_epoch, options.epochs):
-        sampler.set_epoch(epoch)
-        loss = train_epoch(training, loader, options)
+def train(training: Training, data: Images, options: argparse.Namespace, progress: Progress, stop: StopSignal) -> None:
+    """Train, test and save, epoch by epoch, until the end or a stop signal (communicates, on every rank)."""
+    while progress.epoch < options.epochs:
+        progress, was_stopped = train_epoch(training, data.train, options, progress, stop)
+        if was_stopped:
+            save(training, progress, options)
+            say(f"stopped in epoch {progress.epoch + 1} after {progress.samples} samples: continue with --resume")
+            return
         accuracy = evaluate(training, data.test)
-        say(f"epoch {epoch + 1} of {options.epochs}: loss {loss:.4f}, test accuracy {accuracy:.2%}")
-        state = training.state(epochs_done=epoch + 1)
-        # Only rank 0 writes: all ranks hold the same, and two writers of one file tear it. The others need not
-        # wait here, since nobody reads the file before the next start.
-        if dist.get_rank() == 0:
-            save(state, options.checkpoint)
+        loss = progress.loss_sum / progress.samples
+        say(f"epoch {progress.epoch + 1} of {options.epochs}: loss {loss:.4f}, test accuracy {accuracy:.2%}")
+        progress = Progress(epoch=progress.epoch + 1)
+        save(training, progress, options)
 
 
-def train_epoch(training: Training, loader: DataLoader, options: argparse.Namespace) -> float:
-    """Train for one epoch and return the mean loss over all ranks' samples (all-reduces)."""
+def train_epoch(
+    training: Training, dataset: Dataset, options: argparse.Namespace, begun: Progress, stop: StopSignal
+) -> tuple[Progress, bool]:
+    """Train from a position to the end of its epoch, or to a stop signal (communicates, on every rank)."""
     training.model.train()
+    loader = make_loader(dataset, options, begun, pin_memory=training.device.type == "cuda")
     loss_sum, samples = torch.zeros((), dtype=torch.float64, device=training.device), 0
-    for window in windows(loader, options.accumulate):
+
+    def progress() -> Progress:
+        """Return the position now (all-reduces)."""
+        both = torch.tensor([loss_sum, samples], dtype=torch.float64, device=training.device)
+        dist.all_reduce(both)
+        loss_of_all, samples_of_all = both.tolist()
+        return replace(begun, samples=begun.samples + int(samples_of_all), loss_sum=begun.loss_sum + loss_of_all)
+
+    for step, window in enumerate(windows(loader, options.accumulate), start=1):
         loss_sum += optimizer_step(training, window, options.clip)
         samples += count_samples(window)
-    return ratio_over_ranks(loss_sum, samples, training.device)
+        if stop.on_any_rank():
+            return progress(), True
+        if options.save_every and step % options.save_every == 0:
+            save(training, progress(), options)
+    return progress(), False
+
+
+def make_loader(dataset: Dataset, options: argparse.Namespace, begun: Progress, *, pin_memory: bool) -> DataLoader:
+    """Return the batches that are left of an epoch on this rank."""
+    sampler = ResumableSampler(dataset, shuffle=True, seed=options.seed)
+    sampler.set_epoch(begun.epoch)  # or every epoch has the same order
+    sampler.first = begun.samples // dist.get_world_size()
+    # Workers are seeded from this generator and not from torch's, whose numbers then do not depend on their number.
+    # Augmentations are repeated exactly by a resumed run if they depend on the sample's index, as data here does.
+    generator = torch.Generator().manual_seed(hash((options.seed, begun.epoch, dist.get_rank())))
+    return DataLoader(
+        dataset,
+        options.batch_size,
+        sampler=sampler,
+        num_workers=options.workers,
+        generator=generator,
+        pin_memory=pin_memory,
+    )
 
 
 def windows(batches: Iterable, size: int) -> Iterator[list]:
@@ -201,47 +250,33 @@ def ratio_over_ranks(part: torch.Tensor, whole: int, device: torch.device) -> fl
     return (both[0] / both[1]).item()
 
 
-def gather_random_states(device: torch.device) -> list:
-    """Return every rank's states of torch's generators, CPU and GPU (gathers)."""
-    own = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return everyone
+def save(training: Training, progress: Progress, options: argparse.Namespace) -> None:
+    """Save a checkpoint (gathers: called on every rank; rank 0 writes)."""
+    state = training.state(progress, options.seed)
+    # Only rank 0 writes: all ranks have the same state, and two writers of one file tear it. The others need not
+    # wait here, since nobody reads the file before the next start.
+    if dist.get_rank() == 0:
+        write(state, options.checkpoint)
 
 
-def set_random_state(states: list, device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda" and len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)
-
-
-def save(state: dict, path: Path) -> None:
-    """Write `state` so that `path` always names a whole checkpoint, even if this process is killed (rank 0 only)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())  # on the disk before the name points to it
-    unfinished.replace(path)
-
-
-def resume(training: Training, path: Path) -> int:
-    """Restore rank 0's checkpoint on every rank and return the epochs it had done (broadcasts).
+def resume(training: Training, options: argparse.Namespace) -> Progress:
+    """Restore rank 0's checkpoint on every rank and return its position (broadcasts).
 
     Rank 0 reads and sends, so no shared disk is needed. A model too large for that wants a sharded checkpoint.
     """
-    found = [None]
+    found, path = [None], options.checkpoint
     if dist.get_rank() == 0 and path.exists():
         # weights_only: a checkpoint is data, and must not be able to run code.
         found = [torch.load(path, map_location="cpu", weights_only=True)]
     dist.broadcast_object_list(found, src=0)
     if found[0] is None:
         say(f"no checkpoint at {path}: starting from the beginning")
-        return 0
-    epochs_done = training.restore(found[0])
-    say(f"resumed from {path} after epoch {epochs_done}")
-    return epochs_done
+        return Progress()
+    if found[0]["seed"] != options.seed:
+        raise SystemExit(f"{path} was trained with --seed {found[0]['seed']}: another seed has another sample order")
+    progress = training.restore(found[0])
+    say(f"resumed from {path} in epoch {progress.epoch + 1} after {progress.samples} samples")
+    return progress
 
 
 def start_process_group() -> torch.device:
@@ -301,19 +336,36 @@ def parse_options() -> argparse.Namespace:
     add("--lr", type=float, default=0.001)
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
     add("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto")
+    add("--seed", type=int, default=0, help="of weights, sample order and dropout")
+    add("--workers", type=int, default=0, help="loader processes of each process; 0 loads in between")
     add("--checkpoint", type=Path, default=Path("runs/ddp_training.pt"), help="written after every epoch")
-    add("--resume", action="store_true", help="go on from the checkpoint, if there is one")
+    add("--save-every", type=at_least_one, metavar="STEPS", help="and within an epoch every so many optimizer steps")
+    add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     add("--data", default="data/mnist", help="folder of IDX files, plain or gzipped")
     add("--limit", type=at_least_one, help="train on the first LIMIT samples only, for a quick try")
     add("--spawn", type=at_least_one, metavar="N", help="start N processes from here instead of by torchrun")
     return parser.parse_args()
 
 
+def spawn(options: argparse.Namespace) -> None:
+    """Start the ranks by mp.spawn, and pass stop signals on to them."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: N processes share the cores
+    ranks = mp.spawn(run_spawned, args=(options.spawn, free_port(), options), nprocs=options.spawn, join=False)
+
+    def forward(number: int, _: object) -> None:
+        for pid in ranks.pids():
+            os.kill(pid, number)
+
+    signal.signal(signal.SIGTERM, forward)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the ranks as well
+    while not ranks.join():
+        pass
+
+
 def main() -> None:
     options = parse_options()
     if options.spawn:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: N processes share the cores
-        mp.spawn(run_spawned, args=(options.spawn, free_port(), options), nprocs=options.spawn)
+        spawn(options)
     else:
         run(options)
 

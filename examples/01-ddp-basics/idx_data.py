@@ -1,15 +1,13 @@
 """Images in MNIST's own file format as tensors: MNIST where it is, the packaged digits where it is not."""
 
 import gzip
+import importlib.util
 import struct
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch.utils.data import TensorDataset
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-DIGITS = REPOSITORY / "src/shardwise/data/files/digits"
 
 
 class Images(NamedTuple):
@@ -21,10 +19,11 @@ class Images(NamedTuple):
 
 
 def load_images(folder: str, limit: int | None = None) -> Images:
-    """Load the IDX files of `folder`, else the packaged digits; `limit` cuts the training split."""
+    """Load the IDX files of `folder`, else the packaged digits; `limit` truncates the training split."""
     place = find_folder(folder)
-    train_images, train_labels = read_split(place or DIGITS, "train")
-    test_images, test_labels = read_split(place or DIGITS, "t10k")
+    source = place or packaged_digits(folder)
+    train_images, train_labels = read_split(source, "train")
+    test_images, test_labels = read_split(source, "t10k")
     # The test images are scaled by the training set's numbers: nothing may be learned from the test set.
     mean, spread = train_images.mean(), train_images.std()
     height, width = train_images.shape[-2:]
@@ -39,9 +38,17 @@ def load_images(folder: str, limit: int | None = None) -> Images:
 
 
 def find_folder(folder: str) -> Path | None:
-    """Return `folder` as seen from here, else from the repository's root; None where neither has images."""
-    places = (Path(folder), REPOSITORY / folder)
+    """Return `folder` relative to the working directory, else to a parent of this file; None without images."""
+    places = (Path(folder), *(parent / folder for parent in Path(__file__).resolve().parents))
     return next((place for place in places if any(place.glob("train-images*"))), None)
+
+
+def packaged_digits(folder: str) -> Path:
+    """Return the folder of the digits that come with shardwise, also from a copy of this file elsewhere."""
+    package = importlib.util.find_spec("shardwise")  # finds it without importing it
+    if package is None or package.origin is None:
+        raise SystemExit(f"no MNIST in {folder}, and no packaged digits: pip install shardwise, or fetch MNIST")
+    return Path(package.origin).parent / "data/files/digits"
 
 
 def read_split(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:

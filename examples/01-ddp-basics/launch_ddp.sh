@@ -20,5 +20,5 @@ if (( $# == 0 )); then
 fi
 
 echo "GPUs: $gpus, so: torchrun --standalone --nproc_per_node=$processes $*"
-# --standalone: meet on this machine, on any free port.
+# --standalone: rendezvous on this machine, on any free port.
 exec torchrun --standalone --nproc_per_node="$processes" "$@"

@@ -50,7 +50,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.epochs * len(loader))
 
     for epoch in range(options.epochs):
-        # Step 3: tell the sampler which epoch it is, or every epoch has the same order.
+        # Step 3: set the epoch of the sampler, or every epoch has the same order.
         sampler.set_epoch(epoch)
         started = time.perf_counter()
         loss = train_epoch(model, loader, optimizer, schedule, device)

@@ -64,7 +64,7 @@ def main() -> None:
     # Step 1: lay the ranks out as a mesh. One axis shards; with two, the first one replicates (HSDP).
     mesh = make_mesh(device, options.replicate)
 
-    # Steps 2 to 4: weights that no rank but the first ever holds whole, cut into shards.
+    # Steps 2 to 4: sharded weights; no rank but the first ever has the whole model.
     model = sharded_model(mesh, precision=options.precision, reshard=not options.keep_gathered)
 
     # Step 5: make the optimizer AFTER sharding. It then sees shards only, and so do its states: that is ZeRO.

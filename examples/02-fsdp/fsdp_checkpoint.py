@@ -1,4 +1,4 @@
-"""Four ways to save a sharded training and to go on from it with any number of processes, timed beside each other.
+"""Four ways to save a sharded training and to resume it with any number of processes, timed beside each other.
 
     torchrun --nproc_per_node=2 fsdp_checkpoint.py --steps 10
     torchrun --nproc_per_node=1 fsdp_checkpoint.py --steps 20 --resume
@@ -6,7 +6,7 @@
 
 full       all gather, rank 0 writes one file: simple, read by any tool, needs the whole state in one host's memory
 sharded    each rank writes its own shards (torch.distributed.checkpoint, "DCP"); any world size reads them back
-async      the same, written by a thread while training goes on
+async      the same, written by a thread during training
 shardwise  shardwise.checkpoint: written by a thread, checked byte by byte when it is read, no pickle
 
 DCP's `.metadata` and a .pt file are pickles: load only what you or someone you trust has saved.
@@ -79,7 +79,7 @@ def train(device: torch.device, checkpoints: "Checkpoints", options: argparse.Na
 
 
 class Checkpoints:
-    """Saves in any of the four ways, and goes on from what any of them saved; on every rank."""
+    """Saves in any of the four ways, and resumes what any of them saved; on every rank."""
 
     def __init__(self) -> None:
         # A thread that writes talks to the others beside training, so not over training's group.
@@ -191,7 +191,7 @@ def measure(device: torch.device, checkpoints: Checkpoints, folder: Path, width:
             _, rest_s = timed(wait)
         path = newest(folder / strategy)
         _, load_s = timed(checkpoints.restore, model, optimizer, path)
-        # Cut over all ranks when it was saved; here every rank holds all of it.
+        # Sharded over all ranks when it was saved; here every rank has the whole state.
         _, reshard_s = timed(checkpoints.restore, other, its_optimizer, path)
         say(f"| {strategy} | {stall_s:.2f} | {stall_s + rest_s:.2f} | {load_s:.2f} | {reshard_s:.2f} |")
         if dist.get_rank() == 0:
@@ -225,7 +225,7 @@ def parse_options() -> argparse.Namespace:
     add("--every", type=int, default=5, help="steps from one checkpoint to the next")
     add("--strategy", choices=STRATEGIES, default="sharded")
     add("--checkpoint", type=Path, default=Path("runs/fsdp_checkpoint"), help="folder of the checkpoints")
-    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add("--resume", action="store_true", help="resume from the newest checkpoint, if there is one")
     add("--measure", action="store_true", help="time all four instead of training")
     return parser.parse_args()
 

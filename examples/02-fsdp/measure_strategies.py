@@ -143,7 +143,7 @@ def watch_parameters(row: Row, model: torch.nn.Module) -> None:
     def look(*_: object) -> None:
         parameters = list(model.parameters())
         whole = sum(parameter.nbytes for parameter in parameters if not isinstance(parameter, DTensor))
-        # A gathered block's shards stay beside it. Where nothing is cut, the parameters are the whole.
+        # A gathered block's shards stay beside it. Without sharding, the parameters are the whole.
         is_cut = row.parameters < sum(parameter.nbytes for parameter in parameters)
         row.most_parameters = max(row.most_parameters, whole + row.parameters if is_cut else whole)
 

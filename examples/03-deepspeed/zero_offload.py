@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def make_config(offload: str, path: Path) -> dict:
-    """Return what DeepSpeed is told; a dict does as well as a file."""
+    """Return DeepSpeed's configuration; a dict does as well as a file."""
     config = {
         "train_batch_size": BATCH_SIZE,
         "train_micro_batch_size_per_gpu": BATCH_SIZE // dist.get_world_size(),

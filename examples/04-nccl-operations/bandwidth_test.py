@@ -79,7 +79,7 @@ def seconds_per_call(call: Callable[[], object], calls: int, me: Me) -> float:
     began = time.perf_counter()
     for _ in range(calls):
         call()
-    wait(me)  # a GPU has only been told so far: without this one measures how fast Python talks
+    wait(me)  # so far the calls are only queued on the GPU: without this one measures how fast Python is
     elapsed = torch.tensor((time.perf_counter() - began) / calls, dtype=torch.float64)
     dist.all_reduce(elapsed, dist.ReduceOp.MAX, group=me.control)
     # </timed>

@@ -98,13 +98,13 @@ def all_to_all(me: Me) -> Drawn:
 
 
 def barrier(me: Me) -> Drawn:
-    """Nobody goes on before all have come."""
+    """No rank continues before all have arrived."""
     store = _get_default_store()  # the rendezvous' TCPStore, here to count
     store.add("arrived", 1)
     dist.barrier()
     arrived = store.add("arrived", 0)
     assert arrived == me.size
-    return "arrives", f"goes on, {arrived} of {me.size} have come"
+    return "arrives", f"continues, {arrived} of {me.size} have arrived"
 
 
 def asynchronous(me: Me) -> Drawn:

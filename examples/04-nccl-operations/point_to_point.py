@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=2 point_to_point.py --deadlock
 
 `--deadlock` also runs the ring that everybody writes first, in which all ranks send and nobody receives, and shows
-how it ends. Only the ranks that are named take part; the others go on.
+how it ends. Only the ranks that are named take part; the others continue.
 """
 
 import argparse

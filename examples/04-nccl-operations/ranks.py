@@ -24,7 +24,7 @@ class Me:
         return torch.arange(2, device=self.device) + 1 + 2 * rank
 
     def zeros(self, numel: int) -> torch.Tensor:
-        """Return room for `numel` whole numbers. int64 as what is sent: torch.zeros(n) alone would be float32."""
+        """Return a buffer for `numel` integers. int64 as what is sent: torch.zeros(n) alone would be float32."""
         return torch.zeros(numel, dtype=torch.int64, device=self.device)
 
 

@@ -102,7 +102,7 @@ def planned(model: nn.Module, x: torch.Tensor, world: sw.World, preset: str, **c
 
 
 def nothing_ahead(model: nn.Sequential, x: torch.Tensor, world: sw.World) -> Way:
-    """FSDP2 that gathers each block when it is needed: told to prefetch what is there already."""
+    """FSDP2 that gathers each block when it is needed: its prefetch names what is gathered already."""
     step = planned(model, x, world, "fsdp")
     for block in units(model):
         block.set_modules_to_backward_prefetch([block])

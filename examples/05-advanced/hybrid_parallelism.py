@@ -4,8 +4,8 @@
     shardwise launch --nproc_per_node=2 hybrid_parallelism.py
     torchrun --nproc_per_node=4 hybrid_parallelism.py --plans pp2.shard2 shard2.tp2
 
-A plan's name says how the ranks are cut: `shard2.tp2` is two shards (other samples, parameters cut) of two
-tensor-parallel ranks each (same samples, matrices cut). On four ranks and more the last
+A plan's name has the axes and their degrees: `shard2.tp2` is two shards (other samples, parameters sharded) of two
+tensor-parallel ranks each (same samples, matrices split). On four ranks and more the last
 row of the table is shard x tp by hand, in plain PyTorch.
 """
 
@@ -54,11 +54,11 @@ def train(plan: sw.Plan, world: sw.World) -> tuple[list[float], float]:
 
 
 def plain_model(weights: dict[str, torch.Tensor], mesh: DeviceMesh) -> torch.nn.Module:
-    """Return the decoder cut over a mesh of axes "shard" and "tp", by hand (communicates, on every rank)."""
+    """Return the decoder sharded over a mesh of axes "shard" and "tp", by hand (communicates, on every rank)."""
     # <plain>
     model = job.model()
     model.load_state_dict(weights)  # whole on every rank: fine for small models only
-    cuts = {  # column then row: one all-reduce for each pair, in forward and in backward
+    styles = {  # column then row: one all-reduce for each pair, in forward and in backward
         "attn.qkv": ColwiseParallel(),
         "attn.out": RowwiseParallel(),
         "mlp.gate": ColwiseParallel(),
@@ -66,7 +66,7 @@ def plain_model(weights: dict[str, torch.Tensor], mesh: DeviceMesh) -> torch.nn.
         "mlp.down": RowwiseParallel(),
     }
     for block in model.blocks:
-        parallelize_module(block, mesh["tp"], cuts)  # tensor parallel first: it replaces the parameters
+        parallelize_module(block, mesh["tp"], styles)  # tensor parallel first: it replaces the parameters
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     # </plain>

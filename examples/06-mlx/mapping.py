@@ -1,4 +1,4 @@
-"""Each row of the two tables in docs/mlx.md, done by two processes: in torch and in MLX at once, results side by side.
+"""Each row of the two tables in docs/guides/mlx.md: torch and MLX in two processes, results side by side.
 
 `mlx.launch -n 2 --backend ring python mapping.py`
 """
@@ -112,7 +112,7 @@ def in_the_background():
     x = mine()
     work = dist.all_reduce(x, async_op=True)
     y = mx.distributed.all_sum(as_mlx(mine()))  # nothing is sent yet
-    mx.async_eval(y)  # now it is, and this thread goes on
+    mx.async_eval(y)  # now it is, and this thread continues
     work.wait()
     return x, y
 
@@ -155,7 +155,7 @@ def clipping():
 
 @row("ColwiseParallel, RowwiseParallel")
 def tensor_parallel():
-    """A column of torch is all-to-sharded: the output is cut. A row is sharded-to-all: the outputs are summed."""
+    """A column of torch is all-to-sharded: the output is split. A row is sharded-to-all: the outputs are summed."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

@@ -1,4 +1,4 @@
-"""Scale a PyTorch training job from one process to a cluster, and prove it equal to one process."""
+"""Distributed training of PyTorch jobs, from one process to a cluster, verified against training in one process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     from shardwise.job import losses as losses
     from shardwise.job import metrics as metrics
     from shardwise.job import schedules as schedules
+    from shardwise.job.callbacks import STOP as STOP
+    from shardwise.job.callbacks import EarlyStopping as EarlyStopping
     from shardwise.job.optimizers import SGD as sgd  # noqa: F401, N811 - lower case beside sw.adamw
     from shardwise.job.optimizers import AdamW as adamw  # noqa: F401, N813 - reads as what it does
     from shardwise.layout import Layout as Layout
     from shardwise.measurement.specs import bench as bench
+    from shardwise.monitor.watch import watch as watch
     from shardwise.parallel.collectives import full_state_dict as full_state_dict
     from shardwise.parallel.collectives import unwrap as unwrap
     from shardwise.parity.verify import verify as verify
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from shardwise.runner.launch import launch as launch
     from shardwise.runner.train import train as train
     from shardwise.training.build import build_step as build_step
+    from shardwise.training.callbacks import CallbackContext as CallbackContext
     from shardwise.training.evaluate import evaluate as evaluate
     from shardwise.training.evaluate import export as export
     from shardwise.training.journal import Curves as Curves
@@ -47,13 +51,16 @@ if TYPE_CHECKING:
     from shardwise.training.own_state import save as save
 
 _PUBLIC = {
+    "CallbackContext": ("shardwise.training.callbacks", "CallbackContext"),
     "Curves": ("shardwise.training.journal", "Curves"),
+    "EarlyStopping": ("shardwise.job.callbacks", "EarlyStopping"),
     "Job": ("shardwise.job", "Job"),
     "Layout": ("shardwise.layout", "Layout"),
     "Lora": ("shardwise.job", "Lora"),
     "Loss": ("shardwise.job", "Loss"),
     "Metric": ("shardwise.job", "Metric"),
     "Plan": ("shardwise.plans", "Plan"),
+    "STOP": ("shardwise.job.callbacks", "STOP"),
     "ShardwiseError": ("shardwise.errors", "ShardwiseError"),
     "World": ("shardwise.dist", "World"),
     "adamw": ("shardwise.job.optimizers", "AdamW"),
@@ -84,18 +91,19 @@ _PUBLIC = {
     "sgd": ("shardwise.job.optimizers", "SGD"),
     "train": ("shardwise.runner.train", "train"),
     "verify": ("shardwise.parity.verify", "verify"),
+    "watch": ("shardwise.monitor.watch", "watch"),
     "unwrap": ("shardwise.parallel.collectives", "unwrap"),
     "world": ("shardwise.dist", "world"),
 }
-"""Public name -> module and attribute ("" for the module itself): imported at first use, so that
-`import shardwise` costs milliseconds and no torch."""
+"""Public name -> module and attribute ("" for the module itself). They are imported on first use, so that
+`import shardwise` takes milliseconds and does not import torch."""
 
 __all__ = sorted(_PUBLIC)  # noqa: PLE0605 - a list of str
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}", name=name)
     module_name, attribute = _PUBLIC[name]
     module = importlib.import_module(module_name)
     return getattr(module, attribute) if attribute else module

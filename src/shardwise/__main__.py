@@ -1,4 +1,4 @@
-"""`python -m shardwise` is the command line."""
+"""Entry point of `python -m shardwise`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Environment variables: who a rank is under each launcher, and what a launched rank is given."""
+"""Environment variables: the identity of a rank under each launcher, and the environment of launched ranks."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 DERIVED_PORTS = range(20_000, 30_000)
-"""Where ports made from a job's id lie: below 32768, where Linux starts to give ports to outgoing connections."""
+"""Range of ports derived from job ids. It is below 32768, where Linux's ephemeral ports start."""
 _HYDRA_PORT = 29_500
-"""Hydra shows its ranks nothing that names the job, so every job has the port that torch's tools take by default."""
+"""Port of all jobs under Hydra, which sets no variable with a job id; torch's default port."""
 MPI_STARTERS = ("openmpi", "pmi")
-"""Sources of ranks that mpirun, mpiexec and their like started: Open MPI, or MPICH and Intel MPI."""
+"""`Identity.source` of ranks started by mpirun or mpiexec: Open MPI is "openmpi", MPICH and Intel MPI are "pmi"."""
 MPI_SOURCES = (*MPI_STARTERS, "mpi")
-"""The same, and MPI itself where no variable names a starter; all give the local rank, none numbers nodes."""
+"""The same, and "mpi" for ranks identified by MPI itself. All of them have a local rank, none a node rank."""
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""SLURM numbers its batch, interactive and extern steps from the top of 32 bits; real steps count from 0."""
+"""First id of SLURM's batch, interactive and extern steps; srun steps are numbered from 0."""
 _LOOPBACK = "127.0.0.1"
-_OURS = "SHARDWISE_LAUNCHED"
-"""Marks ranks that our own launcher started."""
+_LAUNCHED = "SHARDWISE_LAUNCHED"
+"""Variable that is set for ranks started by shardwise."""
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 _STALE = re.compile(
     r"SHARDWISE_(LAUNCHED|SECRET)|TORCHELASTIC_.*|PMI_.*|PMIX_.*|OMPI_COMM_WORLD_.*|MPI_LOCAL(RANKID|NRANKS)|LOCAL_SIZE|CROSS_(RANK|SIZE)"
     r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|STEP_?ID|STEP_NUM_TASKS|(STEP_)?TASKS_PER_NODE)"
 )
-"""What other launchers set for the launching process, wrong for the ranks it starts."""
+"""Variables that other launchers set for the launching process, and that its ranks must not inherit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Which rank this process is, and which launcher set that."""
+    """The rank of this process in its world and on its node, and the launcher that set it."""
 
     rank: int = 0
     world_size: int = 1
@@ -50,16 +50,16 @@ class Identity:
     node_rank: int = 0
     num_nodes: int = 1
     source: str = "alone"
-    """Who set it: "shardwise", "torchrun" (also hand-exported variables), "slurm", "openmpi", "pmi" or "alone"."""
+    """The launcher: "shardwise", "torchrun" (or variables set by hand), "slurm", "openmpi", "pmi" or "alone"."""
     master_addr: str | None = None
-    """None when nobody set it: over MPI itself ranks need no rendezvous."""
+    """None if it is not set, as with MPI, which needs no rendezvous."""
     master_port: int | None = None
     local_rank_assumed: bool = False
-    """No variable gives the rank on its node, so one node was assumed."""
+    """Whether the local rank is not set, so that a single node was assumed."""
 
 
 def identify(environ: Mapping[str, str] | None = None) -> Identity:
-    """Return who this process is; variables that contradict each other are refused."""
+    """Return the identity of this process; raises EnvironmentVariablesError if variables are inconsistent."""
     environ = os.environ if environ is None else environ
     for read in _LAUNCHERS:
         identity = read(environ)
@@ -70,36 +70,37 @@ def identify(environ: Mapping[str, str] | None = None) -> Identity:
 
 
 def master_endpoint(environ: Mapping[str, str] | None = None) -> tuple[str | None, int | None]:
-    """Return MASTER_ADDR and MASTER_PORT, None where unset."""
+    """Return MASTER_ADDR and MASTER_PORT, each None if it is unset."""
     environ = os.environ if environ is None else environ
     port = number(environ, "MASTER_PORT")
     if port is not None and not 0 < port < 2**16:
         raise EnvironmentVariablesError(
-            f"MASTER_PORT={port} is not a port", code="env.port-invalid", fix="use 1 to 65535"
+            f"MASTER_PORT={port} is not a valid port", code="env.port-invalid", fix="use 1 to 65535"
         )
     return environ.get("MASTER_ADDR") or None, port
 
 
 def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
-    """Return the entries of CUDA_VISIBLE_DEVICES that count, None when every device is visible."""
+    """Return the valid entries of CUDA_VISIBLE_DEVICES, or None if it is unset and every device is visible."""
     environ = os.environ if environ is None else environ
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
     entries = [entry.strip() for entry in text.split(",")]
-    # CUDA ignores everything from the first entry that names no device, so "-1" or "" hides them all.
+    # CUDA ignores all entries from the first invalid one, so "-1" and "" hide all devices.
     end = next((i for i, entry in enumerate(entries) if not entry or entry.startswith("-")), len(entries))
     return tuple(entries[:end])
 
 
 def has_own_gpu(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether SLURM shows each task its own GPU, which is then cuda:0 for every rank."""
+    """Return whether SLURM makes a different GPU visible to each task, so that every rank uses cuda:0."""
     environ = os.environ if environ is None else environ
-    # srun --gpus-per-task=1 itself sets neither: then a task sees fewer GPUs than its node has.
-    visible, has = environ.get("SLURM_STEP_GPUS"), number(environ, "SLURM_GPUS_ON_NODE") or 0
-    return bool(visible and len(visible.split(",")) < has) or bool(
-        {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & set(environ)
-    )
+    if {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & set(environ):
+        return True
+    # srun --gpus-per-task=1 sets neither; then a task sees fewer GPUs than its node has.
+    visible = environ.get("SLURM_STEP_GPUS")
+    num_gpus = number(environ, "SLURM_GPUS_ON_NODE") or 0
+    return bool(visible) and len(str(visible).split(",")) < num_gpus
 
 
 def rank_environment(
@@ -112,27 +113,27 @@ def rank_environment(
     environ: Mapping[str, str] | None = None,
     extra: Mapping[str, str] = _NOTHING,
 ) -> dict[str, str]:
-    """Return the whole environment of a rank to be started on this machine.
+    """Return the complete environment of a rank on this machine.
 
-    The local ranks share `cores` (None: those this process may run on). What other launchers set for this
-    process is left out, the user's own settings stay, `extra` wins.
+    The local ranks share `cores`, by default those of this process. Variables that other launchers set for this
+    process are removed, other variables are kept, and `extra` takes precedence.
     """
     kept = base_environment(local_world_size=local_world_size, cores=cores, environ=environ)
     if world_size == local_world_size:
-        # A host name that resolves to an outside address would send gloo's traffic there.
+        # Otherwise gloo uses the address of the host name, which may be that of another interface.
         kept.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     identity = {
         "RANK": rank,
         "WORLD_SIZE": world_size,
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_world_size,
-        "LOCAL_SIZE": local_world_size,  # DeepSpeed's name for it, which its CPU operators read
+        "LOCAL_SIZE": local_world_size,  # read by DeepSpeed's CPU operators
         "GROUP_RANK": (rank - local_rank) // local_world_size,
         "GROUP_WORLD_SIZE": world_size // local_world_size,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,
         "ROLE_NAME": "default",
-        _OURS: 1,
+        _LAUNCHED: 1,
     }
     return {**kept, **{name: str(value) for name, value in identity.items()}, **extra}
 
@@ -140,62 +141,65 @@ def rank_environment(
 def base_environment(
     *, local_world_size: int, cores: int | None = None, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return what all ranks of a node share, without who each of them is."""
+    """Return the environment that all ranks of a node have in common."""
     base = os.environ if environ is None else environ
     kept = {name: value for name, value in base.items() if not _STALE.fullmatch(name)}
-    # torchrun sets 1 thread, which leaves most cores idle when ranks are few.
+    # torchrun sets 1 thread, which leaves most cores idle if a node has few ranks.
     kept.setdefault("OMP_NUM_THREADS", str(max(1, (cores or _own_cores()) // local_world_size)))
     return kept
 
 
 def profiler(environ: Mapping[str, str] | None = None) -> str:
-    """Return the variable by which a profiler shows itself; a process it injects itself into must not be forked."""
+    """Return the variable that an attached profiler sets, or "". A process with an injected profiler must not fork."""
     environ = os.environ if environ is None else environ
     names = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
     return next((name for name in names if environ.get(name)), "")
 
 
 def variables(prefix: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables whose names begin with `prefix`."""
-    return {k: v for k, v in (os.environ if environ is None else environ).items() if k.startswith(prefix)}
+    """Return the environment variables whose names start with `prefix`."""
+    environ = os.environ if environ is None else environ
+    return {name: value for name, value in environ.items() if name.startswith(prefix)}
 
 
 def run_secret(environ: Mapping[str, str] | None = None) -> str:
-    """Return SHARDWISE_SECRET, by which the nodes of a run know each other; empty when unset. Ranks never see it."""
+    """Return SHARDWISE_SECRET, which authenticates the nodes of a run, or "". It is not passed to ranks."""
     return (os.environ if environ is None else environ).get("SHARDWISE_SECRET", "")
 
 
 def num_threads(environ: Mapping[str, str] | None = None) -> int | None:
-    """Return the threads that OMP_NUM_THREADS asks for, None when it does not."""
+    """Return the number of threads in OMP_NUM_THREADS, or None if it is unset or invalid."""
     first = (os.environ if environ is None else environ).get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(first) if first.isdigit() and int(first) > 0 else None
 
 
 def config_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the user's folder of settings, which may not exist."""
+    """Return the user's configuration directory, which need not exist."""
     return _user_directory("XDG_CONFIG_HOME", ".config", os.environ if environ is None else environ)
 
 
 def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the user's folder of things that can be made again, which may not exist."""
+    """Return the user's cache directory, which need not exist."""
     return _user_directory("XDG_CACHE_HOME", ".cache", os.environ if environ is None else environ)
 
 
 def adopt(environ: Mapping[str, str]) -> None:
-    """Make `environ` the whole environment of this process: for a rank that was forked, not started."""
+    """Replace the environment of this process by `environ`, for forked ranks."""
     os.environ.clear()
     os.environ.update(environ)
 
 
-def _user_directory(variable: str, usual: str, environ: Mapping[str, str]) -> Path:
+def _user_directory(variable: str, default: str, environ: Mapping[str, str]) -> Path:
     base = Path(environ.get(variable) or "")
-    # The XDG specification has relative paths ignored.
-    return (base if base.is_absolute() else Path(environ.get("HOME") or "/") / usual) / "shardwise"
+    if not base.is_absolute():  # the XDG specification requires that relative paths are ignored
+        base = Path(environ.get("HOME") or "/") / default
+    return base / "shardwise"
 
 
 def _own_cores() -> int:
-    # macOS has no affinity.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> Identity | None:
@@ -205,7 +209,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Identity | None:
     slurm = _from_slurm(environ)
     _compare_with_slurm(environ, rank, size, slurm)
     addr, port = master_endpoint(environ)
-    source = "shardwise" if _OURS in environ else "torchrun"
+    source = "shardwise" if _LAUNCHED in environ else "torchrun"
     identity = Identity(rank=rank, world_size=size, source=source, master_addr=addr, master_port=port)
     local_rank = number(environ, "LOCAL_RANK")
     if local_rank is not None:
@@ -216,30 +220,30 @@ def _from_torchrun(environ: Mapping[str, str]) -> Identity | None:
 
 
 def _placed(identity: Identity, local_rank: int, environ: Mapping[str, str]) -> Identity:
-    """Return `identity` with its place on its node, as LOCAL_* and GROUP_* have it."""
+    """Return `identity` with the local rank and node rank of the LOCAL_* and GROUP_* variables."""
     rank, size = identity.rank, identity.world_size
     local_size = number(environ, "LOCAL_WORLD_SIZE")
     if local_size is None:
-        local_size = number(environ, "LOCAL_SIZE")  # DeepSpeed's name for it
+        local_size = number(environ, "LOCAL_SIZE")  # set by DeepSpeed's launcher
     if local_size is None:
         if local_rank != rank:
             raise EnvironmentVariablesError(
-                f"RANK={rank} with LOCAL_RANK={local_rank} means several nodes, but LOCAL_WORLD_SIZE is not set",
+                f"RANK={rank} and LOCAL_RANK={local_rank} imply several nodes, but LOCAL_WORLD_SIZE is not set",
                 code="env.local-size-missing",
                 fix="export LOCAL_WORLD_SIZE=<ranks on this node>",
             )
         local_size = size
     if local_rank >= local_size:
         raise EnvironmentVariablesError(
-            f"LOCAL_RANK={local_rank} is not below LOCAL_WORLD_SIZE={local_size}",
+            f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE={local_size}",
             code="env.local-rank-too-large",
             fix=f"use LOCAL_RANK 0 to {local_size - 1}",
         )
     if local_size > size:
         raise EnvironmentVariablesError(
-            f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}",
+            f"LOCAL_WORLD_SIZE={local_size} exceeds WORLD_SIZE={size}",
             code="env.local-size-too-large",
-            fix="count the ranks of this node in LOCAL_WORLD_SIZE and those of all nodes in WORLD_SIZE",
+            fix="set LOCAL_WORLD_SIZE to the number of ranks on this node, and WORLD_SIZE to that of all nodes",
         )
     node = number(environ, "GROUP_RANK")
     nodes = number(environ, "GROUP_WORLD_SIZE")
@@ -253,24 +257,25 @@ def _placed(identity: Identity, local_rank: int, environ: Mapping[str, str]) -> 
 
 
 def _compare_with_slurm(environ: Mapping[str, str], rank: int, size: int, slurm: Identity | None) -> None:
-    """Refuse torchrun's variables where the srun step around them has another shape."""
+    """Raise EnvironmentVariablesError if torchrun's variables do not match those of the surrounding srun step."""
     if slurm is None or slurm.world_size == 1:
         return
     tasks = slurm.world_size
     agents = number(environ, "GROUP_WORLD_SIZE")
     if agents is not None and agents != tasks:
         raise EnvironmentVariablesError(
-            f"SLURM started {tasks} tasks but torchrun counts {agents} agents",
+            f"SLURM started {tasks} tasks, but torchrun has {agents} agents",
             code="env.slurm-agents-mismatch",
             fix=f"srun --ntasks={agents} torchrun ..., or torchrun --nnodes={tasks} with one rendezvous endpoint",
         )
     if agents is None and (size, rank) != (tasks, slurm.rank):
+        fact = f"SLURM_PROCID={slurm.rank} does not equal RANK={rank}"
+        if size != tasks:
+            fact = f"SLURM started {tasks} tasks, but WORLD_SIZE={size}"
         raise EnvironmentVariablesError(
-            f"SLURM started {tasks} tasks but WORLD_SIZE={size}"
-            if size != tasks
-            else f"SLURM_PROCID={slurm.rank} but RANK={rank}",
+            fact,
             code="env.slurm-rank-mismatch",
-            fix="unset RANK and WORLD_SIZE: SLURM's own variables are enough",
+            fix="unset RANK and WORLD_SIZE, because SLURM's variables are sufficient",
         )
 
 
@@ -287,7 +292,7 @@ def _from_openmpi(environ: Mapping[str, str]) -> Identity | None:
 
 def _from_pmi(environ: Mapping[str, str]) -> Identity | None:
     rank, size = rank_and_size(environ, "PMI_RANK", "PMI_SIZE")
-    # srun --mpi=pmi2 sets PMI_RANK too, without Hydra's local variables: SLURM's own have more.
+    # srun --mpi=pmi2 sets PMI_RANK too, but without Hydra's local variables. Then SLURM's variables are used.
     if rank is None or size is None or ("MPI_LOCALRANKID" not in environ and _in_srun_step(environ)):
         return None
     local_rank = required_number(environ, "MPI_LOCALRANKID")
@@ -302,15 +307,14 @@ def _mpi_identity(
     addr, given_port = master_endpoint(environ)
     port = port if given_port is None else given_port
     if addr is None and local_size < size and "SLURM_JOB_NODELIST" in environ:
-        addr = expand_hosts(environ["SLURM_JOB_NODELIST"])[
-            0
-        ]  # where mpirun starts rank 0 unless asked to map otherwise
+        # With the default mapping, mpirun starts rank 0 on the first node.
+        addr = expand_hosts(environ["SLURM_JOB_NODELIST"])[0]
     return Identity(
         rank=rank,
         world_size=size,
         local_rank=local_rank,
         local_world_size=local_size,
-        # mpirun and mpiexec fill one node after the other unless asked to map otherwise.
+        # With the default mapping, mpirun and mpiexec fill one node after the other.
         node_rank=rank // local_size,
         num_nodes=-(-size // local_size),
         source=source,
@@ -326,7 +330,7 @@ def _in_srun_step(environ: Mapping[str, str]) -> bool:
 
 def _from_slurm(environ: Mapping[str, str]) -> Identity | None:
     if not _in_srun_step(environ):
-        return None  # a batch or salloc shell has SLURM_PROCID=0 as well, and is not a rank
+        return None  # batch and salloc shells have SLURM_PROCID=0 as well, but are not ranks
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     rank, size = rank_and_size(environ, "SLURM_PROCID", tasks)
     if rank is None or size is None:
@@ -349,15 +353,17 @@ def _from_slurm(environ: Mapping[str, str]) -> Identity | None:
 
 
 def _tasks_on_node(environ: Mapping[str, str], node: int, size: int, nodes: int) -> int:
-    """Read SLURM's "2(x3),1": two tasks on each of three nodes, one on the next."""
+    """Return the tasks on a node from SLURM's "2(x3),1", which means two tasks on three nodes and one on the next."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
-    counts = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
     return counts[node] if node < len(counts) else -(-size // nodes)
 
 
 _LAUNCHERS: tuple[Callable[[Mapping[str, str]], Identity | None], ...] = (
     _from_torchrun,  # first: torchrun runs inside srun, never the reverse
-    _from_openmpi,  # before SLURM: mpirun starts its daemons by srun, and ranks inherit the daemons' SLURM_PROCID
+    _from_openmpi,  # before SLURM: mpirun starts its daemons by srun, whose SLURM_PROCID the ranks inherit
     _from_pmi,  # before SLURM, for the same reason
     _from_slurm,
 )

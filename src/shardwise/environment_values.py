@@ -1,4 +1,4 @@
-"""Values of launchers' variables: numbers, refused where they are missing or invalid, and SLURM's node lists."""
+"""Parsing of launchers' environment variables: integers, rank and world size, and SLURM's node lists."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ if TYPE_CHECKING:
 
 
 def number(environ: Mapping[str, str], name: str) -> int | None:
-    """Return the whole number in a variable, None where it is unset or empty."""
+    """Return the non-negative integer in a variable, or None if it is unset or empty."""
     text = environ.get(name)
     if text is None or text == "":
         return None
     if not re.fullmatch(r"[0-9]+", text.strip()):
         raise EnvironmentVariablesError(
-            f"{name}={text!r} is not a whole number of at least 0",
+            f"{name}={text!r} is not a non-negative integer",
             code="env.not-whole-number",
-            fix=f"export or unset {name}",
+            fix=f"export a valid {name}, or unset it",
         )
     return int(text)
 
 
 def required_number(environ: Mapping[str, str], name: str) -> int:
-    """Return the whole number in a variable that a launcher sets whenever it sets its others."""
+    """Return the integer in a variable that a launcher always sets; raises EnvironmentVariablesError if it is unset."""
     found = number(environ, name)
     if found is None:
         raise EnvironmentVariablesError(
-            f"{name} is not set beside the other variables of its launcher",
+            f"{name} is not set, although its launcher set other variables",
             code="env.variable-missing",
-            fix="export RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself",
+            fix="export RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
         )
     return found
 
 
 def rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int | None, int | None]:
-    """Return the rank and the size of a world, None and None where neither is set."""
+    """Return the rank and the world size, or (None, None) if neither is set; raises if only one is set."""
     rank, size = number(environ, rank_name), number(environ, size_name)
     if rank is None and size is None:
         return None, None
@@ -51,18 +51,18 @@ def rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) ->
         )
     if size == 0:
         raise EnvironmentVariablesError(
-            f"{size_name}=0 leaves no rank", code="env.world-size-zero", fix=f"use {size_name} of at least 1"
+            f"{size_name}=0 is not positive", code="env.world-size-zero", fix=f"use {size_name} of at least 1"
         )
     if rank >= size:
         raise EnvironmentVariablesError(
-            f"{rank_name}={rank} is not below {size_name}={size}",
+            f"{rank_name}={rank} must be below {size_name}={size}",
             code="env.rank-too-large",
             fix=f"use {rank_name} 0 to {size - 1}",
         )
     return rank, size
 
 
-# SLURM's node lists, such as "n[0-2,07],x", expanded into host names.
+# Host names of SLURM's node lists, such as "n[0-2,07],x".
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     hosts = [host for entry in _entries(text) for host in _expand(entry, text)]
     if not hosts:
         raise EnvironmentVariablesError(
-            f"SLURM's node list {text!r} names no host", code="env.slurm-nodelist-empty", fix="export MASTER_ADDR"
+            f"SLURM's node list {text!r} has no hosts", code="env.slurm-nodelist-empty", fix="export MASTER_ADDR"
         )
     return tuple(hosts)
 
@@ -85,7 +85,7 @@ def _expand(entry: str, text: str) -> list[str]:
     if match is None:
         if re.search(r"[\[\]\s]", entry):
             raise EnvironmentVariablesError(
-                f"SLURM's node list {text!r} has an entry {entry!r} that cannot be read",
+                f"SLURM's node list {text!r} has an invalid entry {entry!r}",
                 code="env.slurm-nodelist-syntax",
                 fix="export MASTER_ADDR",
             )
@@ -96,11 +96,11 @@ def _expand(entry: str, text: str) -> list[str]:
 
 
 def _numbers(part: str, text: str) -> list[str]:
-    """Return "07", "08", "09" for "07-09": as wide as the first is written."""
+    """Return "07", "08", "09" for "07-09", padded to the width of the first number."""
     match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
     if match is None:
         raise EnvironmentVariablesError(
-            f"SLURM's node list {text!r} has a range {part!r} that cannot be read",
+            f"SLURM's node list {text!r} has an invalid range {part!r}",
             code="env.slurm-nodelist-syntax",
             fix="export MASTER_ADDR",
         )

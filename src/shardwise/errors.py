@@ -1,4 +1,4 @@
-"""One family of errors: what was asked, what is true, what to type."""
+"""Exception classes of shardwise. Every message states the problem and the fix, and has a stable code."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class ShardwiseError(Exception):
-    """A failure explained in one sentence: the fact, then the fix.
+    """Base class of all shardwise errors; the message is the fact, followed by the fix.
 
-    `code` names the condition for programs and tests, as `area.condition` ("plan.batch-not-divisible"): it stays the
-    same while the sentence may change. Plain arguments only, so that it survives pickling from a rank to its launcher.
+    `code` identifies the error for programs and tests, as `area.condition` ("plan.batch-not-divisible"). It is stable,
+    while the message may change. All arguments are strings, so that a rank can pickle the error for its launcher.
     """
 
     exit_code: ClassVar[int] = 1
@@ -32,71 +32,71 @@ class ShardwiseError(Exception):
 
 
 class InputError(ShardwiseError):
-    """What the user typed or wrote cannot work; nothing was touched."""
+    """Invalid input of the user; nothing was changed."""
 
     exit_code = 2
 
 
 class EnvironmentVariablesError(InputError):
-    """Environment variables that are missing, malformed or contradict each other."""
+    """Environment variables are missing, malformed or inconsistent."""
 
 
 class LayoutError(InputError):
-    """A layout that does not fit the number of ranks."""
+    """A layout is invalid or does not match the number of ranks."""
 
 
 class JobError(InputError):
-    """A job file, or a value inside a Job, that cannot be trained."""
+    """A job file or a value of a Job is invalid."""
 
 
 class PlanError(InputError):
-    """A plan that contradicts itself, the job or the world."""
+    """A plan is inconsistent, or does not match the job or the world."""
 
 
 class HardwareError(InputError):
-    """A device, node or cluster that nobody can plan for."""
+    """A device, node or cluster is unknown or invalid."""
 
 
 class WorldError(InputError):
-    """A process group that cannot be started as asked."""
+    """A process group cannot be started with the given arguments."""
 
 
 class DataError(InputError):
-    """A dataset that is missing, unreadable or invalid."""
+    """A dataset is missing, unreadable or invalid."""
 
 
 class LaunchError(InputError):
-    """Processes that cannot be started as asked."""
+    """Processes cannot be launched with the given options."""
 
 
 class MissingExtraError(InputError):
-    """A feature whose optional dependency is not installed."""
+    """An optional dependency is not installed."""
 
     @classmethod
     def of(cls, feature: str, extra: str) -> MissingExtraError:
-        """Name the feature and the pip line that brings it."""
+        """Return the error for a feature, with the pip command that installs its extra."""
         return cls(
-            f"{feature} needs the extra [{extra}]",
+            f"{feature} requires the extra [{extra}]",
             code=f"extra.{extra}-missing",
             fix=f"pip install 'shardwise[{extra}]'",
         )
 
 
 class TrainingError(ShardwiseError):
-    """Training started and could not continue."""
+    """Training failed after it had started."""
 
 
 class RankFailedError(ShardwiseError):
-    """A rank of a launched world failed; carries its own message."""
+    """A rank of a launched world failed; the message is that of the rank."""
 
 
-def with_code(sentence: str, code: str) -> str:
-    """Return a sentence as it is shown to people: what to search for stands at its end, in brackets."""
-    return f"{sentence} [{code}]" if code else sentence
+def with_code(message: str, code: str) -> str:
+    """Return a message followed by its code in brackets, for printing."""
+    return f"{message} [{code}]" if code else message
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return advice naming the choice that `name` was probably meant to be."""
+    """Return a fix that suggests the choice closest to `name`, or lists all choices if none is close."""
     known = sorted(choices)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if close:
@@ -105,9 +105,14 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 
 def some_of(names: Iterable[str], most: int = 3) -> str:
-    """Name the first few of many: "a", "a, b, c and 60 more", "nothing"."""
+    """Return the first names as text: "a", "a, b, c and 60 more", "nothing"."""
     known = list(names)
-    return (", ".join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "")) or "nothing"
+    if not known:
+        return "nothing"
+    text = ", ".join(known[:most])
+    if len(known) > most:
+        text += f" and {len(known) - most} more"
+    return text
 
 
 def _rebuild(kind: type[ShardwiseError], fact: str, code: str, fix: str) -> ShardwiseError:

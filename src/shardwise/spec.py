@@ -1,12 +1,12 @@
-"""Specs and Reports: one frozen value goes into a command, one frozen value comes out.
+"""Specs and Reports: the frozen input and output of every command.
 
-A Spec holds everything that a command can be asked. Each field has its default in the class and its help in the
-docstring below it, so that the command line (`cli/main.py`), the signature of the Python function (`spec_function`)
-and the JSON that a rank receives all come from the same line. Sections (`nodes`, `hang`, `save` ...) are Specs inside
-a Spec, shared by commands; users write their fields flat: `--save-every 100`, `save_every=100`.
+A Spec contains all options of a command. Each field has its default in the class and its help in the docstring below
+it. The options of the command line (`cli/main.py`), the signature of the Python function (`spec_function`) and the
+JSON that ranks receive are all generated from these fields. Sections (`nodes`, `hang`, `save` ...) are Specs inside a
+Spec, shared by commands, and their fields are options too: `--save-every 100`, `save_every=100`.
 
-The invariant: a Spec that exists is valid. Values are converted and checked at construction, whether they come from
-the command line, from Python or from JSON.
+Invariant: a Spec is always valid. Values are converted and validated at construction, whether they come from the
+command line, from Python or from JSON.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True)
 class Option:
-    """How a field is written where its name is not enough; belongs into the field's `Annotated`."""
+    """How a field is passed if it is not a plain option --field-name; part of the field's `Annotated`."""
 
     flags: tuple[str, ...] = ()
-    """Flags in place of --field-name; the first one, with underscores, is the name in Python."""
+    """Flags in place of --field-name; the first one, with underscores, is the parameter name in Python."""
     metavar: str | None = None
     positional: bool = False
-    """An argument, on the command line and in Python, in the order of the fields."""
+    """Whether the field is a positional argument, on the command line and in Python."""
     bare: str | None = None
-    """The value of a flag that is written alone; None where a value must follow."""
+    """The value of a flag without an argument; None if an argument is required."""
 
 
 def option(*flags: str, metavar: str | None = None) -> Option:
-    """Return the flags and the metavar of a field."""
+    """Return an Option with flags and metavar."""
     return Option(flags=flags, metavar=metavar)
 
 
 def argument(metavar: str) -> Option:
-    """Return the mark of a positional field."""
+    """Return the Option of a positional argument."""
     return Option(metavar=metavar, positional=True)
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a command is asked: all of its options, valid, frozen, as JSON both ways."""
+    """Base class of the options of a command: frozen, validated and convertible to and from JSON."""
 
     def __post_init__(self) -> None:
-        """Convert and check each value; a list becomes a tuple, a string a Path where the field is one."""
+        """Convert and validate each value, such as a list to a tuple or a string to a Path."""
         for name, hint in _hints(type(self)).items():
             value = getattr(self, name)
             if isinstance(value, Spec):
@@ -80,13 +80,14 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def of(cls, *arguments: Any, **options: Any) -> Self:
-        """Return the Spec of flat options: positional fields in order, fields of sections by their own names."""
+        """Return the Spec of positional arguments and flat options, in which fields of sections have no prefix."""
         fields = flat_fields(cls)
         aliases = _aliases(cls)
         positional = [name for name, field in fields.items() if field.option.positional]
         if len(arguments) > len(positional):
             raise InputError(
-                f"{len(arguments)} arguments, where {cls.__name__} takes {', '.join(positional) or 'none'}",
+                f"{cls.__name__} accepts {len(positional)} positional arguments ({', '.join(positional) or 'none'}),"
+                f" got {len(arguments)}",
                 code="spec.too-many-arguments",
                 fix="pass the others by name",
             )
@@ -106,20 +107,20 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return cls(**own)
 
     def to_json(self) -> str:
-        """Return the Spec as one line of JSON."""
+        """Return the Spec as a single line of JSON."""
         return msgspec.json.encode(self, enc_hook=str).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Return the Spec that `to_json` wrote."""
+        """Return the Spec of the JSON of `to_json`."""
         return msgspec.json.decode(text, type=cls, dec_hook=_convert_path)
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with other values."""
+        """Return a copy with some values replaced."""
         return msgspec.structs.replace(self, **changes)
 
     def to_argv(self) -> tuple[list[str], list[str]]:
-        """Return the options that differ from their defaults and the arguments, as a command line has them."""
+        """Return the options that differ from their defaults, and the positional arguments, for a command line."""
         options, arguments = list[str](), list[str]()
         for name, field in flat_fields(type(self)).items():
             value = getattr(getattr(self, field.section) if field.section else self, field.name)
@@ -130,59 +131,59 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             elif value is True:
                 options.append(flag)
             elif value != field.default:
-                options += [f"{flag}={one}" for one in values]
+                options += [f"{flag}={each}" for each in values]
         return options, arguments
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a command answers: its figures, how they are shown, and the exit code of the command."""
+    """Base class of the result of a command: its values, their text and the exit code."""
 
     exit_code: int = 0
 
     def to_json(self) -> str:
-        """Return the figures as indented JSON; the exit code is the command's, not a figure."""
-        figures = msgspec.to_builtins(self, enc_hook=str)
-        del figures["exit_code"]
-        return msgspec.json.format(msgspec.json.encode(figures), indent=1).decode()
+        """Return the values as indented JSON, without the exit code."""
+        values = msgspec.to_builtins(self, enc_hook=str)
+        del values["exit_code"]
+        return msgspec.json.format(msgspec.json.encode(values), indent=1).decode()
 
     def to_text(self) -> str:
-        """Return the report as standard output shows it."""
+        """Return the text for standard output."""
         raise NotImplementedError
 
     def note(self) -> str:
-        """Return what standard error gets: why a command failed, how to continue; empty where there is nothing."""
+        """Return the text for standard error, such as the cause of a failure or how to continue; empty by default."""
         return ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatField:
-    """One option of a Spec, be it the field of a section or of the Spec itself."""
+    """An option of a Spec: a field of the Spec or of one of its sections."""
 
     name: str
     hint: Any
-    """The type, with what constrains it."""
+    """The type with its constraints."""
     default: Any
-    """msgspec.NODEFAULT where the option must be given."""
+    """msgspec.NODEFAULT if the option is required."""
     help: str
     option: Option
     section: str | None = None
-    """The field that holds the section; None for a field of the Spec itself."""
+    """Name of the section; None for a field of the Spec itself."""
     section_default: Any = None
 
 
 @functools.cache
 def flat_fields(kind: type[Spec]) -> dict[str, FlatField]:
-    """Return the options of a Spec by the name that users write, in the order of its fields."""
+    """Return the options of a Spec by their public names, in the order of the fields."""
     return {_public_name(field): field for field in _walk(kind, None, None)}
 
 
 @functools.cache
 def _aliases(kind: type[Spec]) -> dict[str, str]:
-    """Return the name in `flat_fields` of every name that users may write: each long flag, and the name itself."""
+    """Return accepted name -> public name: each long flag, and the public name itself."""
     names = {}
     for name, field in flat_fields(kind).items():
-        for written in (name, *_long_names(field)):
-            names[written] = name
+        for alias in (name, *_long_names(field)):
+            names[alias] = name
     return names
 
 
@@ -231,7 +232,7 @@ def _hints(kind: type[Spec]) -> dict[str, Any]:
 
 
 def _field_docs(kind: type[Spec]) -> dict[str, str]:
-    """Return the docstring below each field, base classes included, as one line."""
+    """Return the docstring below each field as a single line, including those of base classes."""
     docs: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
         if owner is Spec or not issubclass(owner, Spec):
@@ -245,7 +246,7 @@ def _field_docs(kind: type[Spec]) -> dict[str, str]:
 
 
 def _requirement(hint: Any, error: msgspec.ValidationError) -> str:
-    """Return what a value must be: one of the choices of a Literal, else what msgspec expected."""
+    """Return the fix for an invalid value: the choices of a Literal, or the type that msgspec expected."""
     choices = typing.get_args(plain_type(hint))
     if typing.get_origin(plain_type(hint)) is typing.Literal:
         return f"choose one of {', '.join(map(str, choices))}"
@@ -253,7 +254,7 @@ def _requirement(hint: Any, error: msgspec.ValidationError) -> str:
 
 
 def plain_type(hint: Any) -> Any:
-    """Return a type without the constraints and options that stand in its Annotated."""
+    """Return a type without the constraints and options of its Annotated."""
     while typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -272,7 +273,7 @@ ResultT = TypeVar("ResultT")
 
 
 def spec_function(kind: type[SpecT]) -> Callable[[Callable[[SpecT], ResultT]], Callable[..., ResultT]]:
-    """Let a function of one Spec be called with its options as well; its signature shows each with its default."""
+    """Decorate a function of a Spec so that it also accepts the options of the Spec as its parameters."""
 
     def wrap(function: Callable[[SpecT], ResultT]) -> Callable[..., ResultT]:
         @functools.wraps(function)
@@ -288,10 +289,10 @@ def spec_function(kind: type[SpecT]) -> Callable[[Callable[[SpecT], ResultT]], C
 
 
 def signature_of(kind: type[Spec], returns: Any = inspect.Signature.empty) -> inspect.Signature:
-    """Return the signature of a function that takes the options of a Spec."""
+    """Return the signature of a function whose parameters are the options of a Spec."""
     parameters = []
     for name, field in flat_fields(kind).items():
         default = inspect.Parameter.empty if field.default is msgspec.NODEFAULT else field.default
-        how = inspect.Parameter.POSITIONAL_OR_KEYWORD if field.option.positional else inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(name, how, default=default, annotation=plain_type(field.hint)))
-    return inspect.Signature(sorted(parameters, key=lambda one: one.kind), return_annotation=returns)
+        kind_of = inspect.Parameter.POSITIONAL_OR_KEYWORD if field.option.positional else inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, kind_of, default=default, annotation=plain_type(field.hint)))
+    return inspect.Signature(sorted(parameters, key=lambda each: each.kind), return_annotation=returns)

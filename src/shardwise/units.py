@@ -1,4 +1,4 @@
-"""Bytes, seconds, counts and rates as text, and the sizes of dtypes: one rule for every table and message."""
+"""Formatting of bytes, times, counts and rates for all tables and messages, and the sizes of dtypes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 GB = 1e9
 
 ELEMENT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-"""Bytes of one element in memory."""
+"""dtype -> bytes per element."""
 
 MISSING = "-"
-"""Text of a value that is not known yet."""
+"""Text for an unknown value."""
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("B", "kB", "MB", "GB", "TB")
@@ -23,7 +23,7 @@ _DURATIONS = ((86400.0, "d", 3600.0, "h"), (3600.0, "h", 60.0, "min"), (60.0, "m
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
-    """Return a number with at most so many significant digits, thousands apart: 1,234 or 0.01235 or 2.5e-7."""
+    """Return a number with at most `digits` significant digits and thousands separators: 1,234, 0.01235, 2.5e-7."""
     if value is None:
         return MISSING
     if not math.isfinite(value):
@@ -38,12 +38,12 @@ def format_number(value: float | None, digits: int = 4) -> str:
 
 
 def format_whole(value: float | None) -> str:
-    """Return a number rounded to a whole one, thousands apart."""
+    """Return a number rounded to an integer, with thousands separators."""
     return MISSING if value is None else f"{value:,.0f}"
 
 
 def format_count(number: float) -> str:
-    """Return a large number in three digits: 6.74 billion."""
+    """Return a large number with three significant digits: 6.74 billion."""
     for size, name in _COUNTS:
         if number >= size:
             return f"{number / size:.3g} {name}"
@@ -51,7 +51,7 @@ def format_count(number: float) -> str:
 
 
 def format_bytes(num_bytes: float | None, digits: int = 4) -> str:
-    """Return bytes in a power of 1024: 4 KiB or 1.5 MiB."""
+    """Return bytes in binary units: 4 KiB, 1.5 MiB."""
     if num_bytes is None:
         return MISSING
     unit = 0
@@ -61,7 +61,7 @@ def format_bytes(num_bytes: float | None, digits: int = 4) -> str:
 
 
 def format_bytes_si(num_bytes: float) -> str:
-    """Return bytes in a power of 1000, three digits, as file sizes are written: 1.5 MB."""
+    """Return bytes in decimal units with three significant digits: 1.5 MB."""
     unit = 0
     while num_bytes >= 1000 and unit < len(_DECIMAL) - 1:
         num_bytes, unit = num_bytes / 1000, unit + 1
@@ -69,13 +69,13 @@ def format_bytes_si(num_bytes: float) -> str:
 
 
 def format_gb(num_bytes: float) -> str:
-    """Return bytes as GB (10^9) whatever their number, so that those of a table compare; three digits or more."""
+    """Return bytes in GB (10^9) regardless of their size, so that the rows of a table are comparable."""
     size = num_bytes / GB
     return f"{size:,.0f} GB" if size >= 1000 else f"{size:.3g} GB"
 
 
 def format_seconds(seconds: float) -> str:
-    """Return seconds, milliseconds or microseconds in three digits: the time of a step or a message."""
+    """Return a time in s, ms or us with three significant digits, such as that of a step or a message."""
     if seconds >= 1:
         return f"{seconds:.3g} s"
     if seconds >= 1e-3:
@@ -84,7 +84,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Return seconds in the two largest units they fill: 8 min 35 s."""
+    """Return a duration in its two largest units: 8 min 35 s."""
     if seconds is None:
         return MISSING
     for large, large_name, small, small_name in _DURATIONS:
@@ -94,16 +94,16 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_rate(per_s: float) -> str:
-    """Return a rate without its unit in three digits, whole from 100 on: 41.2 or 1,234."""
+    """Return a rate without a unit: three significant digits below 100, else an integer: 41.2, 1,234."""
     return f"{per_s:,.0f}" if per_s >= 99.95 else f"{per_s:#.3g}"
 
 
 def format_bandwidth(bytes_per_s: float) -> str:
-    """Return bytes a second in GB/s (10^9), or MB/s below one, three digits."""
+    """Return a bandwidth in GB/s (10^9), or in MB/s below 1 GB/s, with three significant digits."""
     return f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s >= 0.9995e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
 
 
-# Sizes on the command line, written and read without loss.
+# Sizes on the command line, parsed and formatted without loss.
 
 
 _SIZES: dict[str, int] = {
@@ -122,15 +122,17 @@ _SIZES: dict[str, int] = {
     "tib": 1 << 40,
     "tb": 10**12,
 }
-"""In lower case."""
+"""Unit suffix in lower case -> bytes."""
 
 
 def read_size(text: str) -> int:
-    """Return the bytes that a text such as 64MiB, 100MB, 32M or 4096 means."""
+    """Return the number of bytes of a size such as 64MiB, 100MB, 32M or 4096."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _SIZES:
         raise InputError(
-            f"{text!r} is not a size", code="bench.size-syntax", fix="write bytes or a unit, such as 4096, 64KiB, 100MB"
+            f"{text!r} is not a size in bytes",
+            code="bench.size-syntax",
+            fix="write a number with an optional unit, such as 4096, 64KiB, 100MB",
         )
     num_bytes = round(float(match[1]) * _SIZES[match[2].lower()])
     if num_bytes < 1:
@@ -139,7 +141,7 @@ def read_size(text: str) -> int:
 
 
 def write_size(num_bytes: int) -> str:
-    """Return a size as `read_size` reads it: 64KiB, or plain bytes where no unit divides it."""
+    """Return a size for `read_size`: 64KiB, or plain bytes if it is not a multiple of a unit."""
     for unit, base in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if num_bytes and num_bytes % base == 0:
             return f"{num_bytes // base}{unit}"

@@ -1,4 +1,4 @@
-"""What every rank of a described job runs: world, job, plan, train, and one funnel for failure."""
+"""Entry point of the ranks of `train`: starts the world, loads job and plan, trains, and records any failure."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from shardwise.training.spec import RunStart, TrainSpec
 
 
 def main() -> int:
-    """Run the rank that the environment and the Spec on the command line describe; returns its exit code."""
+    """Run this rank with the TrainSpec in argv, and return the exit code."""
     spec = TrainSpec.from_json(sys.argv[1])
     run = RunDirectory(spec.run_dir or Path())
     rank = identify().rank
     try:
         _train(spec, run)
-    except BaseException as error:  # noqa: BLE001 - the funnel: whatever ended this rank is written down
+    except BaseException as error:  # noqa: BLE001 - every failure of a rank is recorded
         failure = describe_failure(error, rank)
         with contextlib.suppress(OSError):
-            write_failure(run.error(rank), failure)  # the launcher shows it last, so it is not in the log as well
+            write_failure(run.error(rank), failure)  # not logged as well, because the launcher prints it last
         sys.stdout.flush()
-        # No teardown after a failure: it could wait for peers that wait for us.
+        # Skip the teardown, which could deadlock with peers that wait for this rank.
         os._exit(failure.exit_code)
     return 0
 
@@ -42,9 +42,9 @@ def _train(spec: TrainSpec, run: RunDirectory) -> None:
     timeline = Timeline(start.started_at)
     timeline.mark("process")
     if spec.deterministic:
-        be_deterministic(seed=None)  # the job has one
-    # These import torch, which has to find determinism set.
-    from shardwise.checkpoint import CheckpointFolder
+        be_deterministic(seed=None)  # the job has a seed
+    # These import torch, which reads the variables of deterministic mode.
+    from shardwise.checkpoint import CheckpointDirectory
     from shardwise.dist import world
     from shardwise.training.loop import train
 
@@ -55,10 +55,10 @@ def _train(spec: TrainSpec, run: RunDirectory) -> None:
     with world(backend=spec.place.backend, device=spec.place.device) as here:
         timeline.mark("world")
         if plan.layout.world_size != here.size:
-            plan = plan.refit(here.size)  # nodes were lost, or have joined
+            plan = plan.refit(here.size)  # nodes failed or joined since the plan was written
         save = spec.save
-        if CheckpointFolder(run.checkpoints).paths():
-            save = save.replace(resume="auto")  # a restart finds what the attempt before it saved
+        if CheckpointDirectory(run.checkpoints).paths():
+            save = save.replace(resume="auto")  # a restart resumes from the checkpoints of earlier attempts
         train(job, plan, here, run=run, show_progress=False, timeline=timeline, save=save, replicas=spec.replicas)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from e2e.processes import Command
 from env.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 MARKDOWN = re.MULTILINE | re.DOTALL
+FORKED = "forked "
+"""Before a command of `shardwise` or `python`: Chapter.run runs it in a fork of the test process."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +40,10 @@ class Chapter:
 
     def start(self, line: str, folder: Path | None = None, **variables: str) -> subprocess.Popen:
         """Start a command in the chapter's folder, or in another one, where what it writes then goes."""
-        environment = os.environ | {
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(self.folder)]),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PET_LOCAL_ADDR": "127.0.0.1",  # torchrun's --local_addr: the two nodes of a test are this machine
-        }
-        # DeepSpeed's launcher takes port 29500 if it is not told another, and tests run beside each other.
-        line = line.replace("deepspeed --num_gpus", f"deepspeed --master_port={free_port()} --num_gpus")
-        if folder is not None:
-            line = re.sub(r"(?<= )(\w+\.py)", rf"{self.folder}/\1", line)
         return subprocess.Popen(
-            ["bash", "-c", line],
+            ["bash", "-c", self._in(folder, line)],
             cwd=folder or self.folder,
-            env=environment | variables,
+            env=self._environment() | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -60,7 +52,34 @@ class Chapter:
 
     def run(self, line: str, folder: Path | None = None, **variables: str) -> str:
         """Run a command to its end and return what it printed."""
-        return finish(self.start(line, folder, **variables))
+        if not line.startswith(FORKED):
+            return finish(self.start(line, folder, **variables))
+        done = self.fork(line.removeprefix(FORKED), folder, **variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def fork(self, line: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess:
+        """Run a command of `shardwise` or `python` to its end, in a fork of the test process."""
+        program, *arguments = shlex.split(self._in(folder, line))
+        environ = self._environment() | variables
+        return Command(folder or self.folder, *arguments, environ=environ, program=program).finish()
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment variables of a command."""
+        return os.environ | {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(self.folder)]),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PET_LOCAL_ADDR": "127.0.0.1",  # torchrun's --local_addr: the two nodes of a test are this machine
+        }
+
+    def _in(self, folder: Path | None, line: str) -> str:
+        """Return the command with full paths of its scripts if it runs in another folder than the chapter's."""
+        # The default port of DeepSpeed's launcher is 29500, and tests run beside each other.
+        line = line.replace("deepspeed --num_gpus", f"deepspeed --master_port={free_port()} --num_gpus")
+        return line if folder is None else re.sub(r"(?<= )(\w+\.py)", rf"{self.folder}/\1", line)
 
 
 def finish(process: subprocess.Popen, seconds: float = 200) -> str:

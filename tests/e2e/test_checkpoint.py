@@ -23,7 +23,7 @@ job = sw.Job(
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, forked_parents):
     """A run of two sharded ranks with checkpoints after steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "job.py").write_text(JOB)
@@ -70,7 +70,7 @@ def test_ls_names_what_is_torn(run, capfd):
     shown = capfd.readouterr().out
     assert shown.count(" damaged ") == 2
     assert "rank-00000.safetensors cannot be read" in shown
-    assert "manifest.json is not a manifest" in shown
+    assert "manifest.json is not a valid manifest" in shown
 
 
 def test_inspect_shows_facts_and_tensors(run, capfd):
@@ -93,7 +93,7 @@ def test_check_finds_one_flipped_bit_and_exits_with_3(run, capfd):
     damage(step(run, 4))
     assert checkpoint("check", run) == 3
     shown = capfd.readouterr()
-    assert "step-00000004/rank-00001.safetensors does not match its checksum" in shown.err
+    assert "step-00000004/rank-00001.safetensors has the wrong checksum" in shown.err
     assert shown.out.count("sound: ") == 5  # three before, two after
 
 
@@ -129,7 +129,7 @@ def test_prune_keeps_the_newest_and_the_best(run, tmp_path, capfd):
         save(folder, number, {"x": torch.zeros(1)}, {"metrics": {"loss": loss}}, group=None)
     assert checkpoint("prune", folder, "--keep", "1,min:loss") == 0
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000002", "step-00000004"]
-    assert "2 checkpoints stay" in capfd.readouterr().out
+    assert "2 checkpoints remain" in capfd.readouterr().out
 
 
 def test_prune_keeps_the_newest_good_one(run):
@@ -151,7 +151,7 @@ def test_convert_and_back_gives_the_same_bits(run, tmp_path, capfd, kind):
 def test_convert_to_hugging_face_lists_what_it_cannot_hold(run, tmp_path, capfd):
     assert checkpoint("convert", run, tmp_path / "hf", "--to", "hf") == 0
     shown = capfd.readouterr().out
-    assert "left out: optimizer: 12 tensors, the folder holds weights only" in shown
+    assert "left out: optimizer: 12 tensors, the directory contains weights only" in shown
     assert "left out: config.json" in shown
 
 
@@ -177,17 +177,20 @@ def test_a_converted_checkpoint_can_be_resumed(trained, tmp_path):
 
 
 BAD = {
-    "nothing there": (["ls", "nowhere"], "holds no checkpoint"),
+    "nothing there": (["ls", "nowhere"], "contains no checkpoint"),
     "nothing to inspect": (["inspect", "nowhere"], "[checkpoint.not-found]"),
     "no kind": (["convert", "run", "x", "--to", "zip"], "'torch'"),
     "target exists": (["convert", "run", "run", "--to", "torch"], "[checkpoint.target-exists]"),
-    "target without folder": (["convert", "run", "no/where", "--to", "torch"], "make the folder first"),
+    "target without directory": (["convert", "run", "no/where", "--to", "torch"], "[checkpoint.target-folder-missing]"),
     "no such metric": (["prune", "run", "--keep", "1,max:accurac"], "'accuracy'"),
-    "prune of one": (["prune", "run/checkpoints/step-00000002", "--keep", "1"], "is one checkpoint"),
+    "prune of one": (["prune", "run/checkpoints/step-00000002", "--keep", "1"], "[checkpoint.single-checkpoint]"),
     "keep nothing": (["prune", "run", "--keep", "0"], "keep"),
-    "config for torch": (["convert", "run", "x.pt", "--to", "torch", "--config", "job.json"], "leave --config out"),
+    "config for torch": (["convert", "run", "x.pt", "--to", "torch", "--config", "job.json"], "remove --config"),
     "no such config": (["convert", "run", "x", "--to", "hf", "--config", "nothing.json"], "not a file"),
-    "wrong step in the name": (["convert", "run", "step-00000009", "--to", "shardwise"], "another step than 6"),
+    "wrong step in the name": (
+        ["convert", "run", "step-00000009", "--to", "shardwise"],
+        "the checkpoint is of step 6",
+    ),
     "no such command": (["list", "run"], "list"),
 }
 

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.cli.main import main
 from shardwise.engines.deepspeed.config import deepspeed_config
-from shardwise.engines.deepspeed.library import load_deepspeed
+from shardwise.engines.deepspeed.engine import load_deepspeed
 from shardwise.plans import Plan
 from shardwise.testing import run_ranks
 

@@ -89,7 +89,7 @@ def test_a_killed_rank_passes_and_a_frozen_one_that_nobody_looks_for_fails(folde
     found = results(done)
     assert found["kill"]["problems"] == []
     assert (found["kill"]["who"], found["kill"]["recovery"]) == ("rank 1", "restarted, resumed at step 4")
-    assert found["freeze"]["problems"] == ["it was not reported that rank 1 was frozen after step 5"]
+    assert found["freeze"]["problems"] == ["the fault was not reported: rank 1 was frozen after step 5"]
     assert Path(found["freeze"]["run"]).is_dir()  # kept, to be looked at
 
 
@@ -140,7 +140,7 @@ def test_a_sharded_job_of_four_ranks_passes(folder):
 def test_a_script_without_enough_steps_says_that_the_fault_never_came(folder):
     done = drill(folder, "--script", "--drill", "kill", "script.py", "2")
     assert done.returncode == 3
-    assert "the fault never came" in done.stdout
+    assert "the fault was never injected" in done.stdout
 
 
 @pytest.mark.prove
@@ -149,4 +149,4 @@ def test_a_job_that_fails_by_itself_is_not_drilled(folder):
     done = drill(folder, "--script", "--drill", "kill", "broken.py")
     assert done.returncode == 1
     assert "ValueError: tired" in done.stderr
-    assert "fails by itself" in done.stderr
+    assert "fails without a fault" in done.stderr

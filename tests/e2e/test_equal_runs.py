@@ -1,11 +1,12 @@
 """--check-replicas and --deterministic from the command line: drift is said and stops, runs repeat to the bit."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+
+from e2e.processes import shardwise
+from shardwise.runs.drift import Cause
 
 SCRIPT = """
 import sys
@@ -54,12 +55,6 @@ job = sw.Job(
 """
 
 
-def shardwise(folder, *words):
-    return subprocess.run(
-        [sys.executable, "-m", "shardwise", *words], cwd=folder, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -69,7 +64,8 @@ def folder(tmp_path):
 def test_drift_of_a_script_is_said_and_stops_it(folder):
     how = ("--check-replicas", "1", "--on-drift", "stop", "--run-dir", "run")
     done = shardwise(folder, "launch", "--nproc", "2", *how, "script.py", "drift")
-    verdict = "replicas differ after step 3 (equal after step 2): rank 1 holds another 2.bias than rank 0; not the step"
+    found = "replicas differ after step 3 (equal after step 2): 2.bias of rank 1 differs from that of rank 0"
+    verdict = f"{found}; {Cause.OUTSIDE.value}"
     assert verdict in done.stderr
     assert done.returncode == 1
     events = [json.loads(line) for line in (folder / "run/events/launcher.jsonl").read_text().splitlines()]
@@ -107,4 +103,4 @@ def test_training_repeats_to_the_bit(folder):
 def test_programs_that_are_not_python_are_refused(folder):
     done = shardwise(folder, "launch", "--no-python", "--deterministic", "true")
     assert done.returncode == 2
-    assert "--check-replicas and --deterministic are for Python" in done.stderr
+    assert "[cli.option-not-applicable]" in done.stderr

@@ -4,15 +4,20 @@ import argparse
 import copy
 import gzip
 import importlib
+import inspect
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from e2e.gallery import EXAMPLES, ROOT, Chapter, finish, losses, stop
+from e2e.gallery import EXAMPLES, FORKED, ROOT, Chapter, finish, losses, stop
+from e2e.processes import wait_for
 from env.ports import free_port
 from shardwise.testing import run_ranks
 
@@ -78,7 +83,7 @@ def test_ddp_mnist_under_torchrun_says_that_digits_stand_in_for_mnist():
 
 def test_ddp_mnist_runs_alone():
     [line] = [line for line in CHAPTER.commands("ddp_mnist.py") if line.startswith("python")]
-    output = CHAPTER.run(f"{line} {SMALL}")
+    output = CHAPTER.run(f"{FORKED}{line} {SMALL}")
     assert "world size 1" in output
     assert len(epochs(output)) == 3
 
@@ -86,10 +91,15 @@ def test_ddp_mnist_runs_alone():
 @pytest.mark.representative("train_ddp.py")
 @pytest.mark.parametrize("script", ["train_ddp.py", "ddp_training.py"])
 def test_plain_scripts_without_torchrun_say_what_to_type(script):
-    process = CHAPTER.start(f"python {script}")
-    output, _ = process.communicate(timeout=150)
-    assert process.returncode == 1
-    assert output.splitlines()[-1].startswith(f"start it by torchrun --nproc_per_node=2 {script}")
+    done = CHAPTER.fork(f"python {script}")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"start it by torchrun --nproc_per_node=2 {script}")
+
+
+@pytest.mark.prove
+def test_ddp_mnist_runs_with_the_variables_of_a_preset():
+    line = command(GUIDE, "--preset workstation", "ddp_mnist.py")
+    assert "world size 2" in GUIDE.run(f"{line} {SMALL}")
 
 
 @pytest.mark.prove
@@ -144,10 +154,9 @@ def test_train_byt5_ddp_meets_over_c10d():
 
 def test_train_byt5_ddp_without_transformers_names_the_pip_line(tmp_path):
     (tmp_path / "transformers.py").write_text("raise ImportError")
-    process = CHAPTER.start("python train_byt5_ddp.py", PYTHONPATH=str(tmp_path))
-    output, _ = process.communicate(timeout=150)
-    assert process.returncode == 1
-    assert output.splitlines()[-1] == "train_byt5_ddp.py needs transformers: pip install transformers"
+    done = CHAPTER.fork("python train_byt5_ddp.py", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "train_byt5_ddp.py needs transformers: pip install transformers"
 
 
 @pytest.mark.prove
@@ -162,35 +171,140 @@ def test_ddp_training_resumes_to_the_numbers_of_an_uninterrupted_run(tmp_path, l
     ]
 
 
-def test_ddp_training_with_dropout_draws_masks_by_rank_and_resumes_to_the_same_weights(tmp_path, monkeypatch):
-    import torch
+DDP_OPTIONS = {
+    "lr": 0.01,
+    "precision": "fp32",
+    "batch_size": 8,
+    "accumulate": 2,
+    "clip": 1.0,
+    "epochs": 2,
+    "seed": 0,
+    "workers": 0,
+    "save_every": None,
+}
+
+
+@pytest.fixture
+def ddp_training(monkeypatch):
+    """The template, with a network that drops out units, and its options without a command line."""
     from torch import nn
 
     monkeypatch.syspath_prepend(CHAPTER.folder)
-    ddp_training = importlib.import_module("ddp_training")
-    dropout = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
-    monkeypatch.setattr(ddp_training, "build_model", lambda: copy.deepcopy(dropout))
-    data = importlib.import_module("idx_data").load_images("nowhere", limit=96)
+    module = importlib.import_module("ddp_training")
+    network = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
+    monkeypatch.setattr(module, "build_model", lambda: copy.deepcopy(network))
+    return module
 
-    def trained(device, name, epochs, *, resume=False):
-        options = argparse.Namespace(lr=0.01, precision="fp32", batch_size=16, accumulate=1, clip=1.0, epochs=epochs)
-        options.checkpoint = tmp_path / name
-        training = ddp_training.build(options, device)
-        mask = training.model.module[1](torch.ones(64))
-        first_epoch = ddp_training.resume(training, options.checkpoint) if resume else 0
-        ddp_training.train(training, data, options, first_epoch)
-        return mask, training.model.module[2].weight.detach().clone()
+
+class StopAfter:
+    """A stop signal that this process sends to itself after some steps, on rank 1 alone."""
+
+    def __init__(self, ddp_training, steps):
+        self.signal, self.steps = ddp_training.StopSignal(), steps
+
+    def on_any_rank(self):
+        import torch.distributed as dist
+
+        self.steps -= 1
+        if self.steps == 0 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.signal.on_any_rank()
+
+
+def train_template(ddp_training, device, path, stop_after=0, *, resume=False, **changes):
+    """Train the template on this rank; return a mask that it drew first, and its weights."""
+    import torch
+
+    options = argparse.Namespace(**(DDP_OPTIONS | changes), checkpoint=path)
+    data = importlib.import_module("idx_data").load_images("nowhere", limit=96)
+    training = ddp_training.build(options, device)
+    mask = training.model.module[1](torch.ones(64))
+    progress = ddp_training.resume(training, options) if resume else ddp_training.Progress()
+    ddp_training.train(training, data, options, progress, StopAfter(ddp_training, stop_after))
+    torch.distributed.barrier()  # the file is there
+    return mask, training.model.module[2].weight.detach().clone()
+
+
+def test_ddp_training_stopped_by_a_signal_to_one_rank_resumes_to_the_same_weights(ddp_training, tmp_path, capfd):
+    import torch
 
     def body(world):
-        mask, whole = trained(world.device, "whole.pt", 2)
-        trained(world.device, "parts.pt", 1)
-        world.barrier()  # the file is there
-        _, resumed = trained(world.device, "parts.pt", 2, resume=True)
-        return mask, whole, resumed
+        mask, whole = train_template(ddp_training, world.device, tmp_path / "whole.pt")
+        train_template(ddp_training, world.device, tmp_path / "parts.pt", stop_after=4)  # of 3 steps an epoch
+        state = torch.load(tmp_path / "parts.pt", weights_only=True)
+        _, resumed = train_template(ddp_training, world.device, tmp_path / "parts.pt", resume=True, workers=1)
+        return mask, whole, resumed, state["progress"]
 
-    (first, whole, resumed), (second, *_) = run_ranks(body, 2)
-    assert not torch.equal(first, second)
+    (first, whole, resumed, progress), (second, *_) = run_ranks(body, 2)
+    assert not torch.equal(first, second)  # each rank draws masks of its own
+    assert (progress["epoch"], progress["samples"]) == (1, 32)  # a step of 8 samples x 2 accumulated x 2 ranks
     assert torch.equal(resumed, whole)
+    lines = epochs(capfd.readouterr().out)
+    assert [lines[0], lines[1]] == [lines[2], lines[3]]  # printed by the whole run, then by the two parts
+
+
+def test_ddp_training_killed_within_an_epoch_resumes_from_its_last_checkpoint(ddp_training, tmp_path, monkeypatch):
+    import torch
+
+    positions, write = [], ddp_training.write
+
+    def write_each(state, path):
+        positions.append(state["progress"]["samples"])
+        write(state, path.with_name(f"{path.name}-{len(positions)}"))
+
+    monkeypatch.setattr(ddp_training, "write", write_each)
+
+    def body(world):
+        _, whole = train_template(ddp_training, world.device, tmp_path / "c", epochs=1, save_every=2)
+        _, resumed = train_template(ddp_training, world.device, tmp_path / "c-1", epochs=1, resume=True)
+        return whole, resumed, positions
+
+    (whole, resumed, positions), _ = run_ranks(body, 2)
+    assert positions[:2] == [64, 0]  # after two of three steps, and after the epoch
+    assert torch.equal(resumed, whole)
+
+
+def test_options_of_ddp_training_do_what_they_say(ddp_training, tmp_path):
+    import torch
+
+    def weights_with(world, **changes):
+        return train_template(ddp_training, world.device, tmp_path / "c.pt", **({"epochs": 1} | changes))[1]
+
+    def body(world):
+        usual = weights_with(world)
+        changed = [
+            {"lr": 0.02},
+            {"clip": 1e-3},
+            {"precision": "bf16"},
+            {"precision": "fp16"},
+            {"seed": 1},
+            {"batch_size": 4},
+            {"accumulate": 1},
+        ]
+        with pytest.raises(SystemExit):
+            train_template(ddp_training, world.device, tmp_path / "c.pt", seed=5, resume=True)
+        return [not torch.equal(usual, weights_with(world, **change)) for change in changed]
+
+    assert run_ranks(body, 2)[0] == [True] * 7
+
+
+def test_every_option_of_ddp_training_is_tested_here(ddp_training, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ddp_training.py"])
+    by_commands = {"checkpoint", "resume", "data", "limit", "spawn"}  # SMALL, and the commands of the README
+    assert set(vars(ddp_training.parse_options())) == set(DDP_OPTIONS) | by_commands
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("starter", ["torchrun --nproc_per_node=2 ddp_training.py", "python ddp_training.py --spawn 2"])
+def test_ddp_training_saves_and_ends_when_its_starter_is_asked_to(starter, tmp_path):
+    line = f"exec {starter} {SMALL} --epochs 200 --batch-size 8 --checkpoint {tmp_path}/c.pt"
+    process = CHAPTER.start(line, tmp_path)
+    wait_for((tmp_path / "c.pt").exists, seconds=120)
+    os.kill(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert "stopped in epoch" in output
+    resumed = CHAPTER.run(f"{starter} {SMALL} --epochs 1 --checkpoint {tmp_path}/c.pt --resume", tmp_path)
+    assert "resumed from" in resumed
 
 
 @pytest.mark.parametrize("images", [8, 28])
@@ -218,12 +332,10 @@ def weight_gradient(block, batch, dtype):
     return block.residual[0].weight.grad.clone()
 
 
-def test_ddp_training_steps_on_a_window_of_uneven_batches_as_on_one_batch(monkeypatch):
+def test_ddp_training_steps_on_a_window_of_uneven_batches_as_on_one_batch(ddp_training):
     import torch
     import torch.distributed as dist
 
-    monkeypatch.syspath_prepend(CHAPTER.folder)
-    ddp_training = importlib.import_module("ddp_training")
     images, labels = torch.randn(10, 4), torch.arange(10)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -262,10 +374,19 @@ def test_ddp_training_runs_on_two_nodes(tmp_path):
     assert len(epochs(output)) == 1
 
 
-@pytest.mark.slow
-def test_launch_ddp_falls_back_to_two_cpu_processes():
-    line = command(CHAPTER, "./launch_ddp.sh")
-    output = CHAPTER.run(f"{line} {SMALL} --epochs 1")
+def test_launch_ddp_falls_back_to_two_cpu_processes(tmp_path):
+    (tmp_path / "torchrun").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/arguments\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    CHAPTER.run(f"{command(CHAPTER, './launch_ddp.sh')} {SMALL} --epochs 1", PATH=path)
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    done = CHAPTER.fork(shlex.join(["shardwise", "launch", "--run-dir", str(tmp_path / "run"), *arguments]))
+    assert "world size 2, on cpu" in done.stdout
+
+
+@pytest.mark.prove
+def test_launch_ddp_starts_torchrun():
+    output = CHAPTER.run(f"{command(CHAPTER, './launch_ddp.sh')} {SMALL} --epochs 1")
     assert "world size 2, on cpu" in output
 
 
@@ -282,12 +403,43 @@ def test_launch_multinode_ddp_prints_lines_that_torchrun_accepts():
     assert {line.training_script for line in lines} == {"train_ddp.py"}
 
 
+@pytest.mark.slow
+def test_every_init_method_and_every_option_of_ddp_prints_what_the_readme_shows(tmp_path, launched):
+    lines = [command(CHAPTER, "torchrun", script) for script in ("init_methods.py", "ddp_options.py")]
+    for line in launched(lines):
+        printed = [each for each in CHAPTER.run(line, tmp_path).splitlines() if re.match(r"[a-z_]+ +\S", each)]
+        assert len([each for each in printed if each in CHAPTER.readme]) == (4 if "init_methods" in line else 7)
+
+
+def test_the_tables_have_every_parameter_of_init_process_group_and_every_option_of_ddp(monkeypatch):
+    import torch.distributed as dist
+
+    parameters = [name for name in inspect.signature(dist.init_process_group).parameters if not name.startswith("_")]
+    assert [name for name in parameters if f"| `{name}` |" not in CHAPTER.readme] == []
+    monkeypatch.syspath_prepend(CHAPTER.folder)
+    shown = set(importlib.import_module("ddp_options").OPTIONS)
+    named = "bucket_cap_mb find_unused_parameters gradient_as_bucket_view static_graph broadcast_buffers process_group"
+    assert {*named.split(), "device_ids"} == shown  # the guide's list; module is what is wrapped
+
+
+@pytest.mark.prove
+def test_the_job_of_the_chapter_trains(tmp_path):
+    line = command(CHAPTER, "shardwise train digits_job.py")
+    assert accuracy(CHAPTER.run(line, tmp_path).replace("test accuracy   ", "test accuracy ")) > 85
+
+
+@pytest.mark.prove
+def test_ddp_training_takes_all_its_options_together(tmp_path, launched):
+    [line] = launched([command(CHAPTER, "--save-every 5")])
+    assert len(epochs(CHAPTER.run(f"{line} {SMALL} --lr 0.002 --clip 0.5 --precision bf16", tmp_path))) == 3
+
+
 def test_launch_scripts_are_executable():
     assert all(shutil.which(script) for script in CHAPTER.folder.glob("*.sh"))
 
 
 def test_prerequisites_command_says_what_this_machine_has():
-    assert re.search(r"GPUs: \d+ {2}NCCL: (True|False)", GUIDE.run(command(GUIDE, "is_nccl_available")))
+    assert re.search(r"GPUs: \d+ {2}NCCL: (True|False)", GUIDE.run(FORKED + command(GUIDE, "is_nccl_available")))
 
 
 def test_every_launcher_and_script_of_the_readmes_is_run_here():
@@ -302,6 +454,8 @@ def test_every_launcher_and_script_of_the_readmes_is_run_here():
         ("torchrun", "ddp_training.py"),
         ("python", "ddp_training.py"),
         ("torchrun", "ddp_benchmark.py"),
+        ("torchrun", "init_methods.py"),
+        ("torchrun", "ddp_options.py"),
         ("./launch_ddp.sh", "ddp_mnist.py"),
         ("./launch_multinode_ddp.sh",),
         ("mpirun", "ddp_mnist.py"),  # test_mpi
@@ -309,4 +463,7 @@ def test_every_launcher_and_script_of_the_readmes_is_run_here():
         ("python",),  # -c: what this machine has
         ("deepspeed", "deepspeed_train.py"),  # test_gallery_deepspeed
         ("shardwise", "digits.py"),  # make demo, and the journeys of train
+        ("shardwise", "digits_job.py"),
+        ("shardwise", "ddp_mnist.py"),  # launch --preset
+        ("shardwise",),  # bench comm --explain and doctor env: their own tests
     }

@@ -3,16 +3,13 @@
 import importlib.util
 import itertools
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from e2e.gallery import EXAMPLES, ROOT, Chapter, losses
+from e2e.gallery import EXAMPLES, Chapter, losses
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not installed: pip install 'shardwise[deepspeed]'", allow_module_level=True)
@@ -56,7 +53,7 @@ def test_the_chapters_first_command_has_the_losses_of_plain_pytorch(tmp_path):
 @pytest.mark.timeout(1800)
 def test_every_stage_has_the_same_losses_under_every_launcher(tmp_path):
     """The commands of the README, and those that it leaves to its reader: three launchers, three stages."""
-    written = CHAPTER.commands("deepspeed_train.py", "--check")
+    written = [line for line in CHAPTER.commands("deepspeed_train.py", "--check") if any(map(line.count, CONFIGS))]
     found = {}
     for launcher, config in itertools.product(LAUNCHERS, CONFIGS):
         line = f"{launcher} deepspeed_train.py --deepspeed_config {config} --check"
@@ -84,13 +81,35 @@ def test_the_flag_of_deepspeeds_own_parser_is_taken(tmp_path):
 def test_a_saved_decoder_writes_what_plain_pytorch_writes(weights):
     folder, trained = weights
     assert "saved 70 whole tensors" in trained
-    lines = CHAPTER.commands("deepspeed_inference.py")
+    lines = CHAPTER.commands("deepspeed_inference.py", "--weights")
     assert len(lines) == 2
     for line in lines:
         output = CHAPTER.run(line, folder)
         assert float(re.search(r"logits differ by at most (\S+)", output)[1]) < 1e-4
         assert re.search(r"rank 0 holds 137,984 of 237,184 numbers", output)
         assert ("without fused kernels: " in output) == ("--kernels" in line)
+
+
+@pytest.mark.prove
+def test_a_llama_over_two_ranks_answers_as_plain_pytorch_with_the_cache_of_the_formula(tmp_path):
+    lines = [line for line in CHAPTER.commands("deepspeed_inference.py") if "--weights" not in line]
+    assert len(lines) == 2
+    for line in lines:
+        output = CHAPTER.run(line, tmp_path)
+        difference, same = re.search(r"logits differ by at most (\S+), (\d+)% of the answers", output).groups()
+        assert float(difference) < (1e-4 if "fp32" in line else 0.1)
+        assert same == "100" or "fp32" not in line
+        measured, theory = re.search(r"KV cache of rank 0 +(\S+) bytes, (\S+) in theory", output).groups()
+        assert measured == theory
+        assert len(re.findall(r"^(?:first|each) token.* [\d.]+ ms$", output, re.MULTILINE)) == 3
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", ["zero2_bf16", "zero2_offload", "zero3_offload"])
+def test_variants_of_the_configs_train_as_plain_pytorch(name, tmp_path):
+    [line] = CHAPTER.commands(f"configs/{name}_config.json")
+    output = CHAPTER.run(f"{line} --steps 4".replace("configs/", f"{CHAPTER.folder}/configs/"), tmp_path)
+    assert difference(output) < (1e-5 if name == "zero2_offload" else 0.05)
 
 
 @pytest.mark.prove
@@ -129,7 +148,7 @@ def test_optimizer_states_on_disk_give_the_same_losses(tmp_path):
 @pytest.mark.prove
 def test_the_job_trains_on_deepspeed_by_one_word(tmp_path):
     [line] = CHAPTER.commands("shardwise train")
-    output = CHAPTER.run(line.replace("../", f"{EXAMPLES}/"), tmp_path)
+    output = CHAPTER.run(line, tmp_path)
     assert losses(output)[-1] < losses(output)[0]
 
 
@@ -143,11 +162,9 @@ def test_the_configs_leave_nothing_that_surprises_to_defaults(stage):
 
 def test_a_script_without_deepspeed_says_the_pip_line(tmp_path):
     (tmp_path / "deepspeed.py").write_text("raise ModuleNotFoundError('deepspeed')")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'src'}"}
     for script in ("deepspeed_train.py", "byte_decoder.py"):
         shutil.copy(CHAPTER.folder / script, tmp_path)
-    line = [sys.executable, str(tmp_path / "deepspeed_train.py")]
-    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = Chapter(tmp_path).fork("python deepspeed_train.py", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "DeepSpeed is not installed: pip install 'shardwise[deepspeed]'"
 
@@ -155,8 +172,8 @@ def test_a_script_without_deepspeed_says_the_pip_line(tmp_path):
 def test_every_command_of_the_readme_is_run_here():
     scripts = [word for line in CHAPTER.commands() for word in line.split() if word.endswith(".py")]
     assert {name: scripts.count(name) for name in scripts} == {
-        "deepspeed_train.py": 4,
+        "deepspeed_train.py": 7,
         "zero_offload.py": 2,
-        "deepspeed_inference.py": 2,
-        "../text.py": 1,
+        "deepspeed_inference.py": 4,
+        "decoder_job.py": 1,
     }

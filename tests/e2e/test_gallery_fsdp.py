@@ -1,17 +1,15 @@
 """Chapter 2 of the gallery: the commands of its README run, and what it says of sharding holds."""
 
+import argparse
 import importlib
-import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import shardwise as sw
-from e2e.gallery import EXAMPLES, ROOT, Chapter, losses
+from e2e.gallery import EXAMPLES, Chapter, losses
 from shardwise.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -44,6 +42,52 @@ def test_fsdp_transformer_trains_in_a_loop_of_ones_own(tmp_path, launched):
     assert full == pytest.approx(low, abs=2e-2)
 
 
+PLAIN = {
+    "policy": "block",
+    "recompute": "none",
+    "precision": "fp32",
+    "size": "llama-tiny",
+    "layers": 2,
+    "batch_size": 6,
+    "steps": 3,
+    "lr": 0.003,
+    "save_every": None,
+    "resume": False,
+}
+
+
+def test_plain_fsdp_of_every_policy_has_the_losses_of_one_process(script, tmp_path):
+    chapter = script("fsdp_transformer")
+
+    def body(world, **changes):
+        return chapter.train_plain(argparse.Namespace(**(PLAIN | changes), checkpoint=tmp_path), world.device)
+
+    one = run_ranks(body, 1)[0]
+    for changes in ({"recompute": "full", "save_every": 2}, {"policy": "size"}, {"policy": "whole"}):
+        assert run_ranks(body, 2, **changes)[0] == pytest.approx(one, abs=1e-5)
+    assert run_ranks(body, 2, precision="bf16")[0] == pytest.approx(one, abs=5e-2)
+    assert run_ranks(body, 3, resume=True)[0] == pytest.approx(one[2:], abs=1e-5)  # saved on two ranks
+
+
+def test_a_wrap_policy_decides_what_is_gathered_at_once(script):
+    chapter = script("fsdp_transformer")
+    with torch.device("meta"):
+        model = chapter.decoder(num_layers=2)
+    units = {name: policy(model) for name, policy in chapter.POLICIES.items()}
+    assert units["block"] == list(model.blocks)
+    assert units["whole"] == []
+    assert all(chapter.own_size(unit) >= 20_000 for unit in units["size"])
+
+
+@pytest.mark.prove
+def test_fsdp_transformer_saves_and_resumes_by_its_own_options(tmp_path, launched):
+    first, resumed = (
+        CHAPTER.run(line, tmp_path) for line in launched(CHAPTER.commands("fsdp_transformer.py", "--save"))
+    )
+    assert losses(first)[-1] < losses(first)[0]
+    assert "resumed from" in resumed
+
+
 @pytest.mark.prove
 def test_fsdp_transformer_trains_as_a_job(tmp_path):
     [line] = CHAPTER.commands("shardwise train")
@@ -57,7 +101,7 @@ def test_fsdp_checkpoint_goes_on_with_another_number_of_processes(tmp_path, laun
     lines = launched(line for line in CHAPTER.commands("fsdp_checkpoint.py") if "--measure" not in line)
     save, resume, asynchronous, full, own, own_resumed = (CHAPTER.run(line, tmp_path) for line in lines)
     assert "resumed from runs/fsdp_checkpoint/step-00000010 on 1 processes" in resume
-    assert "resumed from runs/shardwise/training/step-00000010 on 1 processes" in own_resumed
+    assert "resumed from runs/shardwise/step-00000010 on 1 processes" in own_resumed
     assert [losses(output) for output in (asynchronous, full, own)] == [losses(save)] * 3
     assert losses(resume) == losses(own_resumed)
     assert losses(resume)[-1] < losses(save)[0]
@@ -93,12 +137,12 @@ def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(strategy, scr
         checkpoints.close()
         return found
 
-    whole = run_ranks(body, 2, 5, False)[0]
+    whole = run_ranks(body, 2, 4, False)[0]
     for path in tmp_path.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     run_ranks(body, 2, 3, False)
-    for nproc in (1, 2, 3):
-        assert run_ranks(body, nproc, 5, True)[0] == pytest.approx(whole[3:], rel=1e-5)
+    for nproc in (1, 3):
+        assert run_ranks(body, nproc, 4, True)[0] == pytest.approx(whole[3:], rel=1e-5)
 
 
 def test_sharded_weights_are_those_of_a_plain_module(script):
@@ -113,9 +157,7 @@ def test_sharded_weights_are_those_of_a_plain_module(script):
 
 
 def test_fsdp_basics_without_a_launcher_says_what_to_type(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    line = [sys.executable, str(CHAPTER.folder / "fsdp_basics.py")]
-    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = CHAPTER.fork("python fsdp_basics.py", tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "start it by torchrun --nproc_per_node=2 fsdp_basics.py"
 

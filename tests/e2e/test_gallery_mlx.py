@@ -18,7 +18,7 @@ if importlib.util.find_spec("mlx") is None:
 pytestmark = pytest.mark.timeout(300)
 
 CHAPTER = Chapter(EXAMPLES / "06-mlx")
-PAGE = ROOT / "docs" / "mlx.md"
+PAGE = ROOT / "docs" / "guides" / "mlx.md"
 STARTED = {
     "torchrun --nproc_per_node=2",
     "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
@@ -133,7 +133,7 @@ def test_a_training_goes_on_in_torch_and_its_weights_are_loaded_by_mlx(tmp_path)
     *_, convert = lines = [*CHAPTER.commands("--run-dir"), *CHAPTER.commands("checkpoint convert")]
     assert len(lines) == 3
     assert "--to mlx" in convert
-    outputs = [run(line.replace("../text.py", str(EXAMPLES / "text.py")), tmp_path) for line in lines]
+    outputs = [run(line, tmp_path) for line in lines]
     assert losses(outputs[1])[-1] < losses(outputs[0])[0]
     from shardwise.engines.mlx.models import decoder
 
@@ -152,7 +152,7 @@ def test_the_text_job_differs_from_torchs_in_engine_and_model_alone():
         lines = path.read_text().partition("sw.Job(")[2].splitlines()
         return [line.partition("#")[0].strip() for line in lines]
 
-    ours, torchs = jobs(CHAPTER.folder / "text.py"), jobs(EXAMPLES / "text.py")
+    ours, torchs = jobs(CHAPTER.folder / "text.py"), jobs(CHAPTER.folder / "text_torch.py")
     assert ours.pop(1) == 'engine="mlx",'
     assert [pair for pair in zip(ours, torchs, strict=True) if pair[0] != pair[1]] == [(ours[1], torchs[1])]
     assert ours[1].replace("sw.models.mlx.", "sw.models.") == torchs[1]
@@ -164,7 +164,7 @@ def test_every_command_of_the_readme_is_run_here():
     assert {name: scripts.count(name) for name in scripts} == {
         "digits.py": 2,
         "text.py": 4,
-        "../text.py": 1,
+        "text_torch.py": 1,
         "plain_mlx.py": 2,
         "mapping.py": 1,
     }

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from e2e.gallery import EXAMPLES, Chapter, finish
+from e2e.gallery import EXAMPLES, FORKED, Chapter, finish
 from shardwise.cli.bench import command
 from shardwise.testing import run_ranks
 
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.timeout(240)
 CHAPTER = Chapter(EXAMPLES / "04-nccl-operations")
 BENCHMARKS = Chapter(EXAMPLES / "benchmarks")
 FORMS = [
-    line
-    for name in ("01-ddp-basics", "04-nccl-operations", "benchmarks")
-    for line in Chapter(EXAMPLES / name).commands("shardwise bench")
+    (path.parent.name, line)
+    for path in sorted(EXAMPLES.glob("*/README.md"))
+    for line in Chapter(path.parent).commands("shardwise bench")
 ]
 SUB_GROUP = "all_reduce(group=new_group(...))"
 
@@ -203,29 +203,30 @@ def whole(parameter):
 
 
 def test_a_script_without_a_launcher_says_what_to_type():
-    process = CHAPTER.start("python point_to_point.py")
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert output.splitlines()[-1] == "start it by torchrun --nproc_per_node=2 point_to_point.py"
+    done = CHAPTER.fork("python point_to_point.py")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "start it by torchrun --nproc_per_node=2 point_to_point.py"
 
 
 def test_the_command_that_verifies_nccl_answers_in_any_build():
     [line] = CHAPTER.commands("nccl.version")
-    assert re.fullmatch(r"NCCL in this build: \(2, .*\)|no NCCL in this build", CHAPTER.run(line).strip())
+    assert re.fullmatch(r"NCCL in this build: \(2, .*\)|no NCCL in this build", CHAPTER.run(FORKED + line).strip())
 
 
-@pytest.mark.parametrize("line", sorted(set(FORMS)))
-def test_shardwise_forms_have_arguments_that_their_commands_take(line):
+@pytest.mark.parametrize("line", sorted({line for _, line in FORMS}))
+def test_shardwise_forms_have_arguments_that_their_commands_take(line, monkeypatch):
+    [folder, *_] = [name for name, form in FORMS if form == line]
+    monkeypatch.chdir(EXAMPLES / folder)
     _, _, name, *arguments = shlex.split(line)
     command.commands[name].make_context(name, arguments)
 
 
 @pytest.mark.prove
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("line", sorted(set(FORMS)))
-def test_shardwise_forms_run(line, tmp_path):
-    line = line.replace("../", f"{EXAMPLES}/")
-    assert finish(CHAPTER.start(f"{line} || test $? = 3", tmp_path), 500)  # 3: on a busy machine a link may be slow
+@pytest.mark.parametrize(("name", "line"), FORMS)
+def test_shardwise_forms_run(name, line, tmp_path):
+    chapter = Chapter(EXAMPLES / name)
+    assert finish(chapter.start(f"{line} || test $? = 3", tmp_path), 500)  # 3: on a busy machine a link may be slow
 
 
 def test_every_script_of_the_readmes_is_run_here():

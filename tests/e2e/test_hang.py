@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from e2e.processes import shardwise
+
 FAULTS = Path(__file__).with_name("faults.py")
 LIMIT_S, LATE_S = 2.0, 5.0
 
@@ -25,18 +27,22 @@ class Launched:
     injected_at: float
 
 
-def launch(folder, script, *arguments, stop=True, **environ):
-    """Run a script on two ranks and return what was said of it."""
+def launch(folder, script, *arguments, stop=True, forked=False, **environ):
+    """Run a script on two ranks and return the verdicts, notes and output; `forked`, the launcher imports no torch."""
     how = ["--hang-after", str(LIMIT_S), "--on-hang", "stop" if stop else "report", "--run-dir", "run"]
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwise", "launch", "--nproc", "2", *how, script, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=250,
-        env={**os.environ, **environ},
-    )
+    words = ["launch", "--nproc", "2", *how, script, *arguments]
+    if forked:
+        done = shardwise(folder, *words, timeout_s=250, **environ)
+    else:
+        done = subprocess.run(
+            [sys.executable, "-m", "shardwise", *words],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=250,
+            env={**os.environ, **environ},
+        )
     lines = (folder / "run" / "events" / "launcher.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     injected = folder / "injected"
@@ -81,8 +87,8 @@ NAMED = {
 }
 
 
-def check(folder, fault):
-    done = launch(folder, "faults.py", fault)
+def check(folder, fault, **how):
+    done = launch(folder, "faults.py", fault, **how)
     assert done.code == 1, done.shown
     text = done.verdicts[0]["text"]
     for word in NAMED[fault]:
@@ -92,13 +98,13 @@ def check(folder, fault):
 
 
 def test_a_rank_stuck_in_c_that_holds_the_interpreter_is_named_and_all_stacks_are_kept(folder):
-    done = check(folder, "c")
+    done = check(folder, "c", forked=True)
     assert f'{FAULTS.name}", line {line("c").partition(":")[2]} in stuck_in_c' in done.stacks["rank1"]
     assert "in wait" in done.stacks["rank0"]
 
 
 def test_a_reduce_operation_that_would_give_wrong_numbers_is_named(folder):
-    check(folder, "reduce")
+    check(folder, "reduce", forked=True)
 
 
 @pytest.mark.prove
@@ -139,7 +145,7 @@ def test_by_default_a_hang_is_told_and_the_job_goes_on(tmp_path):
     assert done.code == 0
     assert done.shown.count("done") == 2
     assert re.search(r"rank 0 waits in all_reduce #1 .*late.py:4 .*; rank 1 is at late.py:3", done.verdicts[0]["text"])
-    assert "the ranks that waited go on" in done.shown
+    assert "the ranks that waited continue" in done.shown
 
 
 @pytest.mark.prove
@@ -180,13 +186,15 @@ for step in range(4):
 """
 
 
-def check_skipped(folder, size):
+def check_skipped(folder, size, **how):
     """Rank 1 skips a collective before DDP's backward: gloo aborts the rank that receives more than it expects."""
     (folder / "skipped.py").write_text(SKIPPED)
-    done = launch(folder, "skipped.py", str(size))
+    done = launch(folder, "skipped.py", str(size), **how)
     assert done.code == 1
     *_, last, _ = done.shown.splitlines()
-    words = rf"rank 1 did not make all_reduce #3 \(sum, float32\[{size}\]\) at skipped.py:8, which rank 0 made: rank 1"
+    words = (
+        rf"rank 1 did not call all_reduce #3 \(sum, float32\[{size}\]\) at skipped.py:8, which rank 0 called: rank 1"
+    )
     assert re.match(words + r" was in (all_reduce \(gradients, .*float32\[4160\]\)|backward) at skipped.py:9", last), (
         done.shown
     )
@@ -195,7 +203,7 @@ def check_skipped(folder, size):
 
 
 def test_a_rank_that_skips_a_collective_before_backward_is_named_though_its_peer_aborts(folder):
-    last = check_skipped(folder, 3)
+    last = check_skipped(folder, 3, forked=True)
     assert "; so rank 0 failed first: SIGABRT" in last
     assert "gradients, in backward, float32[4160]" in last
 

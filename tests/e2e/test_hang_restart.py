@@ -1,11 +1,10 @@
 """A hang that is stopped counts as a failure: with restarts left, all ranks start again, and a training goes on."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+
+from e2e.processes import shardwise
 
 STOP = ["--hang-after", "2", "--on-hang", "stop", "--run-dir", "run"]
 SCRIPT = """
@@ -19,8 +18,8 @@ JOB = """
 import os, time, torch
 import shardwise as sw
 
-def hang_once(report):
-    if report.number == 5 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+def hang_once(context):
+    if context.step == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         time.sleep(1000)
 
 job = sw.Job(
@@ -33,15 +32,7 @@ job = sw.Job(
 
 def run(folder, *words):
     """Run a command of shardwise; return its exit code, what it said, and what it wrote down."""
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwise", *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = shardwise(folder, *words, OMP_NUM_THREADS="1")
     lines = (folder / "run" / "events" / "launcher.jsonl").read_text().splitlines()
     return done.returncode, done.stdout + done.stderr, [json.loads(line) for line in lines]
 

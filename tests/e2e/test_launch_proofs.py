@@ -306,11 +306,11 @@ def check_fault(folder, name, method):
 
 @pytest.fixture(scope="module")
 def table():
-    """Rows of docs/launch-faults.md, written when the whole proof has run."""
+    """Rows of docs/results/launch-faults.md, written when the whole proof has run."""
     rows = {}
     yield rows
     if len(rows) == len(CASES):
-        (ROOT / "docs" / "launch-faults.md").write_text(render(rows))
+        (ROOT / "docs" / "results" / "launch-faults.md").write_text(render(rows))
 
 
 def render(rows):

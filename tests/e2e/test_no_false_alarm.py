@@ -59,7 +59,7 @@ def run(folder, *words, **environ):
     events = [json.loads(line) for line in path.read_text().splitlines()]
     verdicts = [event["text"] for event in events if event["kind"] == "verdict"]
     waits = [event["text"] for event in events if event["kind"] == "note" and " wait" in event["text"]]
-    print(f"{took_s:.0f} s", *verdicts, *waits, sep="\n  ")  # with -s: the figures of docs/hang.md
+    print(f"{took_s:.0f} s", *verdicts, *waits, sep="\n  ")  # with -s: the figures of docs/guides/hang.md
     return took_s, verdicts, [text for text in waits if "is slow" not in text], shown
 
 

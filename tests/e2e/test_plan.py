@@ -116,12 +116,12 @@ def test_a_catalogue_of_ones_own_is_read(capfd, tmp_path):
 
 
 NONSENSE = {
-    "no GPUs": (["llama-7b", "--cluster", "0xH100"], 2, "counts 0"),
+    "no GPUs": (["llama-7b", "--cluster", "0xH100"], 2, "[hardware.cluster-count-invalid]"),
     "unknown device": (["llama-7b", "--cluster", "8xH1000"], 2, "did you mean"),
     "unknown model": (["lama-7b", "--cluster", "8xH100"], 2, "did you mean 'llama-7b'"),
-    "missing job": (["nowhere.py", "--cluster", "8xH100"], 2, "is not there"),
-    "length of a job": (["digits.py", "--length", "5"], 2, "is for published models"),
-    "folder that is not there": (["llama-7b", "--out", "no/such/plan.toml"], 2, "make the folder first"),
+    "missing job": (["nowhere.py", "--cluster", "8xH100"], 2, "[job.file-not-found]"),
+    "length of a job": (["digits.py", "--length", "5"], 2, "published models"),
+    "directory that does not exist": (["llama-7b", "--out", "no/such/plan.toml"], 2, "[cli.output-folder-missing]"),
     "negative batch": (["llama-7b", "--batch-size", "-4"], 2, "--batch-size"),
     "part of a node": (["llama-7b", "--cluster", "9xH100"], 2, "use 8 or 16"),
     "nothing fits": (["llama3-405b", "--cluster", "8xH100"], 3, "use --cluster"),
@@ -149,7 +149,7 @@ def test_negative_memory_gets_one_sentence(capfd, tmp_path):
 def test_adapters_beside_convolutions_are_refused_in_one_sentence(capfd):
     assert main(["plan", "resnet-50", "--cluster", "8xH100", "--lora", "16"]) == 2
     (line,) = capfd.readouterr().err.strip().splitlines()
-    assert "adapters go beside linear modules, and resnet-50 has convolutions" in line
+    assert "resnet-50 has convolutions" in line
 
 
 def test_what_would_fit_is_named_and_does(capfd):
@@ -232,24 +232,24 @@ def test_the_best_plan_that_deepspeed_has_words_for_is_written(tmp_path, capfd):
 
 WRONG_DEEPSPEED = {
     "not there": (["--from-deepspeed", "none.json"], "none.json cannot be read"),
-    "no ranks": (["--from-deepspeed", "ds.json"], "ds.json does not tell how many ranks it is for: give --nproc"),
+    "no ranks": (["--from-deepspeed", "ds.json"], "ds.json does not determine the number of ranks: pass --nproc"),
     "a model too": (
         ["gpt2", "--from-deepspeed", "ds.json"],
-        "--from-deepspeed searches nothing, and gpt2 is given too",
+        "[cli.options-conflict]",
     ),
     "ranks of a search": (["gpt2", "--nproc", "2"], "--nproc is valid with --from-deepspeed only"),
-    "a plan for nothing": (["plan.toml"], "plan.toml is a plan already"),
+    "a plan for nothing": (["plan.toml"], "[plan.already-a-plan]"),
     "another batch": (
         ["--from-deepspeed", "ds.json", "--nproc", "2", "--batch-size", "8"],
-        "--batch-size 8, and ds.json has 16",
+        "--batch-size 8 contradicts ds.json, which has 16",
     ),
     "another precision": (
         ["--from-deepspeed", "ds.json", "--nproc", "2", "--precision", "fp16"],
-        "--precision fp16, and ds.json computes in bf16",
+        "--precision fp16 contradicts ds.json, which computes in bf16",
     ),
-    "pipeline": (["pp.toml", "--to-deepspeed", "out.json"], "plan pp2 cuts the model by pp, cp or tp"),
-    "nothing": (["--batch-size", "8"], "nothing to plan is named"),
-    "nowhere": (["plan.toml", "--to-deepspeed", "no/out.json"], "--to-deepspeed no/out.json is in a folder that"),
+    "pipeline": (["pp.toml", "--to-deepspeed", "out.json"], "plan pp2 uses pp, cp or tp"),
+    "nothing": (["--batch-size", "8"], "plan needs a model"),
+    "nowhere": (["plan.toml", "--to-deepspeed", "no/out.json"], "--to-deepspeed no/out.json is in a directory that"),
 }
 
 
@@ -262,6 +262,7 @@ def test_wrong_use_of_deepspeed_json_is_one_sentence(tmp_path, monkeypatch, capf
     assert main(["plan", *arguments]) == 2
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.startswith(f"shardwise: {words}")
+    assert err.startswith("shardwise: ")
+    assert words in err
     assert err.count("\n") == 1
     assert not (tmp_path / "out.json").exists()

@@ -10,14 +10,14 @@ import sys
 import pytest
 import torch
 
-from e2e.processes import Command, alive, wait_for
+from e2e.processes import alive, shardwise, wait_for
 
 JOB = """
 import os, signal, time, torch
 import shardwise as sw
 
-def misbehave(report):
-    if report.number == 2 and os.environ.get("RANK", "0") == "1":
+def misbehave(context):
+    if context.step == 3 and os.environ.get("RANK", "0") == "1":
         {how}
 
 job = sw.Job(
@@ -48,7 +48,7 @@ def run(folder, command):
 
 
 def train(folder, *arguments):
-    return Command(folder, "train", "job.py", *arguments, environ={**os.environ, "OMP_NUM_THREADS": "1"}).finish()
+    return shardwise(folder, "train", "job.py", *arguments, OMP_NUM_THREADS="1")
 
 
 def started_ranks(folder):
@@ -125,10 +125,14 @@ def test_no_rank_outlives_its_launcher(tmp_path, number, code):
         launcher.kill()
 
 
-def test_train_joins_a_world_that_torchrun_started(tmp_path):
+@pytest.mark.parametrize("launcher", ["launch", pytest.param("torchrun", marks=pytest.mark.prove)])
+def test_train_joins_a_world_that_another_launcher_started(tmp_path, launcher):
     write_job(tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "shardwise"]
-    done = run(tmp_path, [*torchrun, "train", "job.py"])
+    joining = ["--nproc_per_node=2", "-m", "shardwise", "train", "job.py"]
+    if launcher == "launch":  # with the variables of torchrun: test_launch compares them
+        done = shardwise(tmp_path, "launch", *joining, OMP_NUM_THREADS="1")
+    else:
+        done = run(tmp_path, [sys.executable, "-m", "torch.distributed.run", "--standalone", *joining])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test accuracy") == 1
     (report,) = tmp_path.glob("runs/*/report.json")

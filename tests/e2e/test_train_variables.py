@@ -12,7 +12,7 @@ JOB = """
 import os, socket, torch
 import shardwise as sw
 
-def log(report):
+def log(context):
     # as NCCL fills the pattern in
     path = os.environ["NCCL_DEBUG_FILE"].replace("%h", socket.gethostname()).replace("%p", str(os.getpid()))
     value = os.environ["NCCL_BUFFSIZE"]

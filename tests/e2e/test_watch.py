@@ -29,7 +29,7 @@ job = sw.Job(
     optimizer=sw.sgd(lr=0.01),
     batch_size=64,
     steps=1_000_000,
-    on_step=lambda report: time.sleep(0.01),  # leaves the cores to the browser
+    on_step=lambda _: time.sleep(0.01),  # leaves the cores to the browser
 )
 """
 
@@ -127,7 +127,7 @@ def test_watch_of_a_script_that_failed_tells_its_end(tmp_path):
     assert seen.returncode == 0, seen.stderr
     assert "failed" in seen.stdout.splitlines()[0]
     assert "1 restart" in seen.stdout
-    assert "nothing predicted: only a described job can be predicted" in seen.stdout
+    assert "no prediction: " in seen.stdout
     assert "rank 1 failed first: ValueError: tired" in seen.stdout
     assert re.search(r"^1 +\S+ .*failed: ValueError: tired", seen.stdout, re.MULTILINE)
     [events] = (tmp_path / "run" / "events").iterdir()

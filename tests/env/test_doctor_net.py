@@ -56,7 +56,7 @@ def test_a_cut_pair_is_named_and_nothing_is_left(tmp_path):
         lines = said.splitlines()
         failed = [line for line in lines if line.startswith("fail")]
         assert len(failed) == 1, said
-        assert "host1 does not reach host2 at 10.77.0.3 (No route to host), nor back" in failed[0]
+        assert "host1 does not reach host2 at 10.77.0.3 (No route to host), nor in the other direction" in failed[0]
         assert lines[-3:-1] == [
             "# without host2",
             "shardwise launch --hosts host0,host1 --master-addr 10.77.0.1 train.py",
@@ -100,7 +100,9 @@ def test_a_way_that_loses_large_packets_is_named(tmp_path):
         code, found = examine(a, tmp_path, "--hosts", "host0,host1,host2", "--json")
         assert code == 3
         facts = [fact for _, name, fact in bad(found) if name == "MTU"]
-        assert facts == ["between host2 and the others packets over 1280 bytes are lost, and 1500 are sent"]
+        assert facts == [
+            "packets above 1280 bytes are lost between host2 and the other hosts, although the MTU is 1500"
+        ]
 
 
 @pytest.mark.prove
@@ -119,12 +121,12 @@ def test_names_versions_storage_logins_and_ports_that_are_wrong_are_named_at_onc
         assert code == 3
         assert [one[1] for one in bad(found)] == ["login", "versions", "names", "storage", "storage", "port"]
         facts = [one[2] for one in bad(found)]
-        assert facts[0] == "host host3 cannot be reached"
+        assert facts[0] == "host host3 is unreachable"
         assert facts[1].startswith("shardwise differs: hosts host0, host2 have ")
-        assert facts[2] == "host1 takes itself for 127.0.1.1, a loopback that others miss"
-        assert facts[3].startswith("/tmp/own of hosts host1, host2 is not the storage of host0")
-        assert facts[4] == "hosts host0, host1, host2 have no folder /nowhere"
-        assert facts[5] == "port 22 of host0 (10.77.0.1) cannot be listened on: Address already in use"
+        assert facts[2] == "host1, the host name of host1, resolves on host1 to 127.0.1.1, a loopback address"
+        assert facts[3].startswith("/tmp/own of hosts host1, host2 is not shared with host0")
+        assert facts[4] == "hosts host0, host1, host2 have no directory /nowhere"
+        assert facts[5] == "host0 cannot listen on port 22 (10.77.0.1): Address already in use"
 
 
 @pytest.mark.prove
@@ -146,7 +148,7 @@ def test_nothing_is_left_when_the_doctor_is_ended(tmp_path, signal):
     with bed.servers(3, shared=tmp_path) as (a, b, c):
         b.run(["ip", "route", "add", "blackhole", c.address])  # so that it takes long enough to be caught
         guest = a.popen([*DOCTOR, "--hosts", "host0,host1,host2"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-        while "going from every host" not in (line := guest.outer.stderr.readline()):
+        while "connecting from every host" not in (line := guest.outer.stderr.readline()):
             assert line, "it ended before"
         guest.send_signal(signal)
         guest.wait(LEFT_S)
@@ -158,7 +160,7 @@ def test_nothing_is_left_when_a_link_is_cut_meanwhile(tmp_path):
     with bed.servers(3, shared=tmp_path) as (a, b, c):
         b.run(["ip", "route", "add", "blackhole", c.address])
         guest = a.popen([*DOCTOR, "--hosts", "host0,host1,host2"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-        while "going from every host" not in (line := guest.outer.stderr.readline()):
+        while "connecting from every host" not in (line := guest.outer.stderr.readline()):
             assert line, "it ended before"
         c.cut()
         assert guest.wait(2 * LEFT_S) == 3

@@ -123,7 +123,7 @@ def test_two_nodes_that_lose_each_other_and_both_reach_node_0_are_named_and_go_o
                 here.run(["iptables", verb, "INPUT", "-s", there.address, "-j", "DROP"])
             if verb == "-A":
                 wait_until(lambda: "gets no answer" in nodes[0].output(), 60, said)
-        wait_until(lambda: "the ranks that waited go on" in nodes[0].output(), 60, said)
+        wait_until(lambda: "the ranks that waited continue" in nodes[0].output(), 60, said)
         (tmp_path / "enough").touch()
         assert [node.wait(60) for node in nodes] == [0, 0, 0], said()
         first = nodes[0].output()

@@ -14,7 +14,8 @@ import pytest
 from e2e.gallery import EXAMPLES, Chapter
 from env import mpi
 from env.ports import free_port
-from shardwise.measurement.ranks import require_backend
+from shardwise.cli.main import main
+from shardwise.measurement.specs import require_backend
 
 pytestmark = [mpi.needs_mpirun, pytest.mark.timeout(240)]
 
@@ -71,8 +72,8 @@ job = sw.Job(
 FALLS = """
 import dataclasses, os
 
-def on_step(report):
-    if report.number == 3 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+def on_step(context):
+    if context.step == 4 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
         raise ValueError("one fell over")
 
 job = dataclasses.replace(job, on_step=on_step)
@@ -185,7 +186,7 @@ def test_train_joins_the_ranks_of_mpirun(folder):
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [(["train", "nothing.py", "--backend", "mpi"], "nothing.py is not there"), (["train", "--nonsense"], "--nonsense")],
+    [(["train", "nothing.py", "--backend", "mpi"], "[job.file-not-found]"), (["train", "--nonsense"], "--nonsense")],
     ids=["job", "option"],
 )
 def test_two_ranks_refuse_in_one_sentence(folder, arguments, word):
@@ -210,8 +211,10 @@ def test_a_library_of_mpi_that_is_not_there_is_refused_before_ranks_start(folder
 
 
 @pytest.mark.parametrize("verb", [["comm"], ["p2p", "--nproc", "2"], ["step", "job.py"], ["overlap", "job.py"]])
-def test_bench_refuses_mpi_on_gpus(folder, verb):
-    refused([*SHARDWISE, "bench", *verb, "--backend", "mpi", "--device", "cuda"], "tensors of the CPU")
+def test_bench_refuses_mpi_on_gpus(folder, capfd, verb):
+    assert main(["bench", *verb, "--backend", "mpi", "--device", "cuda"]) == 2
+    [sentence] = capfd.readouterr().err.splitlines()
+    assert "[world.backend-device-mismatch]" in sentence
 
 
 def test_a_rank_that_fails_alone_speaks_at_once():
@@ -234,7 +237,7 @@ def test_bench_comm_starts_its_ranks_and_knows_what_mpi_carries(folder):
     done = alone("bench", "comm", "all_reduce", "--backend", "mpi", "--nproc", "2", "--sizes", "4KiB", "--seconds", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "mpi · 2 ranks on one node" in done.stdout
-    assert "mpi has no float8_e4m3fn; no float8_e5m2; no BAND BOR BXOR of float32" in done.stdout
+    assert "mpi does not support float8_e4m3fn; float8_e5m2; BAND BOR BXOR of float32" in done.stdout
 
 
 @pytest.mark.prove
@@ -299,7 +302,7 @@ def test_mpirun_that_is_asked_to_stop_saves_and_ends_with_75(folder):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 75, said
     assert len(sentences(said)) == 2  # that nobody looks on for hangs, and that it saved
-    assert "run it again to continue" in sentences(said)[1]
+    assert "run it again to resume" in sentences(said)[1]
     assert left(process.pid) == []
 
 
@@ -332,7 +335,7 @@ def test_what_is_not_installed_is_refused_before_ranks_start(folder, without_mpi
 def test_a_plan_that_is_refused_inside_the_world_is_refused_once_and_leaves_no_run(folder):
     done = shardwise(2, "train", "job.py", "--backend", "mpi", "--plan", "tp4", "--run-dir", "run")
     assert done.returncode == 2
-    assert "needs 4 ranks" in sentences(done.stderr)[-1]
+    assert "requires 4 ranks" in sentences(done.stderr)[-1]
     assert len(sentences(done.stderr)) == 1
     assert not (folder / "run").exists()
 

@@ -62,7 +62,7 @@ job = sw.Job(
     optimizer=sw.adamw(lr=1e-3),
     batch_size=64,
     steps=40,
-    on_step=lambda report: time.sleep(0.2),
+    on_step=lambda _: time.sleep(0.2),
 )
 """
 
@@ -122,8 +122,8 @@ def test_one_launcher_per_node_finds_the_others_by_the_job(cluster, folder):
         ([*AGENTS, "launch", "--nnodes", "3", "script.py"], "use srun --nodes=3 --ntasks-per-node=1, or --nnodes 2"),
         ([*SHARDWISE, "launch", "--slurm", "partition=nope", "script.py"], "invalid partition specified: nope"),
         ([*SHARDWISE, "launch", "--slurm", "timm=5", "script.py"], "unrecognized option '--timm=5'"),
-        ([*SHARDWISE, "launch", "--slurm", "--nnodes", "3", "script.py"], "would never start the job"),
-        ([*SHARDWISE, "launch", "--slurm", "gpus-per-node=9", "script.py"], "would never start the job"),
+        ([*SHARDWISE, "launch", "--slurm", "--nnodes", "3", "script.py"], "[launch.slurm-never-starts]"),
+        ([*SHARDWISE, "launch", "--slurm", "gpus-per-node=9", "script.py"], "[launch.slurm-never-starts]"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(cluster, folder, words, word):

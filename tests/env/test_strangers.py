@@ -105,7 +105,7 @@ def test_a_stranger_cannot_join_nor_reach_the_store_and_floods_end_nothing(run, 
         [challenge] = map(json.loads, found[words].splitlines())
         assert challenge["type"] == "challenge"  # and then the hub hung up
     assert found["store"] is None
-    # What torch leaves open, as docs/launch-security.md says: gloo listens for whoever reaches it.
+    # What torch leaves open, as docs/reference/launch-security.md says: gloo listens for whoever reaches it.
     assert others
     assert all(found["others"])
     (tmp_path / "enough").touch()

@@ -62,6 +62,7 @@ def run_status(path):
 
 def global_loss(report, world):
     """Return the mean loss of the global batch of one step (communicates, on every rank)."""
+    report = getattr(report, "report", report)  # of a callback's context
     return world.sum({"loss": float(report.loss_share)})["loss"]
 
 

@@ -21,8 +21,8 @@ JOBS = {
 import dataclasses, os, signal
 import tiny
 
-def on_step(report):
-    if report.number == 3 and os.environ["RANK"] == "1":
+def on_step(context):
+    if context.step == 4 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
 
 job = dataclasses.replace(tiny.job, on_step=on_step)
@@ -31,8 +31,8 @@ job = dataclasses.replace(tiny.job, on_step=on_step)
 import dataclasses, os
 import tiny
 
-def on_step(report):
-    if report.number == 2 and os.environ["RANK"] == "1":
+def on_step(context):
+    if context.step == 3 and os.environ["RANK"] == "1":
         raise ValueError("the third step is not wanted")
 
 job = dataclasses.replace(tiny.job, on_step=on_step)

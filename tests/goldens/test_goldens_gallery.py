@@ -27,7 +27,7 @@ def check(jobs, keys, num_ranks, folder, golden):
 def test_every_job_of_the_gallery_is_recorded(jobs):
     assert {":".join(key) for key in gallery.single_keys(jobs)} == load("gallery_one_process").keys()
     assert {":".join(key) for key in gallery.pair_keys()} == load("gallery_two_ranks").keys()
-    mlx = {path for path in gallery.EXAMPLES.rglob("*mlx/*.py") if "sw.Job(" in path.read_text()}
+    mlx = {path for path in gallery.EXAMPLES.rglob("*mlx/*.py") if 'engine="mlx"' in path.read_text()}
     assert mlx == {gallery.EXAMPLES / name for name in FILES}
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import shardwise as sw
 from shardwise.plans import Plan, Precision
 from shardwise.runs import create_run
-from shardwise.training.step.captured import CapturedStep, waits_of_host
+from shardwise.training.step.captured import CapturedStep, host_syncs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,7 +116,7 @@ def test_a_model_that_waits_for_the_device_is_told_where_and_trains_on():
     exact, _, _, _ = train(waiting, Plan(micro_batch=16))
     found, _, said, _ = train(waiting, Plan(micro_batch=16, capture="step"))
     assert len(said) == 1
-    assert "not captured, the host waits for the device at" in said[0]
+    assert "not captured because the host synchronizes with the device at" in said[0]
     assert "test_capture_gpu.py" in said[0]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(exact), rtol=1e-5, atol=1e-6)
 
@@ -154,7 +154,7 @@ def test_a_replay_takes_a_fraction_of_the_plain_step():
 
 
 def test_waits_of_the_host_are_found():
-    with waits_of_host() as waits:
+    with host_syncs() as waits:
         float(torch.ones(1, device="cuda"))
     assert len(waits) == 1
     assert "test_capture_gpu.py" in waits[0]

@@ -4,10 +4,10 @@ import pytest
 
 from refusals import refuses
 from shardwise.cli.main import main
-from shardwise.measurement.explain.show import NAMES, check_names, explain_on_ranks
-from shardwise.measurement.p2p.pairs import PairSettings, measure_pairs
-from shardwise.measurement.p2p.ways import WAYS
-from shardwise.measurement.ranks import on_ranks
+from shardwise.measurement.comm.collectives import WAYS
+from shardwise.measurement.explain import NAMES, check_names, explain_on_ranks
+from shardwise.measurement.p2p import PairSettings, measure_pairs
+from shardwise.measurement.specs import on_ranks
 
 pytestmark = pytest.mark.gpu
 

@@ -1,10 +1,11 @@
 """Docs that cannot rot: every command in them runs, every quoted example is the file's own text."""
 
 import inspect
+import os
 import re
 import shlex
 import subprocess
-import textwrap
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,14 +13,18 @@ import click
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
+from e2e.processes import shardwise
 from env import mpi
+from quotes import QUOTE, refreshed
 from shardwise.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CHAPTERS = sorted((ROOT / "examples").rglob("README.md"))
+TUTORIAL = sorted((ROOT / "docs" / "tutorial").glob("*.md"))  # whose blocks run in order, in test_tutorial.py
 FENCE = re.compile(r"```bash\n(.*?)```", re.DOTALL)
-QUOTE = re.compile(r"<!-- quote: (\S+) (\S+) -->\n```\w+\n(.*?)```\n<!-- end quote -->", re.DOTALL)
+FORKED = tuple(f"shardwise {verb} " for verb in ("train", "verify", "launch", "bench"))
+"""Commands of `shardwise` that would import torch."""
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -41,24 +46,39 @@ def kind(command):
 
 
 def every_command():
-    """All run in `make prove`, and here the first of each kind: a command costs two imports of torch.
+    """All run as written in `make prove`, and here the first of each kind, in a fork if it would import torch.
 
-    `make demo` takes a minute; parts of bench, drills and mpirun are run by tests of their own; chains are long.
+    `make demo` takes a minute, a script of all commands half of one; parts of bench, drills and mpirun are run by tests
+    of their own; chains are long.
     """
     alike = defaultdict(list)
-    for page in PAGES:
+    for page in [page for page in PAGES if page not in TUTORIAL]:
         for command in commands(page):
             alike[kind(command)].append((page.name, command))
     for name, group in alike.items():
-        is_run_elsewhere = bool({"make", "bench", "drill", "mpirun"} & {*name}) and name != (
+        is_run_elsewhere = bool({"make", "bench", "drill", "mpirun", "python"} & {*name}) and name != (
             "shardwise",
             "bench",
             "comm",
         )
         for index, (page, command) in enumerate(group):
-            is_here = index == 0 and not is_run_elsewhere and command.count("&&") < 4
-            marks = [] if is_here else [pytest.mark.prove]
-            yield pytest.param(command, id=f"{page}: {command}", marks=marks)
+            is_long = "&&" in command and ("launch" in command or command.count("&&") > 3)
+            is_here = index == 0 and not is_run_elsewhere and not is_long
+            is_forked = is_here and command.startswith(FORKED)
+            if is_forked:
+                yield pytest.param(command, shardwise_in_a_fork, id=f"{page}, forked: {command}")
+            marks = [] if is_here and not is_forked else [pytest.mark.prove]
+            yield pytest.param(command, as_written, id=f"{page}: {command}", marks=marks)
+
+
+def as_written(command):
+    environ = dict(mpi.environment() if kind(command) == ("mpirun",) else os.environ)
+    environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"  # as in an activated environment
+    return subprocess.run(["bash", "-c", command], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+
+
+def shardwise_in_a_fork(command):
+    return shardwise(ROOT, *shlex.split(command)[1:], OMP_NUM_THREADS="1")
 
 
 def parse(words):
@@ -78,10 +98,16 @@ def test_every_command_has_the_options_that_the_page_gives_it(page, monkeypatch)
             shown = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
         else:
             shown = command
-        for part in shown.split("&&"):
+        for part in re.split(r"&&|\|\| true", shown):
             words = shlex.split(part)
-            if ".venv/bin/shardwise" in words:
-                parse(words[words.index(".venv/bin/shardwise") + 1 :])
+            names = [Path(word).name for word in words]
+            if "shardwise" in names and words[-1] != "--version":
+                parse(words[names.index("shardwise") + 1 :])
+
+
+def test_commands_are_written_for_an_activated_environment():
+    written = {str(page): re.search(r"(?<!\. )\.venv/bin", page.read_text()) for page in PAGES}
+    assert [page for page, found in written.items() if found] == []
 
 
 @pytest.mark.parametrize("words", ["trian job.py", "train --nprocs 2 job.py", "bench comm all_reduce --dtype int32"])
@@ -93,23 +119,22 @@ def test_an_option_that_is_not_there_does_not_parse(words):
 def test_pages_agree_on_what_is_built_and_what_was_tried():
     texts = {page: page.read_text() for page in (*PAGES, *CHAPTERS)}
     assert [page for page, text in texts.items() if "not built yet" in text] == []
-    if "on NCCL not tried yet" in texts[ROOT / "README.md"]:
-        assert "NCCL have not been tried yet" in texts[ROOT / "docs" / "hang.md"]
+    if "not yet on NCCL" in texts[ROOT / "docs" / "status.md"]:
+        assert "NCCL have not been tried yet" in texts[ROOT / "docs" / "guides" / "hang.md"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("command", list(every_command()))
-def test_command_runs_as_written(command):
-    environ = mpi.environment() if kind(command) == ("mpirun",) else None
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(("command", "run"), list(every_command()))
+def test_command_runs(command, run):
+    done = run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     if command == "make demo":
         accuracy = re.search(r"test accuracy\s+([0-9.]+)%", done.stdout)
         assert float(accuracy[1]) >= 97
         assert "training time" in done.stdout
-        run = re.search(r"run directory\s+(\S+)", done.stdout)
-        assert (ROOT / run[1] / "report.md").is_file()
+        directory = re.search(r"run directory\s+(\S+)", done.stdout)
+        assert (ROOT / directory[1] / "report.md").is_file()
 
 
 def test_readme_shows_its_first_command_before_line_twenty():
@@ -118,11 +143,9 @@ def test_readme_shows_its_first_command_before_line_twenty():
 
 
 @pytest.mark.parametrize("page", [*PAGES, *CHAPTERS], ids=lambda page: str(page.relative_to(ROOT)))
-def test_quoted_examples_are_the_files_own_text(page):
-    for path, marker, text in QUOTE.findall(page.read_text()):
-        source = (ROOT / path).read_text()
-        [block] = re.findall(rf"^ *# <{marker}>\n(.*?)^ *# </{marker}>", source, re.DOTALL | re.MULTILINE)
-        assert textwrap.dedent(block) == text, f"it quotes {path}"
+def test_quoted_code_is_the_files_own_text(page):
+    text = page.read_text()
+    assert refreshed(text) == text, "run python scripts/quotes.py"
 
 
 def test_the_guide_and_every_chapter_on_training_quote_their_examples():
@@ -148,6 +171,6 @@ def test_links_lead_somewhere():
 
 
 def test_the_table_of_ddp_has_every_argument():
-    page = (ROOT / "docs" / "ddp.md").read_text()
+    page = (ROOT / "docs" / "reference" / "ddp.md").read_text()
     arguments = set(inspect.signature(DistributedDataParallel).parameters)
     assert [name for name in sorted(arguments) if f"`{name}`" not in page] == []

@@ -111,7 +111,7 @@ SURFACE = {
         "--backend",
         "--sink",
     ],
-    "watch": ["RUN", "--once", "--web", "--port", "--predict", "--sink"],
+    "watch": ["RUN", "--once", "--web", "--port", "--predict", "--sink", "--compare"],
     "checkpoint": [],
     "checkpoint ls": ["PATH"],
     "checkpoint inspect": ["PATH", "--tensors"],
@@ -217,13 +217,16 @@ SURFACE = {
 }
 
 PUBLIC = [
+    "CallbackContext",
     "Curves",
+    "EarlyStopping",
     "Job",
     "Layout",
     "Lora",
     "Loss",
     "Metric",
     "Plan",
+    "STOP",
     "ShardwiseError",
     "World",
     "adamw",
@@ -255,6 +258,7 @@ PUBLIC = [
     "train",
     "unwrap",
     "verify",
+    "watch",
     "world",
 ]
 

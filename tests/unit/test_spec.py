@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from refusals import refuses
-from shardwise.cli.main import takes
+from shardwise.cli.main import spec_options
 from shardwise.spec import NonNegativeInt, PositiveInt, Spec, argument, option, spec_function
 
 
@@ -45,7 +45,7 @@ def run(spec: RunSpec) -> RunSpec:
 
 
 @click.command("run")
-@takes(RunSpec)
+@spec_options(RunSpec)
 @click.option("--json", "as_json", is_flag=True)
 def command(spec, *, as_json):
     """Run a script."""

@@ -1,6 +1,6 @@
-"""Checkpoints: a folder of safetensors shards and a JSON manifest, written whole or not at all, read by any layout.
+"""Checkpoints: directories of safetensors shards with a JSON manifest, saved atomically and loadable on any layout.
 
-Names are imported at first use: what `checkpoint` is asked (`checkpoint.spec`) costs no torch.
+Names are imported at first use, so that the Specs of the `checkpoint` command (`checkpoint.spec`) do not import torch.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.async_save import AsyncSaver, StallReport
-    from shardwise.checkpoint.disk import check_storage
-    from shardwise.checkpoint.errors import CheckpointError, DamagedError, MismatchError
-    from shardwise.checkpoint.folder import CheckpointEntry, CheckpointFolder, load_newest, to_remove
+    from shardwise.checkpoint.directory import CheckpointDirectory, CheckpointEntry, load_newest, to_remove
+    from shardwise.checkpoint.disk import CheckpointError, DamagedError, MismatchError, check_storage
     from shardwise.checkpoint.manifest import Manifest, Piece, TensorEntry, read_manifest
     from shardwise.checkpoint.read import Forecast, LoadReport, RankComparison, load
     from shardwise.checkpoint.shard import Damage, find_damage
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncSaver",
+    "CheckpointDirectory",
     "CheckpointEntry",
     "CheckpointError",
-    "CheckpointFolder",
     "Damage",
     "DamagedError",
     "Forecast",
@@ -42,7 +41,7 @@ __all__ = [
     "save",
     "to_remove",
 ]
-_MODULES = ("async_save", "disk", "errors", "folder", "manifest", "read", "shard", "write")
+_MODULES = ("async_save", "disk", "directory", "manifest", "read", "shard", "write")
 
 
 def __getattr__(name: str) -> Any:

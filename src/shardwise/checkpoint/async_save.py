@@ -1,7 +1,7 @@
-"""Asynchronous saving: the training loop waits for a copy on the host, a background thread writes it.
+"""Asynchronous checkpointing: training blocks only for the copy to host memory, and a thread writes the copy to disk.
 
-The invariant: a rank never raises alone. A copy that fails on one rank is handed to its thread, and the collective of
-the write makes every rank raise the same error at the next call.
+Invariant: no rank raises alone. If the copy fails on one rank, its thread reports the error in the collective of the
+write, and every rank raises the same error at the next call.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.checkpoint.shard import memory_of
-from shardwise.checkpoint.write import Draft, SaveReport
+from shardwise.checkpoint.shard import byte_view
+from shardwise.checkpoint.write import PlannedSave, SaveReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,32 +28,32 @@ if TYPE_CHECKING:
 
 
 _NICENESS = 10
-"""The writing thread yields the processor to training; on Linux niceness is a thread's own."""
+"""Niceness of the writing thread, so that training has priority. On Linux, niceness is set per thread."""
 
 
 @dataclass(frozen=True)
 class StallReport:
-    """What a save in the background cost the training loop."""
+    """Time for which an asynchronous save blocked the training loop."""
 
     waited_s: float
-    """For the save before it, which was not yet done."""
+    """Time spent waiting for the previous save."""
     planned_s: float
     copied_s: float
     bytes_here: int
-    """Bytes this rank copied."""
+    """Number of bytes that this rank copied to host memory."""
     previous: SaveReport | None
-    """What became of the save before it."""
+    """The report of the previous save, if it was still running."""
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which training was blocked."""
+        """Total time in seconds for which training was blocked."""
         return self.waited_s + self.planned_s + self.copied_s
 
 
 class AsyncSaver:
-    """Saves one checkpoint after another in the background, never two at once.
+    """Saves checkpoints in a background thread, one at a time.
 
-    `group` must be a gloo group of its own: the thread communicates over it while training uses the others.
+    `group` must be a gloo process group used by nothing else, because the thread communicates while training does.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -62,52 +62,52 @@ class AsyncSaver:
         self._pending: Future[SaveReport] | None = None
 
     def save(
-        self, folder: Path | str, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
+        self, directory: Path | str, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
     ) -> StallReport:
-        """Copy the state and begin to save it; called on every rank, communicates over the group.
+        """Copy the tensors to host memory and start saving them. Communicates over the group; call on every rank.
 
-        Returns once the tensors may change again. Waits for the save before; if that one failed, raises its
-        CheckpointError on every rank and begins nothing: call again to try again.
+        Training may modify the tensors when this method returns. It first waits for the previous save: if that save
+        failed, every rank raises its CheckpointError and no new save starts. Call again to retry.
         """
         clock = time.perf_counter()
         previous = self.finish()
         waited_s, clock = time.perf_counter() - clock, time.perf_counter()
-        draft = Draft(Path(folder), step, tensors, facts, self._group)
+        planned = PlannedSave(Path(directory), step, tensors, facts, self._group)
         planned_s, clock = time.perf_counter() - clock, time.perf_counter()
-        copies = self._stage(draft)
+        copies = self._stage(planned)
         copied_s = time.perf_counter() - clock
-        self._pending = _in_background(lambda: draft.write(copies.result))
-        return StallReport(waited_s, planned_s, copied_s, draft.bytes_here, previous)
+        self._pending = _run_in_background(lambda: planned.write(copies.result))
+        return StallReport(waited_s, planned_s, copied_s, planned.bytes_here, previous)
 
     def finish(self) -> SaveReport | None:
-        """Wait for the save under way and return its report, None if there is none; raises what it raised."""
+        """Wait for the running save and return its report, or None if no save is running; re-raise its error."""
         pending, self._pending = self._pending, None
-        return pending.result() if pending is not None else None
+        return None if pending is None else pending.result()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is running."""
         return self._pending is not None and not self._pending.done()
 
     def close(self) -> None:
-        """Wait for the save under way, then release the staging memory; raises what that save raised."""
+        """Wait for the running save, then release the staging memory; re-raise the error of that save."""
         try:
             self.finish()
         finally:
             self._staging.release()
 
-    def _stage(self, draft: Draft) -> Future[dict[str, Tensor]]:
-        """Copy this rank's pieces; a failure is kept for the thread, which reports it to all ranks."""
+    def _stage(self, planned: PlannedSave) -> Future[dict[str, Tensor]]:
+        """Copy the shards of this rank; store an error in the Future for the thread, which reports it to all ranks."""
         copies: Future[dict[str, Tensor]] = Future()
         try:
-            copies.set_result(self._staging.copy(draft.pieces))
-        except Exception as error:  # noqa: BLE001 - it must not be raised here, on one rank only
+            copies.set_result(self._staging.copy(planned.pieces))
+        except Exception as error:  # noqa: BLE001 - raising here would raise on one rank only
             copies.set_exception(error)
         return copies
 
 
-def _in_background(work: Callable[[], SaveReport]) -> Future[SaveReport]:
-    """Run `work` in a thread of low priority that does not keep the process alive."""
+def _run_in_background(work: Callable[[], SaveReport]) -> Future[SaveReport]:
+    """Run `work` in a daemon thread of low priority."""
     result: Future[SaveReport] = Future()
 
     def run() -> None:
@@ -115,60 +115,58 @@ def _in_background(work: Callable[[], SaveReport]) -> Future[SaveReport]:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             result.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+        except BaseException as error:  # noqa: BLE001 - re-raised by Future.result()
             result.set_exception(error)
 
     threading.Thread(target=run, name="checkpoint", daemon=True).start()
     return result
 
 
-# A copy of tensors on the host, in memory that is kept from one save to the next.
-
-
 CHUNK = 1 << 30
-"""Memory is taken in such chunks: torch rounds pinned memory up to a power of two, so one block could cost double."""
+"""Size of one allocation of staging memory. torch rounds pinned allocations up to a power of two, so one large
+allocation could take twice the memory."""
 
 
 class Staging:
-    """Host memory for one set of pieces; pinned when they live on CUDA.
+    """Host memory for copies of the shards of one rank, reused by every save; pinned if the shards are on CUDA.
 
-    Pinning is slow (0.65 s a GiB on an H200's host), copying to pinned memory is not (55 GB/s): hence it is kept.
+    Pinning takes 0.65 s per GiB on the host of an H200, whereas copying to pinned memory runs at 55 GB/s.
     """
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
 
     def copy(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a host copy of each piece, complete on return; the copies before this one are overwritten."""
-        is_pinned = any(piece.is_cuda for piece in pieces.values())
+        """Return a host copy of each shard, synchronized with the device; overwrite the copies of the previous call."""
+        devices = {piece.device for piece in pieces.values() if piece.is_cuda}
         copies = {}
-        for number, names in enumerate(_packed(pieces)):
+        for number, names in enumerate(_pack(pieces)):
             size = sum(pieces[name].nbytes for name in names)
-            begin, chunk = 0, self._chunk(number, size, is_pinned=is_pinned)
+            begin, chunk = 0, self._chunk(number, size, is_pinned=bool(devices))
             for name in names:
                 piece = pieces[name]
                 copies[name] = chunk[begin : begin + piece.nbytes].view(piece.dtype).view(piece.shape)
                 _copy(copies[name], piece)
                 begin += piece.nbytes
-        for device in {piece.device for piece in pieces.values() if piece.is_cuda}:
+        for device in devices:
             torch.cuda.synchronize(device)
         return copies
 
     def release(self) -> None:
-        """Release the memory."""
+        """Free the host memory."""
         self._chunks.clear()
 
     def _chunk(self, number: int, size: int, *, is_pinned: bool) -> Tensor:
         if number == len(self._chunks):
             self._chunks.append(torch.empty(0, dtype=torch.uint8))
-        kept = self._chunks[number]
-        if len(kept) < size or (is_pinned and not kept.is_pinned()):
+        chunk = self._chunks[number]
+        if len(chunk) < size or (is_pinned and not chunk.is_pinned()):
             self._chunks[number] = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
         return self._chunks[number]
 
 
-def _packed(pieces: Mapping[str, Tensor]) -> list[list[str]]:
-    """Assign the names to chunks, the widest dtypes first, so that all are aligned; a larger piece gets its own."""
+def _pack(pieces: Mapping[str, Tensor]) -> list[list[str]]:
+    """Assign tensor names to chunks, widest dtypes first for alignment; a tensor larger than a chunk gets its own."""
     chunks: list[list[str]] = []
     free_bytes = 0
     for name in sorted(pieces, key=lambda name: -pieces[name].element_size()):
@@ -181,8 +179,8 @@ def _packed(pieces: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy to the host; what lives there already as one memcpy: 12 GB/s where torch's copy_ on two threads has 6."""
+    """Copy to host memory. For host tensors memcpy runs at 12 GB/s, whereas copy_ on two threads runs at 6 GB/s."""
     if source.device.type == "cpu" and source.is_contiguous():
-        memory_of(target)[:] = memory_of(source)
+        byte_view(target)[:] = byte_view(source)
     else:
         target.copy_(source, non_blocking=True)

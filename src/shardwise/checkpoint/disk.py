@@ -1,4 +1,4 @@
-"""File-system effects that survive a crash: synced folders, atomic replacement, one writer, checksums."""
+"""Checkpoint errors and file names, crash-safe file operations, and operations that raise on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -6,35 +6,37 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch.distributed as dist
 from zlib_ng import zlib_ng
 
-from shardwise.checkpoint.errors import CheckpointError, nothing_more, rank_in, size_of, together
+from shardwise.errors import ShardwiseError
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
+    from collections.abc import Callable
 
 TEMPORARY = ".tmp-"
-"""Everything under such a name is unfinished or being removed, and may be removed by the next save."""
+"""Name prefix of incomplete files and directories, which the next save removes."""
 LOCK = ".lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-"""Errors of file systems without locks: there, two runs that save into one folder are not detected."""
+"""Errors of file systems without locks, on which two runs that save into the same directory are not detected."""
 
 
 def temporary_name(name: str) -> str:
-    """Return a name for `name` while it is being made, never used before."""
+    """Return a unique temporary name for the file or directory `name`."""
     return f"{TEMPORARY}{name}-{secrets.token_hex(4)}"
 
 
-def is_seen(path: Path, *, timeout_s: float = 2.0) -> bool:
-    """Whether `path` exists, or appears soon: a network file system may show what another node wrote late."""
+def wait_until_visible(path: Path, *, timeout_s: float = 2.0) -> bool:
+    """Wait until `path` exists and return whether it does; network file systems show files of other nodes late."""
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:
@@ -43,8 +45,8 @@ def is_seen(path: Path, *, timeout_s: float = 2.0) -> bool:
     return True
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+def sync_directory(path: Path) -> None:
+    """Flush the entries of a directory to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -53,7 +55,7 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make the bytes of a file durable that something else wrote."""
+    """Flush a file written by other code to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -62,7 +64,7 @@ def sync_file(path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and make its bytes durable."""
+    """Write a new file and flush it to disk."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -70,7 +72,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace_synced(path: Path, data: bytes) -> None:
-    """Replace a file: at every moment it holds the old bytes or the new ones."""
+    """Replace the contents of a file atomically and flush it to disk."""
     temporary = path.with_name(temporary_name(path.name))
     try:
         write_synced(temporary, data)
@@ -79,31 +81,31 @@ def replace_synced(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync_directory(path.parent)
 
 
-def remove_whole(path: Path) -> None:
-    """Remove a folder so that no half of it is ever seen under its name."""
-    leaving = path.with_name(temporary_name(path.name))
-    path.rename(leaving)
-    shutil.rmtree(leaving, ignore_errors=True)
+def remove_atomically(path: Path) -> None:
+    """Remove a directory; it is renamed first, so that no partial directory is ever visible under its name."""
+    temporary = path.with_name(temporary_name(path.name))
+    path.rename(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
-def sweep(folder: Path) -> None:
-    """Remove what dead saves left; only for the holder of the folder's lock."""
-    for path in folder.glob(f"{TEMPORARY}*"):
+def remove_temporary_files(directory: Path) -> None:
+    """Remove the temporary files of failed saves. The caller must own the lock of the directory."""
+    for path in directory.glob(f"{TEMPORARY}*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
 
 
-def lock(folder: Path, *, timeout_s: float = 10.0) -> int:
-    """Return a descriptor that locks the folder until it is closed or its process dies.
+def lock(directory: Path, *, timeout_s: float = 10.0) -> int:
+    """Lock the directory and return a file descriptor; closing it or the end of the process releases the lock.
 
-    Waits a little: forked children of a killed writer (data loaders) hold its lock until they notice.
+    Waits up to `timeout_s`, because data-loader workers forked from a killed process own its lock until they exit.
     """
-    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -112,9 +114,9 @@ def lock(folder: Path, *, timeout_s: float = 10.0) -> int:
             if time.monotonic() > deadline:
                 os.close(fd)
                 raise CheckpointError(
-                    f"another save into {folder} is under way",
+                    f"another process is saving to {directory}",
                     code="checkpoint.save-in-progress",
-                    fix="give each run its own folder",
+                    fix="use a different directory for each run",
                 ) from None
             time.sleep(0.05)
         except OSError as error:
@@ -127,53 +129,202 @@ def lock(folder: Path, *, timeout_s: float = 10.0) -> int:
 
 
 def unlock(fd: int) -> None:
-    """Release the lock, also where a forked child still has the descriptor."""
+    """Release the lock, even if a forked child process still has the descriptor open."""
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
-# The checksum of a checkpoint: CRC-32 by zlib-ng, 24 GB/s on one core of an EPYC where zlib has 4.
-
-
 def crc32(data: Any, start: int = 0) -> int:
-    """Return the CRC-32 of a buffer, continued from `start`; other threads run meanwhile."""
+    """Return the CRC-32 of a buffer, continued from `start`; zlib-ng runs at 24 GB/s per EPYC core (zlib: 4 GB/s)."""
     return zlib_ng.crc32(data, start)
 
 
 def crc32_text(data: Any) -> str:
-    """Return the CRC-32 of a buffer as manifests hold it: eight hexadecimal digits."""
+    """Return the CRC-32 of a buffer as eight hexadecimal digits, the format of the manifest."""
     return f"{crc32(data):08x}"
 
 
-# Whether a folder is one and the same storage on every rank, found out before there is anything to lose.
+def check_storage(directory: Path | str, *, group: dist.ProcessGroup | None) -> None:
+    """Create `directory` and check that all ranks share its storage. Communicates over `group`; call on every rank.
 
-
-def check_storage(folder: Path | str, *, group: dist.ProcessGroup | None) -> None:
-    """Make `folder` and prove that every rank can see what rank 0 writes there; communicates over `group`.
-
-    Called on every rank, before the first save. Raises the same CheckpointError on all of them.
+    Call it before the first save. If one rank cannot see a file that rank 0 writes, all ranks raise a CheckpointError.
     """
-    folder, doing = Path(folder), f"preparing to save into {folder}"
+    directory, operation = Path(directory), f"preparing to save to {directory}"
 
     def share(_: list[None]) -> list[tuple[Path, str]]:
-        folder.mkdir(parents=True, exist_ok=True)
-        token = folder / f"{TEMPORARY}token-{secrets.token_hex(8)}"
+        directory.mkdir(parents=True, exist_ok=True)
+        token = directory / f"{TEMPORARY}token-{secrets.token_hex(8)}"
         write_synced(token, b"")
         return [(token, socket.gethostname())] * size_of(group)
 
-    token, maker = together(group, doing, lambda: None, share)
+    token, first_host = run_collectively(group, operation, lambda: None, share)
 
-    def look() -> None:
-        if not is_seen(token):
+    def check() -> None:
+        if not wait_until_visible(token):
             raise CheckpointError(
-                f"{folder} is not the same storage on {maker} and {socket.gethostname()}",
+                f"{directory} is not the same storage on {first_host} and {socket.gethostname()}",
                 code="checkpoint.storage-not-shared",
-                fix="save to storage that every node shares",
+                fix="save to a file system shared by all nodes",
             )
 
     try:
-        together(group, doing, look, nothing_more)
+        run_collectively(group, operation, check, no_results)
     finally:
         if rank_in(group) == 0:
             token.unlink(missing_ok=True)
+
+
+class CheckpointError(ShardwiseError):
+    """A checkpoint could not be saved or loaded; every rank raises the same message."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is incomplete or corrupted; no tensor was loaded from it."""
+
+    exit_code = 2
+
+
+class MismatchError(CheckpointError):
+    """The tensors of an intact checkpoint do not match the requested ones; no tensor was loaded."""
+
+    exit_code = 2
+
+
+_NOT_WRITABLE = ("checkpoint.not-writable", "choose a writable directory")
+
+_KNOWN = {
+    errno.ENOSPC: ("checkpoint.disk-full", "free disk space, or keep fewer checkpoints"),
+    errno.EDQUOT: ("checkpoint.quota-exceeded", "raise the quota, or keep fewer checkpoints"),
+    errno.EROFS: _NOT_WRITABLE,
+    errno.EACCES: _NOT_WRITABLE,
+    errno.EPERM: _NOT_WRITABLE,
+    errno.ENOENT: ("checkpoint.folder-missing", "create the directory, or choose a different one"),
+    errno.ENOTDIR: ("checkpoint.not-a-folder", "choose a directory, not a file"),
+    errno.ESTALE: ("checkpoint.storage-stale", "mount the storage again"),
+    errno.EIO: ("checkpoint.disk-failed", "check the disk"),
+}
+"""Error code and fix by errno."""
+
+
+def as_shardwise_error(error: Exception) -> ShardwiseError:
+    """Convert an exception to a ShardwiseError, with a fix for known operating-system errors."""
+    if isinstance(error, ShardwiseError):
+        return error
+    if isinstance(error, OSError) and error.errno is not None:
+        code, fix = _KNOWN.get(error.errno, ("checkpoint.io-failed", ""))
+        fact = str(error.strerror)
+        if error.filename:
+            fact = f"{error.filename}: {fact}"
+        return CheckpointError(fact, code=code, fix=fix)
+    return CheckpointError(f"{type(error).__name__}: {error}", code="checkpoint.unexpected-error")
+
+
+LATEST = "latest"
+"""Name of the file that contains the name of the newest checkpoint."""
+
+_NAME = re.compile(r"step-(\d{8,18})(?:~(\d{1,9}))?")
+
+
+def name_of(step: int, attempt: int = 1) -> str:
+    """Return the directory name of a step. The second save of the same step is named "step-NNNNNNNN~2"."""
+    name = f"step-{step:08d}"
+    return name if attempt == 1 else f"{name}~{attempt}"
+
+
+def parse_name(name: str) -> tuple[int, int] | None:
+    """Return the step and attempt in a checkpoint directory name, or None if the name is not one."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2] or 1))
+
+
+def shard_name(rank: int) -> str:
+    """Return the name of the shard file of a rank."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def run_collectively(
+    group: dist.ProcessGroup | None, operation: str, work: Callable[[], T], combine: Callable[[list[T]], list[R]]
+) -> R:
+    """Run `work` on every rank and `combine` on rank 0 of the group. Communicates over `group`; call on every rank.
+
+    `combine` receives the results of all ranks and returns one value per rank. If any rank fails, all ranks raise the
+    same error with the operation, the first rank that failed and the reason. Without a group there is only one rank.
+    """
+    result = _attempt(rank_in(group), work)
+    reply: Any = _combine([result], combine)[0] if group is None else _exchange(result, combine, group)
+    if not isinstance(reply, _RankFailure):
+        combined: R = reply
+        return combined
+    cause = result.cause if isinstance(result, _RankFailure) else reply.cause
+    raise reply.as_error(operation, size_of(group)) from cause
+
+
+def no_results(results: list[Any]) -> list[None]:
+    """Return None for every rank: the `combine` of work that has no result."""
+    return [None] * len(results)
+
+
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """Return the rank of this process in `group`, or 0 without a group."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """Return the number of ranks in `group`, or 1 without a group."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+@dataclass(frozen=True)
+class _RankFailure:
+    """The error of one rank, sent to all ranks of the group."""
+
+    rank: int
+    host: str
+    error: ShardwiseError
+    cause: Exception | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the cause, because exceptions of other libraries may not be picklable.
+        return (_RankFailure, (self.rank, self.host, self.error, None))
+
+    def as_error(self, operation: str, num_ranks: int) -> ShardwiseError:
+        where = ""
+        if num_ranks > 1:
+            where = f" on rank {self.rank} ({self.host})"
+        fact = f"{operation} failed{where}: {self.error.fact}"
+        return type(self.error)(fact, code=self.error.code, fix=self.error.fix)
+
+
+def _attempt(rank: int, work: Callable[[], T]) -> T | _RankFailure:
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001 - all ranks must receive any error before one of them raises
+        return _RankFailure(rank, socket.gethostname(), as_shardwise_error(error), error)
+
+
+def _combine(results: list[Any], combine: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    for result in results:
+        if isinstance(result, _RankFailure):
+            return [result] * len(results)
+    combined = _attempt(0, lambda: combine(results))
+    if isinstance(combined, _RankFailure):
+        return [combined] * len(results)
+    return combined
+
+
+def _exchange(result: Any, combine: Callable[[list[Any]], list[Any]], group: dist.ProcessGroup) -> Any:
+    first = dist.get_global_rank(group, 0)
+    reply: list[Any] = [None]
+    if rank_in(group) == 0:
+        results: list[Any] = [None] * size_of(group)
+        dist.gather_object(result, results, dst=first, group=group)
+        dist.scatter_object_list(reply, _combine(results, combine), src=first, group=group)
+    else:
+        dist.gather_object(result, None, dst=first, group=group)
+        dist.scatter_object_list(reply, None, src=first, group=group)
+    return reply[0]

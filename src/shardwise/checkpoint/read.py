@@ -1,4 +1,4 @@
-"""Loading: any layout from any layout, every byte checked before one is used, straight into place."""
+"""Checkpoint loading with resharding: all bytes are verified first, then read into the memory of the target tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.checkpoint.errors import CheckpointError, DamagedError, MismatchError, nothing_more, size_of, together
-from shardwise.checkpoint.manifest import CODES, read_manifest
-from shardwise.checkpoint.pieces import local_data, overlaps
-from shardwise.checkpoint.shard import ShardReader, find_damage, in_threads, layouts_of, memory_of
+from shardwise.checkpoint.disk import (
+    CheckpointError,
+    DamagedError,
+    MismatchError,
+    no_results,
+    run_collectively,
+    size_of,
+)
+from shardwise.checkpoint.manifest import CODES, local_data, overlaps, read_manifest
+from shardwise.checkpoint.shard import ShardReader, byte_view, find_damage, in_threads, layouts_of
 from shardwise.errors import some_of
 
 if TYPE_CHECKING:
@@ -29,44 +35,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankComparison:
-    """How the tensors of all ranks and those of a checkpoint differ; the same on every rank."""
+    """The differences between the tensors that all ranks requested and those of a checkpoint; equal on all ranks."""
 
     restored: tuple[str, ...]
     missing: tuple[str, ...]
-    """Asked for, not saved."""
+    """Requested tensors that the checkpoint does not contain."""
     unexpected: tuple[str, ...]
-    """Saved, asked for by no rank."""
+    """Tensors of the checkpoint that no rank requested."""
     differing: tuple[str, ...]
-    """Of another shape or dtype, each with both."""
+    """Tensors with a different shape or dtype, each with both values."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether everything asked for was saved, and nothing else."""
+        """Whether the checkpoint contains exactly the requested tensors."""
         return not (self.missing or self.unexpected or self.differing)
 
     def __str__(self) -> str:
         parts = []
-        for count, names in (("missing", self.missing), ("unexpected", self.unexpected), ("differ", self.differing)):
+        for label, names in (("missing", self.missing), ("unexpected", self.unexpected), ("differ", self.differing)):
             if names:
-                parts.append(f"{len(names)} {count} ({some_of(names)})")
+                parts.append(f"{len(names)} {label} ({some_of(names)})")
         return "; ".join(parts) or f"all {len(self.restored)} tensors match"
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one load did."""
+    """The result of loading a checkpoint."""
 
     path: Path
     step: int
     facts: dict[str, Any]
     comparison: RankComparison
     bytes_read: int
-    """Bytes this rank put into place."""
+    """Number of bytes that this rank read into its tensors."""
     host_peak_bytes: int
-    """Host memory this rank took besides its tensors."""
+    """Peak host memory of the read buffers on this rank, in bytes."""
     seconds: float
     skipped: tuple[str, ...] = ()
-    """Newer checkpoints that were passed over, each with the damaged file."""
+    """The damage of each newer checkpoint that was skipped."""
 
 
 def load(
@@ -77,133 +83,132 @@ def load(
     strict: bool = True,
     announce: Callable[[Forecast], None] | None = None,
 ) -> LoadReport:
-    """Fill `tensors` in place from the checkpoint at `path`; called on every rank, communicates over `group`.
+    """Load the checkpoint at `path` into `tensors` in place. Communicates over `group`; call on every rank.
 
-    Whatever layout saved it, each rank reads what falls into its own pieces. All bytes a rank needs are read and
-    compared with their checksums first, on all ranks, so that a damaged checkpoint changes nothing. `strict` refuses
-    when names, shapes or dtypes differ; otherwise tensors that match are filled and the rest is left and reported.
-    `announce` receives on every rank what will be read, before it is. Without a group this process is the whole world.
+    The checkpoint may have been saved on any layout: each rank reads the bytes of its own shards. All ranks first
+    verify the checksums of the bytes they need, so that a damaged checkpoint modifies no tensor. With `strict`,
+    different names, shapes or dtypes raise a MismatchError; otherwise only the matching tensors are loaded.
+    `announce` receives a Forecast on every rank before reading starts. Without a group there is only one rank.
     """
-    began = time.perf_counter()
-    path, doing = Path(path), f"loading {path}"
-    known: dict[str, Manifest] = {}
+    start = time.perf_counter()
+    path, operation = Path(path), f"loading {path}"
+    read: dict[str, Manifest] = {}
 
-    def look() -> _Findings:
-        known["manifest"] = read_manifest(path)
-        return _compare(known["manifest"], tensors)
+    def compare() -> _RankTensors:
+        read["manifest"] = read_manifest(path)
+        return _compare(read["manifest"], tensors)
 
-    comparison = together(group, doing, look, lambda findings: [_merge(path, findings)] * size_of(group))
+    comparison = run_collectively(group, operation, compare, lambda ranks: [_merge(path, ranks)] * size_of(group))
     if strict and not comparison.is_equal:
         raise MismatchError(
-            f"{path} holds other tensors than asked for: {comparison}",
+            f"the tensors in {path} do not match the requested ones: {comparison}",
             code="checkpoint.tensors-mismatch",
             fix="load with strict=False",
         )
-    manifest = known["manifest"]
-    restored = set(comparison.restored)
-    filling = Filling(path, manifest, {name: tensor for name, tensor in tensors.items() if name in restored})
+    manifest = read["manifest"]
+    loader = TensorLoader(path, manifest, {name: tensors[name] for name in comparison.restored if name in tensors})
 
     def check() -> None:
-        forecast = filling.plan()
+        forecast = loader.plan()
         if announce is not None:
             announce(forecast)
-        filling.check()
+        loader.check()
 
-    together(group, doing, check, nothing_more)
-    together(group, doing, filling.fill, nothing_more)
-    seconds = time.perf_counter() - began
-    forecast = filling.forecast
+    run_collectively(group, operation, check, no_results)
+    run_collectively(group, operation, loader.fill, no_results)
+    seconds = time.perf_counter() - start
+    forecast = loader.forecast
     return LoadReport(
         path, manifest.step, manifest.facts, comparison, forecast.num_bytes, forecast.host_peak_bytes, seconds
     )
 
 
 @dataclass(frozen=True)
-class _Findings:
-    """What one rank sees of the difference."""
+class _RankTensors:
+    """The tensors that one rank requested, compared with the manifest that it read."""
 
     saved_at: float
     saved: frozenset[str]
-    asked: tuple[str, ...]
+    requested: tuple[str, ...]
     differing: dict[str, str]
 
 
-def _compare(manifest: Manifest, tensors: Mapping[str, Tensor]) -> _Findings:
+def _compare(manifest: Manifest, tensors: Mapping[str, Tensor]) -> _RankTensors:
     differing = {}
     for name, tensor in tensors.items():
         entry = manifest.tensors.get(name)
-        here = (CODES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
-        if entry is not None and (entry.dtype, entry.shape) != here:
-            differing[name] = f"{name}: saved {entry.dtype} {list(entry.shape)}, here {here[0]} {list(here[1])}"
-    return _Findings(manifest.saved_at, frozenset(manifest.tensors), tuple(tensors), differing)
+        dtype, shape = CODES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
+        if entry is not None and (entry.dtype, entry.shape) != (dtype, shape):
+            differing[name] = f"{name}: saved {entry.dtype} {list(entry.shape)}, requested {dtype} {list(shape)}"
+    return _RankTensors(manifest.saved_at, frozenset(manifest.tensors), tuple(tensors), differing)
 
 
-def _merge(path: Path, findings: list[_Findings]) -> RankComparison:
-    if len({found.saved_at for found in findings}) > 1:
+def _merge(path: Path, ranks: list[_RankTensors]) -> RankComparison:
+    if len({rank.saved_at for rank in ranks}) > 1:
         raise CheckpointError(
             "ranks read different manifests",
             code="checkpoint.manifests-differ",
-            fix="load from storage that every node shares",
+            fix="load from a file system shared by all nodes",
         )
-    saved = findings[0].saved
-    asked = dict.fromkeys(name for found in findings for name in found.asked)
-    differing = {name: text for found in findings for name, text in found.differing.items()}
+    saved = ranks[0].saved
+    requested: dict[str, None] = {}
+    differing: dict[str, str] = {}
+    for rank in ranks:
+        requested |= dict.fromkeys(rank.requested)
+        differing |= rank.differing
     comparison = RankComparison(
-        restored=tuple(name for name in asked if name in saved and name not in differing),
-        missing=tuple(name for name in asked if name not in saved),
-        unexpected=tuple(sorted(saved - asked.keys())),
+        restored=tuple(name for name in requested if name in saved and name not in differing),
+        missing=tuple(name for name in requested if name not in saved),
+        unexpected=tuple(sorted(saved - requested.keys())),
         differing=tuple(differing.values()),
     )
-    if not comparison.is_equal:  # before the job is blamed: does the manifest agree with its own files?
+    if not comparison.is_equal:  # a damaged checkpoint is the more likely cause
         for damage in find_damage(path, deep=False):
             raise DamagedError(damage.reason, code=damage.code)
     return comparison
 
 
-# One rank of a load: what to read, whether it is sound, and into which memory it goes.
-
-
 BUFFER = 64 << 20
-"""Most bytes that pass through a host buffer at once, unless a single row is larger."""
+"""Maximum size of the host read buffer in bytes, unless a single row is larger."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a load will do on this rank."""
+    """The amount of data that a load will read on this rank."""
 
     num_bytes: int
-    """Bytes to be put into place."""
+    """Number of bytes to read into tensors."""
     num_files: int
     host_peak_bytes: int
-    """Host memory beside the tensors themselves."""
+    """Peak host memory in bytes, without the tensors."""
 
     def __str__(self) -> str:
         return (
             f"{self.num_bytes / 1e9:.3g} GB from {self.num_files} files,"
-            f" host peak {self.host_peak_bytes / 1e6:.3g} MB beside the tensors"
+            f" peak host memory {self.host_peak_bytes / 1e6:.3g} MB without the tensors"
         )
 
 
 @dataclass(frozen=True)
 class _Region:
-    """A box of a saved piece, and the memory of this rank that it belongs in."""
+    """The overlap of a saved piece with a local shard, and the memory of the shard to read it into."""
 
     name: str
     piece: Piece
     offsets: tuple[int, ...]
-    """In the piece; at least one dimension, as in `rows`."""
+    """Offsets in the piece. Like `rows`, they have at least one dimension."""
     rows: tuple[int, ...]
     """Shape of the piece."""
     target: Tensor
 
     @property
     def width(self) -> int:
-        """Bytes of one row of the piece."""
+        """Size of one row of the piece in bytes."""
         return math.prod(self.rows[1:]) * self.target.element_size()
 
     @property
     def is_direct(self) -> bool:
-        """Whether the file's bytes are the target's bytes, so that no buffer is needed."""
+        """Whether the bytes can be read into the target memory without a buffer."""
         target = self.target
         return target.device.type == "cpu" and target.is_contiguous() and target.shape[1:] == self.rows[1:]
 
@@ -214,8 +219,8 @@ class _Region:
         return min(len(self.target) * self.width, max(BUFFER, self.width))
 
 
-class Filling:
-    """Fills tensors from a checkpoint whose manifest is known; no communication."""
+class TensorLoader:
+    """Reads the local shards of tensors from a checkpoint, without communication."""
 
     def __init__(self, path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         self._path = path
@@ -226,61 +231,60 @@ class Filling:
         self.forecast = Forecast(0, 0, 0)
 
     def plan(self) -> Forecast:
-        """Decide what to read; touches no shard file."""
-        regions = [region for name, tensor in self._tensors.items() for region in self._regions_of(name, tensor)]
-        for region in regions:
-            self._regions.setdefault(region.piece.file, []).append(region)
+        """Compute the byte ranges to read, without opening a shard file."""
+        num_bytes = host_peak_bytes = 0
+        for name, tensor in self._tensors.items():
+            for region in self._regions_of(name, tensor):
+                self._regions.setdefault(region.piece.file, []).append(region)
+                num_bytes += region.target.nbytes
+                host_peak_bytes = max(host_peak_bytes, region.buffer_bytes)
         self._layouts = layouts_of(self._path, self._manifest, self._regions)
-        self.forecast = Forecast(
-            num_bytes=sum(region.target.nbytes for region in regions),
-            num_files=len(self._regions),
-            host_peak_bytes=max((region.buffer_bytes for region in regions), default=0),
-        )
+        self.forecast = Forecast(num_bytes, len(self._regions), host_peak_bytes)
         return self.forecast
 
     def check(self) -> None:
-        """Compare every piece that will be used with its checksum; a DamagedError names the first that differs."""
+        """Verify the checksum of every required piece; raise a DamagedError for the first mismatch."""
         for file, regions in self._regions.items():
             with ShardReader(self._path / file, self._layouts[file]) as reader:
                 reader.check({region.name: region.piece.checksum for region in regions})
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Read everything into place."""
-        on_device = any(region.target.is_cuda for regions in self._regions.values() for region in regions)
+        """Read the required pieces into the tensors."""
+        on_device = any(local_data(tensor).is_cuda for tensor in self._tensors.values())
         buffer = torch.empty(self.forecast.host_peak_bytes, dtype=torch.uint8, pin_memory=on_device)
         for file, regions in self._regions.items():
             with ShardReader(self._path / file, self._layouts[file]) as reader:
                 in_threads(partial(_read_direct, reader), [region for region in regions if region.is_direct])
                 for region in regions:
                     if not region.is_direct:
-                        _read_through(reader, region, buffer)
+                        _read_buffered(reader, region, buffer)
 
     def _regions_of(self, name: str, tensor: Tensor) -> list[_Region]:
         entry, data = self._manifest.tensors[name], local_data(tensor)
         regions = []
-        for shared in overlaps(name, tensor, entry):
+        for overlap in overlaps(name, tensor, entry):
             target = data
-            for dim, (first, length) in enumerate(zip(shared.box_offsets, shared.shape, strict=True)):
+            for dim, (first, length) in enumerate(zip(overlap.box_offsets, overlap.shape, strict=True)):
                 target = target.narrow(dim, first, length)
             if tensor.ndim == 0:
-                regions.append(_Region(name, shared.piece, (0,), (1,), target.view(1)))
+                regions.append(_Region(name, overlap.piece, (0,), (1,), target.view(1)))
             else:
-                regions.append(_Region(name, shared.piece, shared.piece_offsets, shared.piece.shape, target))
+                regions.append(_Region(name, overlap.piece, overlap.piece_offsets, overlap.piece.shape, target))
         return regions
 
 
 def _read_direct(reader: ShardReader, region: _Region) -> None:
-    reader.read(region.name, region.offsets[0] * region.width, memory_of(region.target))
+    reader.read(region.name, region.offsets[0] * region.width, byte_view(region.target))
 
 
-def _read_through(reader: ShardReader, region: _Region, buffer: Tensor) -> None:
-    """Read whole rows of the piece, as many as the buffer holds, and copy the wanted columns."""
-    at_once = max(1, len(buffer) // region.width)
-    for first in range(0, len(region.target), at_once):
-        target = region.target.narrow(0, first, min(at_once, len(region.target) - first))
+def _read_buffered(reader: ShardReader, region: _Region, buffer: Tensor) -> None:
+    """Read full rows of the piece into the buffer, as many as fit, and copy the required columns to the target."""
+    num_rows = max(1, len(buffer) // region.width)
+    for first in range(0, len(region.target), num_rows):
+        target = region.target.narrow(0, first, min(num_rows, len(region.target) - first))
         part = buffer[: len(target) * region.width]
-        reader.read(region.name, (region.offsets[0] + first) * region.width, memory_of(part))
+        reader.read(region.name, (region.offsets[0] + first) * region.width, byte_view(part))
         block = part.view(target.dtype).view(len(target), *region.rows[1:])
         for dim in range(1, target.ndim):
             block = block.narrow(dim, region.offsets[dim], target.shape[dim])

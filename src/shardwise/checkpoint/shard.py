@@ -1,4 +1,4 @@
-"""One shard file in the safetensors format, written and read in place; whether the shards of a checkpoint are sound."""
+"""Shard files in the safetensors format: layout, writing, reading and verification."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import msgspec
 import torch
 
-from shardwise.checkpoint.disk import crc32, crc32_text
-from shardwise.checkpoint.errors import DamagedError
+from shardwise.checkpoint.disk import DamagedError, crc32, crc32_text
 from shardwise.checkpoint.manifest import DTYPES, MANIFEST, open_regular, read_manifest
 
 if TYPE_CHECKING:
@@ -27,16 +26,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BLOCK = 1 << 20
-"""Bytes read or checked at a time: small enough to stay in a core's cache between the two."""
+"""Number of bytes to read before their checksum is updated; a block fits into the cache of a core."""
 THREADS = min(4, os.cpu_count() or 1)
-"""One core reads and checks 3 to 5 GB/s; four outrun most storage."""
+"""Number of threads. One core reads and verifies 3 to 5 GB/s, so four are faster than most storage."""
 _MAX_WRITE = 1 << 30
-"""Linux writes at most 2 GiB in one call."""
+"""Maximum size of one write in bytes; Linux writes at most 2 GiB per call."""
 
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Where one piece is in its file."""
+    """The byte range of one piece in its shard file."""
 
     begin: int
     end: int
@@ -46,73 +45,70 @@ class ShardRange:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The whole form of a shard file except its values: a pure function of the names, dtypes and shapes in it.
+    """The header and byte ranges of a shard file, a pure function of the names, dtypes and shapes of its tensors.
 
-    So loading needs no header from the disk: it makes the header that must be there and compares.
+    Loading computes the expected header from the manifest and compares it with the file.
     """
 
     header: bytes
-    places: dict[str, ShardRange]
-    """Pieces by tensor name, in the order of their bytes."""
+    ranges: dict[str, ShardRange]
+    """Byte range of each tensor, in file order."""
     size: int
 
     @classmethod
     def of(cls, pieces: Mapping[str, tuple[str, tuple[int, ...]]]) -> ShardLayout:
-        """Place pieces given as dtype name and shape; the widest dtypes first, so that all are aligned."""
+        """Compute the layout of tensors given as dtype name and shape; the widest dtypes come first for alignment."""
         order = sorted(pieces, key=lambda name: (-DTYPES[pieces[name][0]].itemsize, name))
         spans, end = {}, 0
+        listing: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for name in order:
             code, shape = pieces[name]
             begin, end = end, end + math.prod(shape) * DTYPES[code].itemsize
             spans[name] = (begin, end)
-        listing: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        for name, span in spans.items():
-            code, shape = pieces[name]
-            listing[name] = {"dtype": code, "shape": shape, "data_offsets": span}
+            listing[name] = {"dtype": code, "shape": shape, "data_offsets": (begin, end)}
         text = msgspec.json.encode(listing)
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
-        start = len(header)
-        places = {
-            name: ShardRange(start + begin, start + end, DTYPES[pieces[name][0]], pieces[name][1])
-            for name, (begin, end) in spans.items()
-        }
-        return cls(header, places, start + end)
+        start, ranges = len(header), {}
+        for name, (first, last) in spans.items():
+            code, shape = pieces[name]
+            ranges[name] = ShardRange(start + first, start + last, DTYPES[code], shape)
+        return cls(header, ranges, start + end)
 
 
 def layouts_of(checkpoint: Path, manifest: Manifest, files: Collection[str]) -> dict[str, ShardLayout]:
-    """Return how each of `files` of a checkpoint must look for its manifest to be true."""
-    inside: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {file: {} for file in files}
+    """Return the layout that the manifest of a checkpoint implies for each of the shard files `files`."""
+    tensors: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {file: {} for file in files}
     for name, entry in manifest.tensors.items():
         for piece in entry.pieces:
-            if piece.file in inside:
-                inside[piece.file][name] = (entry.dtype, piece.shape)
-    layouts = {file: ShardLayout.of(pieces) for file, pieces in inside.items()}
+            if piece.file in tensors:
+                tensors[piece.file][name] = (entry.dtype, piece.shape)
+    layouts = {file: ShardLayout.of(pieces) for file, pieces in tensors.items()}
     for file, layout in layouts.items():
         if layout.size != manifest.files[file]:
             raise DamagedError(
-                f"{checkpoint / MANIFEST} gives {file} {manifest.files[file]} bytes and its tensors {layout.size}",
+                f"{checkpoint / MANIFEST} lists {file} with {manifest.files[file]} bytes, expected {layout.size}",
                 code="checkpoint.manifest-inconsistent",
             )
     return layouts
 
 
-def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous host tensor, not a copy of them."""
+def byte_view(tensor: Tensor) -> memoryview:
+    """Return a view of the bytes of a contiguous host tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_shard(path: Path, layout: ShardLayout, pieces: Mapping[str, Tensor]) -> dict[str, str]:
-    """Write a new shard file and sync it to disk; return each piece's checksum.
+    """Write a new shard file, flush it to disk and return the checksum of each tensor.
 
-    Pieces are asked for once, in the order of the layout. Checksums are taken from memory by a second thread, so that
-    they hide behind the disk. A tensor that is on a device or not contiguous passes through the host one at a time.
+    `pieces` is read once per tensor in the order of the layout. A second thread computes checksums while the first
+    writes. Device tensors and non-contiguous tensors are copied to host memory one at a time.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with ThreadPoolExecutor(1, "checksum") as checker:
             _write(fd, memoryview(layout.header))
-            pending = {name: _write_piece(fd, pieces[name], checker) for name in layout.places}
+            pending = {name: _write_piece(fd, pieces[name], checker) for name in layout.ranges}
             os.fsync(fd)
             checksums = {name: result() for name, result in pending.items()}
     except OSError as error:
@@ -123,17 +119,17 @@ def write_shard(path: Path, layout: ShardLayout, pieces: Mapping[str, Tensor]) -
 
 
 def _write_piece(fd: int, piece: Tensor, checker: ThreadPoolExecutor) -> Callable[[], str]:
-    """Write one piece and return what gives its checksum, at once or when the other thread is done."""
+    """Write one tensor and return a function that returns its checksum, possibly waiting for the checksum thread."""
     host = piece.detach().cpu().contiguous()
-    memory = memory_of(host)
-    if len(memory) < BLOCK:  # handing it over would take longer
+    memory = byte_view(host)
+    if len(memory) < BLOCK:  # faster than submitting it to the thread
         _write(fd, memory)
         checksum = crc32_text(memory)
         return lambda: checksum
     pending = checker.submit(crc32_text, memory)
     _write(fd, memory)
     if host.data_ptr() != piece.data_ptr():
-        pending.result()  # so that no second copy piles up on the host
+        pending.result()  # at most one copy is in host memory at a time
     return pending.result
 
 
@@ -144,9 +140,9 @@ def _write(fd: int, memory: memoryview) -> None:
 
 
 def in_threads(work: Callable[[T], None], items: Iterable[T]) -> None:
-    """Do `work` on all items, a few at a time; raises the first failure once all threads are done.
+    """Run `work` on all items in a few threads; raise the first error when all threads have finished.
 
-    Reading and checksums leave Python's lock alone, so threads add up; one future a thread, since a future per item
+    Reads and checksums release the GIL. Each thread takes items from a shared iterator, because a Future per item
     costs more than the checksum of a small tensor.
     """
     shared = iter(list(items))
@@ -161,7 +157,7 @@ def in_threads(work: Callable[[T], None], items: Iterable[T]) -> None:
 
 
 class ShardReader:
-    """One shard file opened for reading: a plain file of the right size that begins with the right header."""
+    """A shard file opened for reading, whose size and header match the expected layout."""
 
     def __init__(self, path: Path, layout: ShardLayout) -> None:
         self._path = path
@@ -183,37 +179,36 @@ class ShardReader:
         os.close(self._fd)
 
     def check(self, checksums: Mapping[str, str]) -> None:
-        """Read the named pieces block by block and compare each with its checksum."""
+        """Read the named tensors block by block and verify their checksums."""
         in_threads(lambda piece: self._check(*piece), checksums.items())
 
     def _check(self, name: str, checksum: str) -> None:
-        place = self._layout.places[name]
-        block, found = memoryview(bytearray(min(BLOCK, place.end - place.begin))), 0
-        for begin in range(place.begin, place.end, BLOCK):
-            part = block[: place.end - begin]
+        stored = self._layout.ranges[name]
+        block, found = memoryview(bytearray(min(BLOCK, stored.end - stored.begin))), 0
+        for begin in range(stored.begin, stored.end, BLOCK):
+            part = block[: stored.end - begin]
             self._fill(part, begin)
             found = crc32(part, found)
         if f"{found:08x}" != checksum:
             raise DamagedError(
-                f"{self._path} does not match its checksum at {name!r}", code="checkpoint.checksum-mismatch"
+                f"tensor {name!r} in {self._path} has the wrong checksum", code="checkpoint.checksum-mismatch"
             )
 
     def read(self, name: str, begin: int, into: memoryview) -> None:
-        """Fill `into` from one piece, beginning at byte `begin` of it; what is read is not checked again."""
-        self._fill(into, self._layout.places[name].begin + begin)
+        """Read the bytes of a tensor from offset `begin` into a buffer, without verifying them."""
+        self._fill(into, self._layout.ranges[name].begin + begin)
 
     def _check_form(self) -> None:
         size = os.fstat(self._fd).st_size
         if size != self._layout.size:
             raise DamagedError(
-                f"{self._path} has {size} bytes instead of {self._layout.size}", code="checkpoint.file-size-mismatch"
+                f"{self._path} has {size} bytes, expected {self._layout.size}", code="checkpoint.file-size-mismatch"
             )
         header = bytearray(len(self._layout.header))
         self._fill(memoryview(header), 0)
         if header != self._layout.header:
             raise DamagedError(
-                f"{self._path} does not begin with the header that its manifest asks for",
-                code="checkpoint.header-mismatch",
+                f"the header of {self._path} does not match the manifest", code="checkpoint.header-mismatch"
             )
 
     def _fill(self, into: memoryview, offset: int) -> None:
@@ -226,16 +221,13 @@ class ShardReader:
                     f"{self._path} cannot be read ({error.strerror})", code="checkpoint.read-failed"
                 ) from error
             if count == 0:
-                raise DamagedError(f"{self._path} ended while it was read", code="checkpoint.file-truncated")
+                raise DamagedError(f"{self._path} was truncated while reading", code="checkpoint.file-truncated")
             done += count
-
-
-# Whether a checkpoint is sound: every file is checked, none is loaded.
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that is wrong with a checkpoint."""
+    """A damaged file of a checkpoint."""
 
     checkpoint: Path
     file: str
@@ -247,9 +239,9 @@ class Damage:
 
 
 def find_damage(path: Path | str, *, deep: bool) -> list[Damage]:
-    """Return what is wrong with the checkpoint at `path`, one entry per damaged file; empty if it is sound.
+    """Return the damaged files of the checkpoint at `path`, or an empty list if it is intact.
 
-    Sizes, headers and the manifest are always checked; `deep` also reads every byte and compares the checksums.
+    The manifest, file sizes and headers are always checked. With `deep`, all bytes are read and checksums verified.
     """
     path = Path(path)
     try:
@@ -265,7 +257,8 @@ def find_damage(path: Path | str, *, deep: bool) -> list[Damage]:
     for file, layout in layouts.items():
         try:
             with ShardReader(path / file, layout) as reader:
-                reader.check(checksums[file] if deep else {})
+                if deep:
+                    reader.check(checksums[file])
         except DamagedError as error:
             found.append(Damage(path, file, error.fact, error.code))
     return found

@@ -1,4 +1,4 @@
-"""What `checkpoint` is asked (to list, check, inspect, compare, prune, convert), and the Reports that answer it."""
+"""The Specs and Reports of `shardwise checkpoint`: ls, check, inspect, diff, prune and convert."""
 
 from __future__ import annotations
 
@@ -21,88 +21,85 @@ if TYPE_CHECKING:
 
 
 Kind = Literal["torch", "dcp", "hf", "mlx", "peft", "deepspeed", "shardwise"]
-"""The kinds that `convert` writes."""
+"""The checkpoint formats that `convert` writes."""
 
 
 class ListSpec(Spec, frozen=True, kw_only=True):
-    """Checkpoints to list by their manifests, sizes and headers."""
+    """The request to list checkpoints."""
 
     path: Annotated[Path, argument("PATH")]
-    """A run directory, a folder of checkpoints, or one."""
+    """A run directory, a directory of checkpoints, or a checkpoint."""
 
 
 class CheckSpec(ListSpec, frozen=True, kw_only=True):
-    """Checkpoints whose every byte is read."""
+    """The request to verify the checksums of checkpoints."""
 
 
 class InspectSpec(Spec, frozen=True, kw_only=True):
-    """A checkpoint of any kind to describe."""
+    """The request to describe a checkpoint of any supported format."""
 
     path: Annotated[Path, argument("PATH")]
     tensors: bool = False
-    """List every tensor with dtype and shape."""
+    """List every tensor with its dtype and shape."""
 
 
 class DiffSpec(Spec, frozen=True, kw_only=True):
-    """Two checkpoints of any kinds to compare."""
+    """The request to compare two checkpoints of any supported formats."""
 
     left: Annotated[Path, argument("LEFT")]
     right: Annotated[Path, argument("RIGHT")]
 
 
 class PruneSpec(Spec, frozen=True, kw_only=True):
-    """A folder of checkpoints, and which of them stay."""
+    """The request to remove old checkpoints from a directory."""
 
     path: Annotated[Path, argument("PATH")]
     keep: Annotated[str, option("--keep", metavar="RULES")]
-    """Checkpoints that stay: a count (3), an age (12h, 2d), min:METRIC or max:METRIC, comma separated, or all."""
+    """Checkpoints to keep: a number (3), an age (12h, 2d), min:METRIC or max:METRIC, comma separated, or all."""
 
     def __post_init__(self) -> None:
-        """Refuse rules that cannot be read."""
+        """Validate the retention rules."""
         super().__post_init__()
         parse_keep(self.keep)
 
 
 class ConvertSpec(Spec, frozen=True, kw_only=True):
-    """A checkpoint of any kind, and the kind to write it as."""
+    """The request to convert a checkpoint to a different format."""
 
     source: Annotated[Path, argument("SOURCE")]
     target: Annotated[Path, argument("TARGET")]
     to: Kind
-    """What to write."""
+    """Format of TARGET."""
     weights: bool = False
-    """Only the model's weights, as a plain state dict where TARGET is torch."""
+    """Convert only the model weights; for torch, write a plain state dict."""
     step: NonNegativeInt | None = None
-    """Optimizer steps made, where SOURCE does not hold their number."""
+    """Number of optimizer steps, if SOURCE does not contain it."""
     config: Path | None = None
-    """config.json to put beside the weights of a Hugging Face folder."""
+    """config.json to copy into a Hugging Face directory."""
     zero: Annotated[int, msgspec.Meta(ge=1, le=3)] | None = None
-    """DeepSpeed: ZeRO files of this stage, for --nproc."""
+    """DeepSpeed: write ZeRO files of this stage; requires --nproc."""
     nproc: PositiveInt | None = None
-    """DeepSpeed: ranks that load them; without, a universal one."""
+    """DeepSpeed: number of ranks of the ZeRO files; without it, write a universal checkpoint."""
 
     def __post_init__(self) -> None:
-        """Refuse half of what ZeRO files need."""
+        """Check that `zero` and `nproc` are both set or both unset."""
         super().__post_init__()
         if (self.zero is None) != (self.nproc is None):
             raise InputError(
-                "--zero and --nproc go together",
+                "--zero and --nproc must be used together",
                 code="cli.options-incomplete",
-                fix="give both, or neither for a universal checkpoint",
+                fix="pass both, or neither for a universal checkpoint",
             )
 
 
-# The Reports of `checkpoint`: what a listing, a check, a comparison or a conversion found, and how it is shown.
-
-
 MAX_ROWS = 20
-"""Differing tensors that are shown, the worst first."""
-_LONGEST = 300
-"""Characters of a fact that are shown."""
+"""Maximum number of differing tensors to show, largest difference first."""
+_MAX_FACT_LENGTH = 300
+"""Maximum number of characters to show of a fact."""
 
 
 class ListingRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint; what only its manifest holds is None where that cannot be read."""
+    """A checkpoint in a listing; fields that come from an unreadable manifest are None or empty."""
 
     path: Path
     is_latest: bool
@@ -116,46 +113,49 @@ class ListingRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListReport(Report, frozen=True, kw_only=True):
-    """Every checkpoint at a path, sound or not."""
+    """All checkpoints at a path, damaged ones included."""
 
     rows: tuple[ListingRow, ...]
 
     def to_text(self) -> str:
-        """Return a table of checkpoints, and below it what is wrong with the damaged ones."""
+        """Return a table of the checkpoints, followed by the damage of each damaged one."""
         cells = []
         for row in self.rows:
-            step = "" if row.step is None else str(row.step)
-            saved = ""
+            step = saved = size = ""
+            if row.step is not None:
+                step = str(row.step)
             if row.saved_at is not None:
                 saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.saved_at))
-            size = "" if row.num_bytes is None else format_bytes_si(row.num_bytes)
+            if row.num_bytes is not None:
+                size = format_bytes_si(row.num_bytes)
             metrics = " ".join(f"{name} {value:.4g}" for name, value in row.metrics.items())
             state = "damaged" if row.damages else "sound"
             name = f"{row.path.name} (latest)" if row.is_latest else row.path.name
             cells.append((step, saved, size, row.layout, metrics, state, name))
-        lines = [_table(("step", "saved", "size", "layout", "metrics", "state", "name"), cells)]
-        for row in self.rows:
-            lines += _titled("damaged", row.damages)
-        return "\n".join(lines)
+        table = _table(("step", "saved", "size", "layout", "metrics", "state", "name"), cells)
+        return "\n".join([table, *self._damage_lines()])
 
-
-class CheckReport(ListReport, frozen=True, kw_only=True):
-    """Whether every byte of each checkpoint matches its checksum."""
-
-    def to_text(self) -> str:
-        """Return the sound checkpoints."""
-        return "\n".join(f"sound: {row.path}" for row in self.rows if not row.damages)
-
-    def note(self) -> str:
-        """Return what is damaged."""
+    def _damage_lines(self) -> list[str]:
         lines = []
         for row in self.rows:
             lines += _titled("damaged", row.damages)
-        return "\n".join(lines)
+        return lines
+
+
+class CheckReport(ListReport, frozen=True, kw_only=True):
+    """The result of verifying the checksums of all checkpoints at a path."""
+
+    def to_text(self) -> str:
+        """Return one line per intact checkpoint."""
+        return "\n".join(f"sound: {row.path}" for row in self.rows if not row.damages)
+
+    def note(self) -> str:
+        """Return one line per damaged file."""
+        return "\n".join(self._damage_lines())
 
 
 class TensorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of a checkpoint."""
+    """A tensor of an inspected checkpoint."""
 
     name: str
     dtype: str
@@ -164,7 +164,7 @@ class TensorRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InspectReport(Report, frozen=True, kw_only=True):
-    """The facts and tensors of a checkpoint of any kind."""
+    """The facts and tensors of a checkpoint."""
 
     path: Path
     kind: str
@@ -175,7 +175,7 @@ class InspectReport(Report, frozen=True, kw_only=True):
     lists_tensors: bool
 
     def to_text(self) -> str:
-        """Return how much of each part there is, the facts, and the tensors if they were asked for."""
+        """Return the size of the model and optimizer state, the facts and, if requested, the tensors."""
         parts: dict[str, list[TensorRow]] = {}
         for tensor in self.tensors:
             parts.setdefault(tensor.name.partition("/")[0], []).append(tensor)
@@ -195,92 +195,90 @@ class InspectReport(Report, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How the values of one tensor differ."""
+    """The difference between the values of a tensor in two checkpoints."""
 
     name: str
     num_different: int
-    """Elements with other bits."""
+    """Number of elements that are not bitwise equal."""
     num_elements: int
     largest: float
-    """Largest difference of two elements; nan where only one of them is a number."""
+    """Largest absolute difference of two elements; NaN if exactly one of them is NaN."""
     relative: float
-    """That, divided by the largest magnitude in either."""
+    """Largest difference divided by the largest magnitude in either tensor."""
 
 
 class DiffReport(Report, frozen=True, kw_only=True):
-    """Two checkpoints side by side."""
+    """The differences between two checkpoints."""
 
     left: Path
     right: Path
     num_equal: int
-    """Tensors with the same bits."""
+    """Number of tensors that are bitwise equal."""
     only_left: tuple[str, ...]
     only_right: tuple[str, ...]
     other_form: tuple[str, ...]
-    """Of another shape or dtype, each with both."""
+    """Tensors with a different shape or dtype, each with both values."""
     values: tuple[TensorDifference, ...]
     facts: tuple[tuple[str, Any, Any], ...]
-    """Name, left and right value; None where it is missing."""
+    """Name, left value and right value of each differing fact; None if a value is missing."""
 
     @property
     def are_tensors_equal(self) -> bool:
-        """Whether both hold the same tensors, bit for bit."""
+        """Whether both checkpoints contain the same tensors, bitwise equal."""
         return not (self.only_left or self.only_right or self.other_form or self.values)
 
     def to_text(self) -> str:
-        """Return which tensors and facts differ, and by how much."""
+        """Return the differing tensors, largest difference first, and the differing facts."""
         lines = _titled(f"only in {self.left}", self.only_left)
         lines += _titled(f"only in {self.right}", self.only_right)
-        lines += _titled("other shape or dtype", self.other_form)
+        lines += _titled("different shape or dtype", self.other_form)
         if self.values:
-            # NaN where the other has a number is worst of all.
-            worst = sorted(self.values, key=lambda found: math.inf if math.isnan(found.relative) else found.relative)
-            worst.reverse()
-            lines.append(
-                _table(("tensor", "differing", "largest", "relative"), map(_difference_cells, worst[:MAX_ROWS]))
-            )
+            # A NaN in one tensor only counts as the largest difference.
+            worst = sorted(self.values, key=lambda found: (math.isnan(found.relative), found.relative), reverse=True)
+            cells = map(_difference_cells, worst[:MAX_ROWS])
+            lines.append(_table(("tensor", "differing", "largest", "relative"), cells))
             if len(worst) > MAX_ROWS:
                 lines.append(f"and {len(worst) - MAX_ROWS} more tensors")
         lines += [f"{name}: {_fact(name, one)} | {_fact(name, other)}" for name, one, other in self.facts]
         result = "all tensors are equal" if self.are_tensors_equal else "the tensors differ"
-        lines.append(f"{result}: {self.num_equal} with the same bits, {len(self.values)} with other values")
+        lines.append(f"{result}: {self.num_equal} with the same bits, {len(self.values)} with different values")
         return "\n".join(lines)
 
 
 class PruneReport(Report, frozen=True, kw_only=True):
-    """Which checkpoints were removed."""
+    """The checkpoints that `prune` removed."""
 
     removed: tuple[Path, ...]
     num_kept: int
 
     def to_text(self) -> str:
-        """Return what was removed, and how many stay."""
-        return "\n".join([*_titled("removed", map(str, self.removed)), f"{self.num_kept} checkpoints stay"])
+        """Return the removed checkpoints and the number of remaining ones."""
+        return "\n".join([*_titled("removed", map(str, self.removed)), f"{self.num_kept} checkpoints remain"])
 
 
 class ConvertReport(Report, frozen=True, kw_only=True):
-    """What one conversion wrote, and what it left out."""
+    """The result of converting a checkpoint."""
 
     source_kind: str
     target_kind: str
     path: Path
     step: int
-    """Optimizer steps that the source had made, also where the target holds weights alone."""
+    """Number of optimizer steps of the source, even if the target contains only weights."""
     num_tensors: int
     num_bytes: int
     tied: dict[str, str]
     left_out: tuple[str, ...]
-    """What of the source is not in the target, one sentence each."""
+    """Contents of the source that the target does not contain, one sentence each."""
     moved: tuple[str, ...] = ()
-    """Tensors whose axes are in another order than in the source: those taken for a convolution of MLX."""
+    """Convolution weights whose axes were permuted between the layouts of MLX and torch."""
 
     def to_text(self) -> str:
-        """Return what was written, and what was not."""
+        """Return a summary of the target and the contents of the source that were left out."""
         size = format_bytes_si(self.num_bytes)
         kinds = f"{self.source_kind} -> {self.target_kind}"
         lines = [f"{kinds}: {self.num_tensors} tensors, {size}, step {self.step}, in {self.path}"]
         lines += _titled("tied", [f"{alias} is {name}" for alias, name in self.tied.items()])
-        lines += _titled("axes moved, as a convolution's", self.moved)
+        lines += _titled("axes permuted (convolution)", self.moved)
         lines += _titled("left out", self.left_out)
         return "\n".join(lines)
 
@@ -296,15 +294,15 @@ def _difference_cells(found: TensorDifference) -> tuple[str, ...]:
 
 
 def _fact(name: str, value: Any) -> str:
-    """Return one fact in a line, or a plan in its own lines."""
+    """Format a fact as one line, or as several lines if it is a multi-line string such as a plan."""
     if value is None:
         return "nothing"
     if name == "random" and isinstance(value, dict):
         return f"states of {len(value)} ranks"
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     if isinstance(value, str) and "\n" in value:
         return "\n  " + value.strip().replace("\n", "\n  ")
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return text if len(text) <= _MAX_FACT_LENGTH else f"{text[:_MAX_FACT_LENGTH]}..."
 
 
 def _titled(title: str, items: Iterable[str]) -> list[str]:

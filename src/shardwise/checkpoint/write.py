@@ -1,4 +1,8 @@
-"""Saving: every rank writes its own pieces, all agree, then the checkpoint becomes visible, whole."""
+"""Atomic checkpoint saving: every rank writes its shards to a temporary directory, then rank 0 publishes it.
+
+Invariant: a directory named step-NNNNNNNN is always a complete checkpoint. Rank 0 renames the temporary directory only
+after all ranks have flushed their shards and the manifest is consistent with them.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +17,36 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.checkpoint.disk import (
-    is_seen,
+    LATEST,
+    CheckpointError,
     lock,
-    remove_whole,
+    name_of,
+    parse_name,
+    rank_in,
+    remove_atomically,
+    remove_temporary_files,
     replace_synced,
-    sweep,
-    sync_folder,
+    run_collectively,
+    shard_name,
+    sync_directory,
     temporary_name,
     unlock,
+    wait_until_visible,
     write_synced,
 )
-from shardwise.checkpoint.errors import LATEST, CheckpointError, name_of, parse_name, rank_in, shard_name, together
-from shardwise.checkpoint.manifest import CODES, MANIFEST, Manifest, Piece, TensorEntry, encode, find_problem
-from shardwise.checkpoint.pieces import assign, box_of, local_data, propose
+from shardwise.checkpoint.manifest import (
+    CODES,
+    MANIFEST,
+    Manifest,
+    Piece,
+    TensorEntry,
+    assign,
+    box_of,
+    encode,
+    find_problem,
+    local_data,
+    propose,
+)
 from shardwise.checkpoint.shard import ShardLayout, write_shard
 
 if TYPE_CHECKING:
@@ -34,133 +55,125 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from shardwise.checkpoint.pieces import Form, WriteProposal
+    from shardwise.checkpoint.manifest import Form, WriteProposal
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What one save did."""
+    """The result of saving a checkpoint."""
 
     path: Path
     step: int
     num_bytes: int
-    """Bytes of all ranks together."""
+    """Total size over all ranks in bytes."""
     bytes_here: int
-    """Bytes this rank wrote."""
+    """Number of bytes that this rank wrote."""
     seconds: float
-    """From the call until the checkpoint was durable and visible."""
+    """Time from the call until the checkpoint was published."""
 
 
 def save(
-    folder: Path | str,
+    directory: Path | str,
     step: int,
     tensors: Mapping[str, Tensor],
     facts: Mapping[str, Any],
     *,
     group: dist.ProcessGroup | None,
 ) -> SaveReport:
-    """Save `tensors` and `facts` as `folder`/step-NNNNNNNN; called on every rank, communicates over `group`.
+    """Save `tensors` and `facts` to `directory`/step-NNNNNNNN. Communicates over `group`; call on every rank.
 
-    A name that several ranks hold is written once. `facts` are JSON values and rank 0's count. Either every rank
-    returns and the checkpoint is durable and `latest`, or every rank raises the same CheckpointError and what was
-    there before stays. Without a group this process is the whole world.
+    A tensor replicated on several ranks is written once. `facts` must be JSON values; those of rank 0 are saved.
+    Either every rank returns and the checkpoint is the `latest` one, or every rank raises the same CheckpointError
+    and existing checkpoints are unchanged. Without a group there is only one rank.
     """
-    draft = Draft(Path(folder), step, tensors, facts, group)
-    return draft.write(lambda: draft.pieces)
+    planned = PlannedSave(Path(directory), step, tensors, facts, group)
+    return planned.write(lambda: planned.pieces)
 
 
-class Draft:
-    """A save between its two halves: planned by all ranks, not yet written."""
+class PlannedSave:
+    """A save that all ranks have planned but not yet written."""
 
     def __init__(
         self,
-        folder: Path,
+        directory: Path,
         step: int,
         tensors: Mapping[str, Tensor],
         facts: Mapping[str, Any],
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Plan the save and make its temporary folder; called on every rank, communicates over `group`."""
-        self._began = time.perf_counter()
+        """Plan the save and create its temporary directory. Communicates over `group`; call on every rank."""
+        self._start = time.perf_counter()
         self._step = step
         self._group = group
-        self._doing = f"saving {folder / name_of(step)}"
+        self._operation = f"saving {directory / name_of(step)}"
         self._facts: dict[str, Any] = {}
-        self._publication = Publication(folder, step)
+        self._publication = Publication(directory, step)
         try:
-            self._assignment = together(
-                group, self._doing, lambda: self._propose(tensors, facts), self._publication.open
+            self._assignment = run_collectively(
+                group, self._operation, lambda: self._propose(tensors, facts), self._publication.open
             )
         except BaseException:
             self._publication.close()
             raise
         self._offsets = {name: tuple(box_of(name, tensors[name]).offsets) for name in self._assignment.names}
         self.pieces = {name: local_data(tensors[name]) for name in self._assignment.names}
-        """This rank's pieces by name: the memory of the given tensors themselves."""
+        """The local shards that this rank writes, by tensor name. They share memory with the tensors."""
         self.bytes_here = sum(piece.nbytes for piece in self.pieces.values())
 
     def write(self, get_pieces: Callable[[], Mapping[str, Tensor]]) -> SaveReport:
-        """Write what `get_pieces` returns and publish it; called once on every rank, communicates over the group.
+        """Write and publish the checkpoint. Communicates over the group; call once on every rank.
 
-        It returns this rank's pieces with their values: `pieces`, a copy of them, or what reads them one after another.
+        `get_pieces` returns the values of `pieces`: the shards, copies of them, or a mapping that reads them lazily.
         """
         try:
-            published = together(
+            published = run_collectively(
                 self._group,
-                self._doing,
+                self._operation,
                 lambda: self._write(get_pieces()),
                 lambda results: self._publication.publish(self._assignment.temporary, results, self._facts),
             )
         finally:
             self._publication.close()
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self._start
         return SaveReport(published.path, self._step, published.num_bytes, self.bytes_here, seconds)
 
     def _propose(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> WriteProposal:
         if rank_in(self._group) == 0:
-            # Through JSON and back: what cannot be written is refused now, and what changes later is not.
+            # A round trip through JSON copies the values and raises now if one is not serializable.
             self._facts = msgspec.json.decode(msgspec.json.encode(dict(facts)))
         return propose(tensors)
 
-    def _write(self, pieces: Mapping[str, Tensor]) -> Written:
+    def _write(self, pieces: Mapping[str, Tensor]) -> WrittenShard:
         assignment = self._assignment
-        if not is_seen(assignment.temporary):
-            made_on, here = assignment.maker, socket.gethostname()
+        if not wait_until_visible(assignment.temporary):
             raise CheckpointError(
-                f"{assignment.temporary}, made by rank 0 on {made_on}, does not exist on {here}",
+                f"{assignment.temporary}, created by rank 0 on {assignment.host}, is not visible to this rank",
                 code="checkpoint.storage-not-shared",
-                fix="save to storage that every node shares",
+                fix="save to a file system shared by all nodes",
             )
         file = shard_name(rank_in(self._group))
         if not assignment.names:
-            return Written(file, 0, {})
-        layout = ShardLayout.of(
-            {name: (CODES[piece.dtype], tuple(piece.shape)) for name, piece in self.pieces.items()},
-        )
-        checksums = write_shard(assignment.temporary / file, layout, pieces)
-        written = {
-            name: Piece(file, self._offsets[name], layout.places[name].shape, checksum)
-            for name, checksum in checksums.items()
-        }
-        return Written(file, layout.size, written)
-
-
-# Rank 0 of a save: the temporary folder, the manifest, and the moment when the checkpoint becomes visible.
+            return WrittenShard(file, 0, {})
+        layout = ShardLayout.of({name: (CODES[piece.dtype], tuple(piece.shape)) for name, piece in self.pieces.items()})
+        written = {}
+        for name, checksum in write_shard(assignment.temporary / file, layout, pieces).items():
+            written[name] = Piece(file, self._offsets[name], layout.ranges[name].shape, checksum)
+        return WrittenShard(file, layout.size, written)
 
 
 @dataclass(frozen=True)
 class WriteAssignment:
-    """What one rank writes, and where."""
+    """The tensors that one rank writes, and the temporary directory to write them to."""
 
     temporary: Path
-    maker: str
-    """Host on which rank 0 made that folder."""
+    host: str
+    """Host on which rank 0 created the directory."""
     names: list[str]
 
 
 @dataclass(frozen=True)
-class Written:
-    """What one rank has written; no file at all where it had nothing to write."""
+class WrittenShard:
+    """The shard file that one rank wrote; the file does not exist if the rank had no tensor to write."""
 
     file: str
     size: int
@@ -169,58 +182,57 @@ class Written:
 
 @dataclass(frozen=True)
 class Published:
-    """The published checkpoint, as all ranks receive it."""
+    """The published checkpoint, sent to all ranks."""
 
     path: Path
     num_bytes: int
 
 
 class Publication:
-    """One save from the temporary folder to the moment it is seen; on ranks other than 0 it does nothing."""
+    """The part of a save that only rank 0 executes: locking, the manifest and publication."""
 
-    def __init__(self, folder: Path, step: int) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path, step: int) -> None:
+        self._directory = directory
         self._step = step
         self._temporary: Path | None = None
         self._lock: int | None = None
         self._forms: dict[str, Form] = {}
 
     def open(self, proposals: list[WriteProposal]) -> list[WriteAssignment]:
-        """Lock the folder, clear what dead saves left, make the temporary folder, and assign what each rank writes."""
-        chosen, self._forms = assign(proposals)
-        self._folder.mkdir(exist_ok=True)  # not its parents: if those have vanished, that is an error
-        self._lock = lock(self._folder)
-        sweep(self._folder)
-        self._temporary = self._folder / temporary_name(name_of(self._step))
+        """Lock the directory, remove temporary files of failed saves and assign to each rank the tensors it writes."""
+        names_by_rank, self._forms = assign(proposals)
+        self._directory.mkdir(exist_ok=True)  # without parents: a missing parent directory is an error
+        self._lock = lock(self._directory)
+        remove_temporary_files(self._directory)
+        self._temporary = self._directory / temporary_name(name_of(self._step))
         self._temporary.mkdir()
-        return [WriteAssignment(self._temporary, socket.gethostname(), names) for names in chosen]
+        return [WriteAssignment(self._temporary, socket.gethostname(), names) for names in names_by_rank]
 
-    def publish(self, temporary: Path, results: list[Written], facts: dict[str, Any]) -> list[Published]:
-        """Check what all ranks wrote, write the manifest, give the folder its name, and move `latest`."""
+    def publish(self, temporary: Path, results: list[WrittenShard], facts: dict[str, Any]) -> list[Published]:
+        """Check the shards of all ranks, write the manifest, rename the directory and update `latest`."""
         manifest = self._manifest(results, facts)
         for file, size in manifest.files.items():
             found = (temporary / file).stat().st_size
             if found != size:
                 raise CheckpointError(
-                    f"{temporary / file} has {found} bytes after {size} were written",
+                    f"{temporary / file} has {found} bytes, expected {size}",
                     code="checkpoint.write-incomplete",
                 )
         write_synced(temporary / MANIFEST, encode(manifest))
-        sync_folder(temporary)
-        older = _saves_of(self._step, self._folder)
-        attempt = max((parse_name(path.name) or (0, 0))[1] for path in older) + 1 if older else 1
-        path = self._folder / name_of(self._step, attempt)
+        sync_directory(temporary)
+        older = _attempts(self._step, self._directory)
+        path = self._directory / name_of(self._step, max(older.values(), default=0) + 1)
         temporary.rename(path)
         self._temporary = None
-        sync_folder(self._folder)
-        replace_synced(self._folder / LATEST, path.name.encode())
+        sync_directory(self._directory)
+        replace_synced(self._directory / LATEST, path.name.encode())
         for replaced in older:
-            with contextlib.suppress(OSError):  # the new one is safe: an old one that stays does no harm
-                remove_whole(replaced)
+            with contextlib.suppress(OSError):  # a previous save of the step that cannot be removed is harmless
+                remove_atomically(replaced)
         return [Published(path, manifest.num_bytes)] * len(results)
 
     def close(self) -> None:
-        """Remove what was not published and release the lock; safe to call twice."""
+        """Remove an unpublished temporary directory and release the lock; a second call does nothing."""
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
@@ -228,27 +240,32 @@ class Publication:
             unlock(self._lock)
             self._lock = None
 
-    def _manifest(self, results: Sequence[Written], facts: dict[str, Any]) -> Manifest:
+    def _manifest(self, results: Sequence[WrittenShard], facts: dict[str, Any]) -> Manifest:
         pieces: dict[str, list[Piece]] = {name: [] for name in self._forms}
+        files = {}
         for result in results:
+            if result.pieces:
+                files[result.file] = result.size
             for name, piece in result.pieces.items():
                 pieces[name].append(piece)
-        manifest = Manifest(
-            step=self._step,
-            saved_at=time.time(),
-            facts=facts,
-            files={result.file: result.size for result in results if result.pieces},
-            tensors={
-                name: TensorEntry(shape, dtype, tuple(pieces[name])) for name, (dtype, shape) in self._forms.items()
-            },
-        )
+        tensors = {}
+        for name, (dtype, shape) in self._forms.items():
+            tensors[name] = TensorEntry(shape, dtype, tuple(pieces[name]))
+        manifest = Manifest(step=self._step, saved_at=time.time(), facts=facts, files=files, tensors=tensors)
         problem = find_problem(manifest)
         if problem:
             raise CheckpointError(
-                f"the tensors of all ranks are incomplete: {problem}", code="checkpoint.tensors-incomplete"
+                f"the shards of all ranks do not form complete tensors: {problem}",
+                code="checkpoint.tensors-incomplete",
             )
         return manifest
 
 
-def _saves_of(step: int, folder: Path) -> list[Path]:
-    return [path for path in folder.glob(f"{name_of(step)}*") if (parse_name(path.name) or (None,))[0] == step]
+def _attempts(step: int, directory: Path) -> dict[Path, int]:
+    """Return the existing checkpoints of a step and the attempt number of each."""
+    found = {}
+    for path in directory.glob(f"{name_of(step)}*"):
+        named = parse_name(path.name)
+        if named is not None and named[0] == step:
+            found[path] = named[1]
+    return found

@@ -1,1 +1,1 @@
-"""The command line: one small file per verb, no torch at import."""
+"""The command line: one module per command, imported without torch."""

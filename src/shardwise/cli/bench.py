@@ -1,4 +1,4 @@
-"""`shardwise bench`: collectives, links, overlap, scaling and steps."""
+"""`shardwise bench`: benchmarks of collectives, links, overlap, scaling and training steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.main import WITH_UNDERSCORES, LazyGroup, present, refuse_started_ranks, takes
+from shardwise.cli.main import WITH_UNDERSCORES, LazyGroup, present, refuse_started_ranks, spec_options
 from shardwise.errors import InputError
 from shardwise.measurement.specs import CommSpec, OverlapSpec, P2pSpec, ScalingSpec, StepSpec, bench
 from shardwise.plans.toml import plan_to_toml
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from shardwise.spec import Spec
 
 PARTS = {
-    "comm": "Time, check and judge every collective, with the columns of nccl-tests.",
-    "p2p": "Measure latency and bandwidth between all pairs of ranks, and find the slow link.",
-    "overlap": "Measure how much of a job's communication hides behind its compute, and what to set.",
-    "scaling": "Measure a job or a script on more and more ranks: efficiency, and where the time goes.",
-    "step": "Run a few steps of a job under a plan: time by phase, throughput, memory.",
+    "comm": "Benchmark and verify collectives, with the columns of nccl-tests.",
+    "p2p": "Measure latency and bandwidth between all pairs of ranks, and find slow links.",
+    "overlap": "Measure how much communication overlaps with compute, and recommend settings.",
+    "scaling": "Measure the scaling efficiency of a job or a script on increasing numbers of ranks.",
+    "step": "Profile a few training steps: time by phase, throughput and memory.",
 }
 
 _FILE = click.Path(path_type=Path)
@@ -32,19 +32,19 @@ _FILE = click.Path(path_type=Path)
 
 @click.group("bench", cls=LazyGroup, parts=PARTS, no_args_is_help=True)
 def command() -> None:
-    """Measure links, collectives, overlap, steps and scaling."""
+    """Benchmark collectives, links, overlap, training steps and scaling."""
 
 
 def _outputs(call: Callable[..., int]) -> Callable[..., int]:
-    """Give a command --json and --report."""
-    page = click.option("--report", type=_FILE, help="Write a page (.html) or Markdown (.md) with plots.")
-    return click.option("--json", "as_json", is_flag=True, help="Write all that was found as JSON.")(page(call))
+    """Add --json and --report to a command."""
+    page = click.option("--report", type=_FILE, help="Write a report with plots, as .html or .md.")
+    return click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")(page(call))
 
 
 def _measure(spec: Spec, *, as_json: bool, report: Path | None, **outputs: Callable[[Any], Any]) -> int:
-    """Measure, show, write the report and hand it to each of `outputs`; rank 0 alone does so in a started world."""
+    """Run a benchmark, print its report, and pass the report to each of `outputs`; on rank 0 only."""
     if report is not None:
-        from shardwise.measurement.report.write import check_report_path  # imports torch
+        from shardwise.measurement.report import check_report_path  # imports torch
 
         check_report_path(report)
     found = bench(spec)
@@ -54,63 +54,63 @@ def _measure(spec: Spec, *, as_json: bool, report: Path | None, **outputs: Calla
         write(found)
     if report is not None:
         found.write(report)
-        echo_error(f"shardwise: report in {report}")
+        echo_error(f"shardwise: wrote report {report}")
     return present(found, as_json=as_json)
 
 
-def _check_folder(path: Path) -> None:
+def _check_directory(path: Path) -> None:
     if not path.parent.is_dir() or path.is_dir():
         raise InputError(
-            f"{path} cannot be written", code="cli.output-not-writable", fix="name a file in a folder that exists"
+            f"{path} cannot be written", code="cli.output-not-writable", fix="pass a file in an existing directory"
         )
 
 
 @command.command("comm", context_settings=WITH_UNDERSCORES)
-@takes(CommSpec)
+@spec_options(CommSpec)
 @_outputs
 @click.option("--csv", "csv_path", type=_FILE, help="Write the table to this file.")
-@click.option("--explain", metavar="NAME", help="Show on real ranks what a call does; all shows every one.")
+@click.option("--explain", metavar="NAME", help="Demonstrate a collective on real ranks; all demonstrates each.")
 def comm(spec: CommSpec, *, as_json: bool, report: Path | None, csv_path: Path | None, explain: str | None) -> int:
-    """Time and check collectives on every size, dtype, reduce operation and group that is asked for.
+    """Benchmark and verify collectives for each size, dtype, reduce operation and group; all if none is passed.
 
-    Without COLLECTIVE: all of them. Exit code 3 when a result is wrong or slower than in the earlier run.
+    The exit code is 3 if a result is wrong or slower than in the baseline.
     """
     if explain:
-        from shardwise.cli.explain import explain as explain_call  # imports torch
+        from shardwise.measurement.explain_text import explain as explain_call  # imports torch
 
         place = spec.place
         return explain_call(explain, spec.nproc, ops=spec.ops, device=place.device, backend=place.backend)
     if csv_path is None:
         return _measure(spec, as_json=as_json, report=report)
-    _check_folder(csv_path)
+    _check_directory(csv_path)
     return _measure(spec, as_json=as_json, report=report, csv=lambda found: csv_path.write_text(found.to_csv()))
 
 
 @command.command("p2p", context_settings=WITH_UNDERSCORES)
-@takes(P2pSpec)
+@spec_options(P2pSpec)
 @_outputs
 def p2p(spec: P2pSpec, *, as_json: bool, report: Path | None) -> int:
-    """Measure latency and bandwidth between all pairs of ranks, check what arrives, and find the slow link.
+    """Measure latency and bandwidth between all pairs of ranks, verify the received data, and find slow links.
 
-    Alone it starts ranks here; on many machines start it there:
+    It starts ranks on this machine. On several machines, run it by the launcher:
     shardwise launch --nnodes=2 ... -m shardwise bench p2p
     """
     return _measure(spec, as_json=as_json, report=report)
 
 
 @command.command("overlap", context_settings=WITH_UNDERSCORES, no_args_is_help=True)
-@takes(OverlapSpec)
+@spec_options(OverlapSpec)
 @_outputs
-@click.option("--out", type=_FILE, help="Write the plan with what is recommended: a .toml file.")
+@click.option("--out", type=_FILE, help="Write the plan with the recommended settings to this .toml file.")
 def overlap(spec: OverlapSpec, *, as_json: bool, report: Path | None, out: Path | None) -> int:
-    """Measure a step of the Job in JOB.py with, without, and of communication alone, under settings of a plan."""
+    """Measure steps of the job in JOB.py with communication, without it, and of communication alone."""
     if out is None:
         return _measure(spec, as_json=as_json, report=report)
     if out.suffix != ".toml" or not out.parent.is_dir():
         raise InputError(
-            f"--out {out} is not a path for a plan",
+            f"--out {out} is not a .toml file in an existing directory",
             code="bench.plan-path-invalid",
-            fix="name a .toml file in a folder that exists",
+            fix="pass a .toml file in an existing directory",
         )
     return _measure(spec, as_json=as_json, report=report, out=lambda found: _write_plan(found.plan, out))
 
@@ -120,30 +120,30 @@ def _write_plan(plan: Plan, out: Path) -> None:
         out.write_text(plan_to_toml(plan))
     except OSError as error:
         raise InputError(
-            f"{out} cannot be written ({error.strerror})", code="cli.output-write-failed", fix="name another path"
+            f"{out} cannot be written ({error.strerror})", code="cli.output-write-failed", fix="pass another path"
         ) from None
 
 
 @command.command(
     "scaling",
-    # Options stand before the script; the rest is the script's.
+    # Options precede the script; all arguments after it are passed to the script.
     context_settings={**WITH_UNDERSCORES, "allow_interspersed_args": False},
     no_args_is_help=True,
 )
-@takes(ScalingSpec)
+@spec_options(ScalingSpec)
 @_outputs
 def scaling(spec: ScalingSpec, *, as_json: bool, report: Path | None) -> int:
-    """Measure the throughput of a Job, or of any script, on more and more ranks of this machine."""
+    """Measure the throughput of a job, or of any script, on increasing numbers of ranks of this machine."""
     refuse_started_ranks("bench scaling starts its own ranks")
     return _measure(spec, as_json=as_json, report=report)
 
 
 @command.command("step", context_settings=WITH_UNDERSCORES, no_args_is_help=True)
-@takes(StepSpec)
+@spec_options(StepSpec)
 @_outputs
 def step(spec: StepSpec, *, as_json: bool, report: Path | None) -> int:
-    """Run a few steps of the Job in JOB.py under a plan: time by phase, throughput, utilisation, memory.
+    """Profile a few steps of the job in JOB.py: time by phase, throughput, utilization and memory.
 
-    Starts its own ranks; under srun, torchrun or shardwise launch it is one of theirs.
+    It starts ranks on this machine, unless srun, torchrun or shardwise launch has started it as a rank.
     """
     return _measure(spec, as_json=as_json, report=report)

@@ -1,10 +1,10 @@
-"""`shardwise launch`: any script on N processes, with torchrun's options."""
+"""`shardwise launch`: runs any script on several processes, with the options of torchrun."""
 
 from __future__ import annotations
 
 import click
 
-from shardwise.cli.main import WITH_UNDERSCORES, present, takes
+from shardwise.cli.main import WITH_UNDERSCORES, present, spec_options
 from shardwise.launcher.spec import LaunchSpec
 from shardwise.runner.launch import launch_script
 
@@ -13,12 +13,12 @@ from shardwise.runner.launch import launch_script
     "launch",
     context_settings={
         **WITH_UNDERSCORES,
-        "allow_interspersed_args": False,  # options stand before the script, the rest is the script's
-        "auto_envvar_prefix": "PET",  # torchrun reads PET_NNODES and its like
+        "allow_interspersed_args": False,  # options precede the script, all arguments after it are the script's
+        "auto_envvar_prefix": "PET",  # like torchrun, reads PET_NNODES and so on
     },
     no_args_is_help=True,
 )
-@takes(LaunchSpec)
+@spec_options(LaunchSpec)
 def command(spec: LaunchSpec) -> int:
-    """Start SCRIPT on many processes of this machine, or of many machines, in place of torchrun."""
+    """Run SCRIPT on several processes of one or more machines. Replaces torchrun."""
     return present(launch_script(spec, owns_process=True))

@@ -1,4 +1,4 @@
-"""The `shardwise` command: eight verbs, one sentence per error, exit codes that mean something."""
+"""The `shardwise` command: its subcommands, options generated from Specs, error messages and exit codes."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
 
-# A group of commands that are imported when they are used: help needs their names and help lines alone.
+# Command groups whose subcommands are imported on use; the help needs only their names and summaries.
 
 
 class LazyGroup(click.Group):
-    """Commands by name and help line, in that order; each is in this group, or the `command` of its own module."""
+    """A group of subcommands, each added to this group or found as `command` in its own module."""
 
     def __init__(self, *args: Any, parts: Mapping[str, str], prefix: str = "", kind: str = "part", **more: Any) -> None:
-        """`parts` gives the help line of each name; its module is shardwise.cli.PREFIXNAME; `kind` is what it is."""
+        """`parts` maps names to summaries; modules are shardwise.cli.PREFIXNAME; errors call a subcommand `kind`."""
         super().__init__(*args, **more)
         self._parts, self._prefix, self._kind = parts, prefix, kind
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """Names in the order in which they were given."""
+        """Return the names in the order of `parts`."""
         return list(self._parts)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """Return a command that was added to this group, else import it."""
+        """Return a subcommand of this group, imported if necessary."""
         if cmd_name in self.commands or cmd_name not in self._parts:
             return self.commands.get(cmd_name)
         command: click.Command = importlib.import_module(f"shardwise.cli.{self._prefix}{cmd_name}").command
@@ -52,32 +52,32 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Name the nearest command when the one asked for does not exist."""
+        """Return the subcommand in `args`, or raise UsageError with the nearest name."""
         if args and not args[0].startswith("-") and args[0] not in self._parts:
-            raise click.UsageError(f"there is no {self._kind} {args[0]!r}: {nearest(args[0], self._parts)}")
+            raise click.UsageError(f"{self._kind} {args[0]!r} does not exist: {nearest(args[0], self._parts)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        """List all without importing any."""
+        """List all subcommands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(self._parts.items()))
 
 
-# How a command ends when it cannot continue: one sentence and an exit code, also where mpirun runs many of it.
+# Errors of a command: a message and an exit code, printed only once if mpirun started the command on several ranks.
 
 
 _RANK_0_WAIT_S = 10.0
-"""How much later than the others rank 0 may come to the same end: ranks that share few cores import one by one."""
+"""How much later than other ranks rank 0 may find the same error, since ranks that share few cores start slowly."""
 
 _JOB = "JOB.py"
-"""What packages that know no command line write for the job file in a fix."""
+"""Placeholder for the job file in fixes of packages that do not know the command line."""
 
 
 def end(code: int, message: str) -> int:
-    """Print `message` and return `code`, the exit code; ranks of mpirun end here, and one of them prints.
+    """Print `message` and return the exit code `code`. Ranks started by mpirun exit here, and only one of them prints.
 
-    What one rank refuses as bad input the others refuse too, and mpirun ends all of them when the first has ended
-    badly: so those after rank 0 wait to be ended, and print if nobody does. Any other end may be one rank's alone.
+    All ranks find the same invalid input, and mpirun kills the other ranks when the first one exits with an error. So
+    ranks other than 0 wait to be killed before they print. Other errors may occur on a single rank.
     """
     me = _identity()
     if me.world_size == 1 or me.source not in MPI_STARTERS:
@@ -86,21 +86,23 @@ def end(code: int, message: str) -> int:
     if me.rank > 0 and code == BAD_INPUT:
         time.sleep(_RANK_0_WAIT_S)
     echo_error(message)
-    os._exit(code)  # without MPI_Finalize, in which ranks wait for each other
+    os._exit(code)  # skips MPI_Finalize, in which ranks wait for each other
 
 
-def with_job_file(sentence: str, *arguments: str) -> str:
-    """Return an error's sentence with the job file that is among the arguments, in place of the JOB.py of its fix."""
-    own = next((each for each in arguments if re.fullmatch(r"[^=]+\.py(:\w+)?", each)), _JOB)
-    return sentence.replace(_JOB, own)
+def with_job_file(message: str, *arguments: str) -> str:
+    """Return an error message with the job file of the command line in place of the placeholder JOB.py."""
+    job = next((each for each in arguments if re.fullmatch(r"[^=]+\.py(:\w+)?", each)), _JOB)
+    return message.replace(_JOB, job)
 
 
 def refuse_started_ranks(fact: str) -> None:
-    """Refuse a command that starts its own ranks, which is the `fact`, in a process that is one of several ranks."""
+    """Raise InputError with `fact` if this process is a rank of a launched world, for commands that launch ranks."""
     me = identify()
     if me.world_size > 1:
         raise InputError(
-            f"{fact}, and {me.source} has started this one", code="cli.starts-own-ranks", fix="run it by itself"
+            f"{fact}, but {me.source} started this process as a rank",
+            code="cli.starts-own-ranks",
+            fix="run it without a launcher",
         )
 
 
@@ -112,14 +114,14 @@ def _identity() -> Identity:
 
 
 VERBS = {
-    "plan": "What fits, what it costs, what to choose and why.",
-    "verify": "Prove that a plan computes what one process computes.",
-    "launch": "Start any script on many processes, in place of torchrun.",
-    "train": "Train a described job on one or many processes.",
-    "watch": "Follow a run live or after its end, in a terminal or on a page.",
-    "checkpoint": "List, check, compare and convert checkpoints.",
-    "bench": "Measure links, collectives, overlap, steps and scaling.",
-    "doctor": "Find what is wrong with a machine, its variables or a run.",
+    "plan": "Choose a parallelism plan by predicted memory and step time.",
+    "verify": "Verify that training under a plan equals training in one process.",
+    "launch": "Run any script on several processes. Replaces torchrun.",
+    "train": "Train the job of a job file on one or more processes.",
+    "watch": "Show a run, live or after its end, in the terminal or the browser.",
+    "checkpoint": "List, verify, compare and convert checkpoints.",
+    "bench": "Benchmark collectives, links, overlap, training steps and scaling.",
+    "doctor": "Diagnose a machine, its environment variables, the network or a run.",
 }
 
 
@@ -134,12 +136,12 @@ VERBS = {
     help="Show the version and exit.",
 )
 def cli(*, debug: bool) -> None:
-    """Plan, prove, launch and keep alive the training of a PyTorch job on many processes."""
+    """Plan, verify, launch and supervise distributed training of PyTorch jobs."""
 
 
 def _show_version(context: click.Context, *, wanted: bool) -> None:
     if wanted and not context.resilient_parsing:
-        from shardwise.versions import package_version
+        from shardwise.hardware.probe import package_version
 
         echo(f"shardwise {package_version('shardwise')}")
         context.exit()
@@ -157,26 +159,29 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except click.ClickException as error:
-        return end(BAD_INPUT, _text_of(error))
+        return end(BAD_INPUT, _text_of(error, arguments))
     except ShardwiseError as error:
         if "--debug" in takewhile(lambda argument: argument.startswith("-"), arguments):
             traceback.print_exc()
-        sentence = with_code(with_job_file(str(error), *arguments), error.code)
-        return end(error.exit_code, f"shardwise: {sentence}")
+        message = with_code(with_job_file(str(error), *arguments), error.code)
+        return end(error.exit_code, f"shardwise: {message}")
     return result if isinstance(result, int) else 0
 
 
-def _text_of(error: click.ClickException) -> str:
-    """Return what to print for a command line that click refuses: one sentence, or the help if nothing was typed."""
+def _text_of(error: click.ClickException, arguments: list[str]) -> str:
+    """Return the message for a usage error of click, or the help if there were no arguments."""
     if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # since click 8.2
         return error.format_message()
     if isinstance(error, click.NoSuchOption):
-        return f"shardwise: {_unknown_option(error)}"
+        return f"shardwise: {_unknown_option(error, with_job_file(_JOB, *arguments))}"
     return f"shardwise: {' '.join(error.format_message().split())}"
 
 
-def _unknown_option(error: click.NoSuchOption) -> str:
-    """Return the sentence for an option that does not exist: a key of --set by that name, else the nearest option."""
+def _unknown_option(error: click.NoSuchOption, job: str) -> str:
+    """Return the message for an unknown option, which suggests a key of --set with that name or the nearest option.
+
+    A key of --set may be a parameter of the job file.
+    """
     name = error.option_name
     fact = f"option {name} does not exist"
     if error.ctx is None:
@@ -185,36 +190,39 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     for parameter in error.ctx.command.params:
         options += [option for option in parameter.opts if option.startswith("--")]
     if "--set" in options:
+        from shardwise.job.load import job_parameters
         from shardwise.planner.settle import keys_ending_in, set_keys
 
-        found = keys_ending_in(name.strip("-").replace("-", "_"), set_keys())
+        found = keys_ending_in(name.strip("-").replace("-", "_"), set_keys() | job_parameters(job))
         if found:
             return f"{fact}: use {' or '.join(f'--set {key}=VALUE' for key in found)}"
-    # Without the dashes, which every option has in common: with them --lr is like --help.
+    # Compare without the dashes, which all options share; with them, --lr would match --help.
     close = difflib.get_close_matches(name.strip("-"), [option.strip("-") for option in options], n=1)
     return f"{fact}: " + (f"did you mean --{close[0]}?" if close else f"{error.ctx.command_path} --help lists them")
 
 
-# The options of a command, made from the fields of its Spec: flags, types, defaults and help.
+# Command-line options generated from the fields of a Spec: flags, types, defaults and help.
 
 
 SpecT = TypeVar("SpecT", bound=Spec)
 
 WITH_UNDERSCORES: dict[str, Any] = {"token_normalize_func": lambda token: token.replace("_", "-")}
-"""Context settings of commands that take --nproc_per_node for --nproc-per-node, as torchrun does."""
+"""Context settings of commands that accept --nproc_per_node for --nproc-per-node, as torchrun does."""
 
 
-def takes(kind: type[SpecT], *, without: Collection[str] = ()) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Give a command one option per field of a Spec, but for those named in `without`; it is called with the Spec.
+def spec_options(
+    kind: type[SpecT], *, without: Collection[str] = ()
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Add an option to a command for each field of a Spec, except those in `without`; it is called with the Spec.
 
-    Options that only the command line has (`--json`) stand beside it as click options and arrive by name.
+    Options of the command line only, such as `--json`, are added by click and passed by name.
     """
     fields = {name: field for name, field in flat_fields(kind).items() if name not in without}
 
     def wrap(command: Callable[..., int]) -> Callable[..., int]:
         def call(**values: Any) -> int:
-            asked = {name: values.pop(name) for name in fields}
-            return command(kind.of(**asked), **values)
+            options = {name: values.pop(name) for name in fields}
+            return command(kind.of(**options), **values)
 
         call.__doc__ = command.__doc__
         call.__click_params__ = list(getattr(command, "__click_params__", ()))  # type: ignore[attr-defined]
@@ -226,7 +234,7 @@ def takes(kind: type[SpecT], *, without: Collection[str] = ()) -> Callable[[Call
 
 
 def present(report: Report, *, as_json: bool = False) -> int:
-    """Show a report as text or as JSON, its note on standard error, and return the exit code of the command."""
+    """Print a report as text or JSON, and its note on standard error; return its exit code."""
     text = report.to_json() if as_json else report.to_text()
     if text:
         echo(text)
@@ -255,13 +263,13 @@ def _parameter(name: str, field: FlatField) -> Callable[[Callable[..., int]], Ca
 
 
 def _checked(field: FlatField, value: Any) -> Any:
-    """Check the value of a section at once: a script in its place would be reported as missing otherwise."""
+    """Validate the value of a section while parsing, before click reports a missing script instead."""
     field.section_default.replace(**{field.name: value})
     return value
 
 
 def _value(hint: Any) -> dict[str, Any]:
-    """Return what click must know of a field's type."""
+    """Return click's parameters for the type of a field."""
     kind, bounds = _unwrapped(hint)
     if kind is bool:
         return {"is_flag": True}
@@ -271,7 +279,7 @@ def _value(hint: Any) -> dict[str, Any]:
 
 
 def _unwrapped(hint: Any) -> tuple[Any, msgspec.Meta | None]:
-    """Return a type without None and Annotated, and the bounds that stood there."""
+    """Return a type without None and Annotated, and its bounds."""
     bounds = None
     while typing.get_origin(hint) in (typing.Annotated, typing.Union, types.UnionType):
         hint, *marks = [part for part in typing.get_args(hint) if part is not type(None)]

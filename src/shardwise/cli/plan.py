@@ -1,4 +1,4 @@
-"""`shardwise plan`: what fits, what it costs, what to choose and why."""
+"""`shardwise plan`: finds the plans that fit a cluster, with their memory and time, and converts DeepSpeed configs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from shardwise.cli.main import WITH_UNDERSCORES, present, takes
+from shardwise.cli.main import WITH_UNDERSCORES, present, spec_options
 from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError
 from shardwise.planner.plan import PlanSpec, load_named_job, plan
@@ -17,14 +17,14 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command("plan", context_settings=WITH_UNDERSCORES, no_args_is_help=True)
-@takes(PlanSpec)
-@click.option("--calibrate", is_flag=True, help="First measure this machine, in under a minute.")
-@click.option("--json", "as_json", is_flag=True, help="Write the answer as JSON to standard output.")
-@click.option("--out", type=_FILE, help="Write the best plan here, for train --plan FILE.")
-@click.option("--picture", type=_FILE, help="Draw memory and timeline here, as SVG.")
-@click.option("--to-deepspeed", type=_FILE, help="Write the plan here as JSON for deepspeed.initialize.")
-@click.option("--from-deepspeed", type=_FILE, help="Read this DeepSpeed JSON into a plan, for --out.")
-@click.option("--nproc", type=click.IntRange(min=1), help="Ranks, where a DeepSpeed JSON does not tell.")
+@spec_options(PlanSpec)
+@click.option("--calibrate", is_flag=True, help="First measure the rates of this machine (less than a minute).")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
+@click.option("--out", type=_FILE, help="Write the best plan to this file, for train --plan FILE.")
+@click.option("--picture", type=_FILE, help="Write a plot of memory and timeline to this SVG file.")
+@click.option("--to-deepspeed", type=_FILE, help="Write the plan as a JSON config for deepspeed.initialize.")
+@click.option("--from-deepspeed", type=_FILE, help="Convert this DeepSpeed JSON config to a plan.")
+@click.option("--nproc", type=click.IntRange(min=1), help="Number of ranks, if a DeepSpeed config does not set it.")
 def command(
     spec: PlanSpec,
     *,
@@ -36,13 +36,13 @@ def command(
     from_deepspeed: Path | None,
     nproc: int | None,
 ) -> int:
-    """Choose a plan for a published MODEL, or for the Job in JOB.py, on a cluster."""
-    _check_folders({"--out": out, "--picture": picture, "--to-deepspeed": to_deepspeed})
+    """Choose a plan for a published MODEL, or for the job in JOB.py, on a cluster."""
+    _check_directories({"--out": out, "--picture": picture, "--to-deepspeed": to_deepspeed})
     if from_deepspeed is not None:
         return _read_deepspeed(spec, from_deepspeed, out, to_deepspeed, nproc)
     if nproc is not None:
         raise InputError(
-            "--nproc is valid with --from-deepspeed only", code="cli.option-not-applicable", fix="give --cluster"
+            "--nproc is valid with --from-deepspeed only", code="cli.option-not-applicable", fix="use --cluster"
         )
     if spec.model is not None and spec.model.endswith(".toml"):
         return _write_plan_file(spec.model, to_deepspeed)
@@ -69,24 +69,24 @@ def command(
     return report.exit_code
 
 
-def _check_folders(files: dict[str, Path | None]) -> None:
+def _check_directories(files: dict[str, Path | None]) -> None:
     for name, path in files.items():
         if path is not None and not path.parent.is_dir():
             raise InputError(
-                f"{name} {path} is in a folder that does not exist",
+                f"{name} {path} is in a directory that does not exist",
                 code="cli.output-folder-missing",
-                fix="make the folder first",
+                fix="create the directory first",
             )
 
 
 def _read_deepspeed(spec: PlanSpec, path: Path, out: Path | None, to_deepspeed: Path | None, nproc: int | None) -> int:
-    """Convert a DeepSpeed JSON to a plan in `out` or on standard output, and print settings that it leaves out."""
+    """Convert a DeepSpeed config to a plan in `out` or on standard output, and list settings that are not converted."""
     if spec.model is not None or to_deepspeed is not None:
         other = spec.model or f"--to-deepspeed {to_deepspeed}"
         raise InputError(
-            f"--from-deepspeed searches nothing, and {other} is given too",
+            f"--from-deepspeed cannot be combined with {other}",
             code="cli.options-conflict",
-            fix="leave one out",
+            fix="remove one of them",
         )
     reading = engine_named("deepspeed").read_config(
         path, num_ranks=nproc, batch_size=spec.batch_size, precision=spec.precision
@@ -103,10 +103,10 @@ def _read_deepspeed(spec: PlanSpec, path: Path, out: Path | None, to_deepspeed: 
 
 
 def _write_plan_file(path: str, to_deepspeed: Path | None) -> int:
-    """Write a plan file as DeepSpeed's JSON."""
+    """Convert a plan file to a DeepSpeed config."""
     if to_deepspeed is None:
         raise InputError(
-            f"{path} is a plan already", code="plan.already-a-plan", fix="give --to-deepspeed, or name a model or a job"
+            f"{path} is already a plan", code="plan.already-a-plan", fix="add --to-deepspeed, or pass a model or a job"
         )
     _, notes = engine_named("deepspeed").write_config([read_plan(Path(path))], to_deepspeed, None)
     echo_error("\n".join(notes))

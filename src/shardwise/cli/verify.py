@@ -1,4 +1,4 @@
-"""`shardwise verify`: every plan on the user's own job, beside one process."""
+"""`shardwise verify`: compares training under each plan with training in a single process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.main import WITH_UNDERSCORES, present, refuse_started_ranks, takes
+from shardwise.cli.main import WITH_UNDERSCORES, present, refuse_started_ranks, spec_options
 from shardwise.errors import InputError
 from shardwise.parity.spec import VerifySpec
 from shardwise.runs.console import counted, echo_error
@@ -19,16 +19,17 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command("verify", context_settings=WITH_UNDERSCORES, no_args_is_help=True)
-@takes(VerifySpec, without=("timeout_s",))
-@click.option("--propose-rules", "propose", is_flag=True, help="Find tensor rules for the model, and confirm them.")
-@click.option("--json", "as_json", is_flag=True, help="Write the report as JSON to standard output.")
+@spec_options(VerifySpec, without=("timeout_s",))
+@click.option("--propose-rules", "propose", is_flag=True, help="Find tensor-parallel rules for the model, and verify.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--markdown", type=_FILE, help="Write the table to this file.")
-@click.option("--out", type=_FILE, help="Write confirmed tensor rules to this file.")
+@click.option("--out", type=_FILE, help="Write verified tensor-parallel rules to this file.")
 def command(spec: VerifySpec, *, propose: bool, as_json: bool, markdown: Path | None, out: Path | None) -> int:
-    """Train the Job in JOB.py under each plan and in one process, and compare every number.
+    """Train the job in JOB.py under each plan and in a single process, and compare losses, gradients and weights.
 
-    With --propose-rules: find tensor rules for a model that has none, confirm them, and print them as Python.
-    With --resume: kill it, resume it on other ranks, and compare samples, losses and weights with an uninterrupted run.
+    With --propose-rules: find tensor-parallel rules for a model without rules, verify them, and print them as Python.
+    With --resume: kill the job, resume it on other ranks, and compare samples, losses and weights with an uninterrupted
+    run.
     """
     refuse_started_ranks("verify starts its own ranks")
     _check_files(markdown, out, propose=propose)
@@ -48,33 +49,33 @@ def command(spec: VerifySpec, *, propose: bool, as_json: bool, markdown: Path | 
 
 
 def _check_files(markdown: Path | None, out: Path | None, *, propose: bool) -> None:
-    """Refuse a file that cannot be written, or that nothing would be written to."""
+    """Raise InputError for a file that cannot be written, or that would not be used."""
     if out is not None and not propose:
         raise InputError(
-            f"--out {out} is for tensor rules",
+            f"--out {out} is valid with --propose-rules only",
             code="cli.option-not-applicable",
-            fix="add --propose-rules, or write --markdown FILE",
+            fix="add --propose-rules, or use --markdown FILE",
         )
     if markdown is not None and propose:
         raise InputError(
-            "--propose-rules tries tp alone, and --markdown asks for more",
+            "--propose-rules cannot be combined with --markdown",
             code="cli.options-conflict",
-            fix="run one after the other",
+            fix="run verify twice",
         )
     for option, path in {"--markdown": markdown, "--out": out}.items():
         if path is not None and not path.parent.is_dir():
             raise InputError(
-                f"{option} {path} is in a folder that does not exist",
+                f"{option} {path} is in a directory that does not exist",
                 code="cli.output-folder-missing",
-                fix="make the folder first",
+                fix="create the directory first",
             )
 
 
 def _show_verdict(verdict: PlanVerdict) -> None:
-    """Report that a plan is done, while others are still to come."""
+    """Print the verdict of a plan."""
     echo_error(f"{verdict.plan}: {verdict.status} ({verdict.seconds:.1f} s)")
 
 
 def _show_trial(rules: dict[str, str], verdict: PlanVerdict) -> None:
-    """Report that a trial is done, while others may still come."""
+    """Print the verdict of a set of rules."""
     echo_error(f"tried {counted(len(rules), 'tensor rule')}: {verdict.status} ({verdict.seconds:.1f} s)")

@@ -1,15 +1,15 @@
-"""`shardwise watch`."""
+"""`shardwise watch`: shows a run live or after its end."""
 
 from __future__ import annotations
 
 import click
 
-from shardwise.cli.main import takes
+from shardwise.cli.main import spec_options
 from shardwise.monitor.watch import WatchSpec, watch
 
 
-@click.command("watch", no_args_is_help=True)
-@takes(WatchSpec)
+@click.command("watch")
+@spec_options(WatchSpec)
 def command(spec: WatchSpec) -> int:
-    """Look at the run directory RUN: curves, memory, every rank, what happened; live while it trains."""
+    """Show a run directory, RUN or the newest in runs/: curves, memory, state of every rank, and events."""
     return watch(spec).exit_code

@@ -1,1 +1,1 @@
-"""The stream of samples: their order, each data-parallel rank's slice, and the datasets that ship."""
+"""Data loading: the order of samples, the slices of data-parallel ranks, and the datasets that ship with shardwise."""

@@ -1,15 +1,16 @@
-"""The order of samples: a keyed permutation, O(1) in memory, the same at any number of ranks.
+"""The order of samples: a keyed permutation with O(1) memory, independent of the number of ranks.
 
-The idea: position i of an epoch holds sample P(i), where P is a pseudorandom permutation keyed by (seed, epoch), so no
-list of indices is drawn, stored or sent. The invariant: a position has no rank in it; data-parallel ranks take spans of
-positions, so any world size reads the same global batches, and a checkpoint needs three integers. P is an unbalanced
-Feistel network over the next power of two (Luby and Rackoff, 1988) that walks on where it leaves the dataset
-(cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+The idea: position i of an epoch is sample P(i), where P is a pseudorandom permutation keyed by (seed, epoch), so
+indices are never generated, stored or sent as a list. The invariant: positions do not depend on ranks; data-parallel
+ranks read spans of positions, so any world size reads the same global batches, and a checkpoint stores three integers.
+P is an unbalanced Feistel network over the next power of two (Luby and Rackoff, 1988), repeated for values outside the
+dataset (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,50 +31,50 @@ _MASK = (1 << 64) - 1
 
 
 class Cursor(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Where training stands in the stream of samples: three integers, nothing about ranks."""
+    """The position of the training in the sample stream: three integers, independent of ranks."""
 
     seed: int
     epoch: int = 0
     index: int = 0
-    """Samples of this epoch that are already used."""
+    """Number of samples of this epoch that were already read."""
 
     def advance(self, samples: int, length: int) -> Cursor:
-        """Return the cursor after `samples` more of a dataset of `length`; an epoch ends with its last sample."""
+        """Return the cursor after `samples` more samples of a dataset of `length`; the last sample ends the epoch."""
         index = self.index + samples
         if index >= length:
             return Cursor(seed=self.seed, epoch=self.epoch + 1)
         return Cursor(seed=self.seed, epoch=self.epoch, index=index)
 
 
-class Places(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Where the samples of a micro-batch stand in the stream."""
+class SamplePositions(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The positions of a micro-batch's samples in the sample stream."""
 
     seed: int
     epoch: int
     indices: Sequence[int]
-    """In the order of the epoch, one for each sample."""
+    """Position of each sample in the epoch."""
 
     def keys(self) -> npt.NDArray[np.uint64]:
-        """Return a number for each sample, the same wherever and whenever it comes again at this place."""
-        places = np.asarray(self.indices, dtype=np.uint64) + np.uint64(1)
-        return _mix(_mix(_state(self.seed, self.epoch)) + places * np.uint64(_GOLDEN))
+        """Return a random key for each sample that depends only on the seed, the epoch and its position."""
+        positions = np.asarray(self.indices, dtype=np.uint64) + np.uint64(1)
+        return _mix(_mix(_state(self.seed, self.epoch)) + positions * np.uint64(_GOLDEN))
 
 
-def sample_ids(places: npt.NDArray[np.int64], *, seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
-    """Return which samples stand at `places` of an epoch over a dataset of `length`.
+def sample_ids(positions: npt.NDArray[np.int64], *, seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
+    """Return the sample ids at `positions` of an epoch over a dataset of `length`.
 
-    A Feistel network permutes the next power of two; places that fall outside the dataset walk on until they
-    fall inside (less than once on average). Cost and memory depend on the number of places alone.
+    A Feistel network permutes the next power of two; ids outside the dataset are permuted again until they are inside
+    (less than once on average). Time and memory depend only on the number of positions.
     """
-    if len(places) and (places.min() < 0 or places.max() >= length):
+    if len(positions) and (positions.min() < 0 or positions.max() >= length):
         raise DataError(
-            f"a place outside an epoch of {length} samples",
+            f"positions must be in [0, {length}), got {positions.min()} to {positions.max()}",
             code="data.position-outside-epoch",
-            fix="stay inside the epoch",
+            fix="pass positions inside the epoch",
         )
     bits = max(2, (length - 1).bit_length())
     keys = _round_keys(seed, epoch)
-    ids = _permute(places.astype(np.uint64), bits, keys)
+    ids = _permute(positions.astype(np.uint64), bits, keys)
     outside = ids >= length
     while outside.any():
         ids[outside] = _permute(ids[outside], bits, keys)
@@ -82,7 +83,7 @@ def sample_ids(places: npt.NDArray[np.int64], *, seed: int, epoch: int, length: 
 
 
 def _permute(values: npt.NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> npt.NDArray[np.uint64]:
-    """One pass of an unbalanced Feistel network over `bits` bits: a bijection for any keys."""
+    """Apply an unbalanced Feistel network over `bits` bits: a bijection for any keys."""
     low_bits, high_bits = np.uint64(bits // 2), np.uint64(bits - bits // 2)
     low_mask = np.uint64((1 << int(low_bits)) - 1)
     high_mask = np.uint64((1 << int(high_bits)) - 1)
@@ -102,7 +103,7 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
-    """Keys from (seed, epoch) by a Weyl sequence through the mixer; neighbouring seeds share nothing."""
+    """Return round keys of (seed, epoch): a Weyl sequence through the mixer, uncorrelated for adjacent seeds."""
     weyl = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return list(_mix(_state(seed, epoch) + weyl))
 
@@ -111,48 +112,48 @@ def _state(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
     return _mix(np.array([seed & _MASK], dtype=np.uint64)) ^ np.uint64((epoch + 1) * _GOLDEN & _MASK)
 
 
-# Which positions of an epoch each data-parallel rank and micro-batch gets: pure arithmetic.
+# The positions of an epoch that each data-parallel rank and micro-batch reads: pure arithmetic.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slices:
-    """How one data-parallel rank splits the global batches of an epoch into micro-batches."""
+    """The split of the global batches of an epoch into the micro-batches of one data-parallel rank."""
 
     batch_size: int
     """Global batch size: samples per optimizer step over all data-parallel ranks."""
     accumulation: int
     dp_rank: int
-    """Which of the `dp_size` data-parallel ranks this is; never the global rank."""
+    """Index of the data-parallel rank, less than `dp_size`; not the global rank."""
     dp_size: int
     length: int
-    """Samples in the dataset."""
+    """Number of samples of the dataset."""
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise DataError("the training set is empty", code="data.no-samples", fix="give a dataset with samples")
+            raise DataError(
+                "the training dataset is empty", code="data.no-samples", fix="return a dataset with samples"
+            )
 
     @property
     def micro_batch(self) -> int:
-        """Rows of a full micro-batch."""
+        """Number of rows of a full micro-batch."""
         return self.batch_size // (self.dp_size * self.accumulation)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps per epoch; the last may be short, none is dropped."""
+        """Optimizer steps per epoch, including a short last one."""
         return -(-self.length // self.batch_size)
 
     def rows_of_step(self, step: int) -> int:
-        """Real samples of a step of the epoch, over all data-parallel ranks."""
+        """Return the number of samples of a step of the epoch, over all data-parallel ranks."""
         return min(self.batch_size, self.length - step * self.batch_size)
 
-    def places(self, step: int) -> list[tuple[int, int]]:
-        """Return (start, stop) in the epoch's order for each micro-batch of this rank; empty spans are allowed.
+    def spans(self, step: int) -> list[tuple[int, int]]:
+        """Return the positions (start, stop) of each micro-batch of this rank in a step; spans may be empty.
 
-        A short step is spread evenly, so that no rank waits for another and as few as possible have nothing.
+        A short step is distributed evenly, which balances the load and minimizes the number of empty micro-batches.
         """
-        rows, first, cells = self.rows_of_step(step), step * self.batch_size, self.dp_size * self.accumulation
+        rows, first, num_parts = self.rows_of_step(step), step * self.batch_size, self.dp_size * self.accumulation
         start = self.dp_rank * self.accumulation
-        return [
-            (first + cell * rows // cells, first + (cell + 1) * rows // cells)
-            for cell in range(start, start + self.accumulation)
-        ]
+        bounds = [first + part * rows // num_parts for part in range(start, start + self.accumulation + 1)]
+        return list(pairwise(bounds))

@@ -1,4 +1,4 @@
-"""The feed: every micro-batch of a step, its real rows and the global denominator, one step ahead."""
+"""The feed: prepares the micro-batches of a step and its global loss denominator one step ahead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from shardwise.data.cursor import Places
+from shardwise.data.cursor import SamplePositions
 from shardwise.data.rows import RowMarks, fill_rows, move
 
 if TYPE_CHECKING:
@@ -19,63 +19,63 @@ if TYPE_CHECKING:
 
 
 class MicroBatch(msgspec.Struct, frozen=True, gc=False):
-    """What one forward pass of one data-parallel rank sees."""
+    """The input of one forward pass on one data-parallel rank."""
 
     batch: Any
-    """On the device; filled to `filled` rows by repeating real ones."""
+    """The batch on the device, padded to `filled` rows by repeating rows."""
     rows: int
-    """Real rows, first in the batch; 0 when this rank has none but must still take part."""
+    """Number of rows without padding, which are first in the batch; 0 if the rank participates with padding only."""
     filled: int
-    places: Places | None = None
-    """Of the real rows; None where they are not known."""
+    positions: SamplePositions | None = None
+    """Positions of the rows in the sample stream; None if the loader does not provide them."""
     whole: Any = None
-    """On the host, with all tokens, where `batch` is a slice of them; else None."""
+    """Under context parallelism, the batch with all tokens, on the host; else None."""
     marks: RowMarks | None = None
-    """Which tensors of the batch hold rows; None where only their length tells."""
+    """Which tensors of the batch contain rows; None if they are identified by their length."""
 
     @property
-    def uncut(self) -> Any:
-        """The batch with all of its tokens."""
+    def unsharded(self) -> Any:
+        """The batch with all tokens."""
         return self.batch if self.whole is None else self.whole
 
 
 class StepBatch(msgspec.Struct, frozen=True, gc=False):
-    """Everything one optimizer step needs."""
+    """The input of one optimizer step on one data-parallel rank."""
 
     micro_batches: list[MicroBatch]
     denominator: float
-    """The loss normalizer over all data-parallel ranks; of replicas that train apart, as if all counted alike."""
+    """The loss normalizer over all data-parallel ranks; with `sync_every`, this replica's times their number."""
     samples: int
-    """Real samples, over all data-parallel ranks."""
+    """Number of samples over all data-parallel ranks, without padding."""
     cursor: Cursor
-    """Where this step begins in the stream."""
+    """Position of the step's first sample in the sample stream."""
 
 
 class LoadedStep(msgspec.Struct, frozen=True, gc=False):
-    """Micro-batches of one step as a loader gives them: on the host, unfilled, uncounted."""
+    """The micro-batches of one step as a loader returns them: on the host, without padding."""
 
     batches: list[Any]
     rows: list[int]
-    """Real rows of each batch; where it is 0 the batch holds one spare row."""
+    """Number of rows of each batch; a batch with 0 rows contains one padding row."""
     samples: int
-    """Real samples over all data-parallel ranks."""
+    """Number of samples over all data-parallel ranks."""
     cursor: Cursor
-    """Where this step begins in the stream."""
+    """Position of the step's first sample in the sample stream."""
     starts: Sequence[int] | None = None
-    """Where in the order of the epoch each batch begins; None where a loader does not know."""
+    """Position in the epoch of the first sample of each batch; None if the loader does not provide it."""
     marks: RowMarks | None = None
-    """Which tensors of a batch hold rows; None where only their length tells."""
+    """Which tensors of a batch contain rows; None if they are identified by their length."""
 
 
 class StepLoader(Protocol):
-    """Gives the steps of training in order, for one data-parallel rank."""
+    """A loader of the training steps of one data-parallel rank."""
 
     def steps(self) -> Iterable[LoadedStep]:
-        """Yield steps, epoch after epoch."""
+        """Yield the steps in order, over all epochs."""
 
 
 class Feed:
-    """Iterates over StepBatch: loads a step ahead and sums its count over ranks while the last one trains."""
+    """Iterates over StepBatch: loads one step ahead and reduces its normalizer while the current step trains."""
 
     def __init__(
         self,
@@ -88,25 +88,27 @@ class Feed:
         float_dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
         replicas: int = 1,
-        cut: Callable[[Any], Any] | None = None,
+        token_shard: Callable[[Any], Any] | None = None,
     ) -> None:
-        """`group` joins on the host the data-parallel ranks that sum gradients in every step; None for one.
+        """Create a feed over `loader`.
 
-        Those are all of them, or those of one of `replicas`, whose others are taken to count alike. `cut` takes this
-        rank's tokens from a batch; what the loss counts is counted on the whole. `fill` brings short micro-batches to
-        the full shape, which losses by row allow.
+        `group` is the host group of the data-parallel ranks that reduce gradients in every step; None for one rank.
+        It contains all data-parallel ranks, or those of one of `replicas`; the other replicas are assumed to have equal
+        counts. `token_shard` slices this rank's tokens from a batch, while the loss normalizer is computed on the whole
+        batch. `fill` pads short micro-batches to the full shape, which requires a loss by row.
         """
         self._loader = loader
         self._loss = loss
         self._micro_batch = micro_batch if fill and loss.by_row else 1
         self._device = device
         self._float_dtype = float_dtype
+        self._is_in_place = device.type == "cpu" and float_dtype is None
         self._group = group
         self._replicas = replicas
-        self._cut = cut
+        self._token_shard = token_shard
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Yield steps; communicates the counts over the feed's own group, one step ahead."""
+        """Yield steps. Communicates over the feed's group, one step ahead; iterate on every rank."""
         ahead: _Pending | None = None
         for loaded in self._loader.steps():
             pending = self._prepare(loaded)
@@ -118,44 +120,44 @@ class Feed:
 
     def _prepare(self, loaded: LoadedStep) -> _Pending:
         pairs = list(zip(loaded.batches, loaded.rows, strict=True))
-        places = _places(loaded)
-        micro_batches = [self._fill(*pair, where, loaded.marks) for pair, where in zip(pairs, places, strict=True)]
+        positions = _positions(loaded)
+        micro_batches = [self._fill(*pair, where, loaded.marks) for pair, where in zip(pairs, positions, strict=True)]
         if isinstance(self._loss.count, str) and self._replicas == 1:
             return _Pending(loaded, micro_batches, loaded.samples)
         count = self._replicas * sum(self._loss.count_of(batch, rows) for batch, rows in pairs if rows)
         if self._group is None:
             return _Pending(loaded, micro_batches, count)
-        total = torch.tensor(count, dtype=torch.float64)  # counts may be fractions; whole ones are exact to 2^53
+        total = torch.tensor(count, dtype=torch.float64)  # counts may be fractions; integers are exact up to 2^53
         work = dist.all_reduce(total, group=self._group, async_op=True)
         return _Pending(loaded, micro_batches, total, work)
 
-    def _fill(self, batch: Any, rows: int, places: Places | None, marks: RowMarks | None) -> MicroBatch:
-        """Fill a short batch to the plan's shape."""
+    def _fill(self, batch: Any, rows: int, positions: SamplePositions | None, marks: RowMarks | None) -> MicroBatch:
+        """Return a micro-batch, padded to the plan's shape if the batch is short."""
         filled = max(rows, 1)
         if filled < self._micro_batch:
             batch = fill_rows(batch, filled, self._micro_batch, marks)
             filled = self._micro_batch
-        if self._cut is None:
-            return MicroBatch(self._move(batch), rows, filled, places, None, marks)
-        return MicroBatch(self._move(self._cut(batch)), rows, filled, places, batch, marks)
+        if self._token_shard is None:
+            return MicroBatch(self._move(batch), rows, filled, positions, None, marks)
+        return MicroBatch(self._move(self._token_shard(batch)), rows, filled, positions, batch, marks)
 
     def _move(self, batch: Any) -> Any:
-        """Loaders give what the CPU can use as it is."""
-        if self._device.type == "cpu" and self._float_dtype is None:
+        """Move a batch to the device and dtype of the model; a no-op on the CPU without a dtype."""
+        if self._is_in_place:
             return batch
         return move(batch, self._device, self._float_dtype)
 
 
-def _places(loaded: LoadedStep) -> list[Places] | list[None]:
+def _positions(loaded: LoadedStep) -> list[SamplePositions] | list[None]:
     if loaded.starts is None:
         return [None] * len(loaded.rows)
     seed, epoch = loaded.cursor.seed, loaded.cursor.epoch
     spans = zip(loaded.starts, loaded.rows, strict=True)
-    return [Places(seed=seed, epoch=epoch, indices=range(start, start + rows)) for start, rows in spans]
+    return [SamplePositions(seed=seed, epoch=epoch, indices=range(start, start + rows)) for start, rows in spans]
 
 
 class _Pending(msgspec.Struct, frozen=True, gc=False):
-    """A step whose count may still be on its way."""
+    """A step whose global normalizer may still be in asynchronous reduction."""
 
     loaded: LoadedStep
     micro_batches: list[MicroBatch]
@@ -163,7 +165,7 @@ class _Pending(msgspec.Struct, frozen=True, gc=False):
     work: dist.Work | None = None
 
     def finish(self) -> StepBatch:
-        """Wait for the counts of the other data-parallel ranks."""
+        """Wait for the reduction and return the step."""
         if self.work is not None:
             self.work.wait()
         return StepBatch(self.micro_batches, float(self.count), self.loaded.samples, self.loaded.cursor)

@@ -1,4 +1,4 @@
-"""Loaders of one data-parallel rank's steps on torch's DataLoader: datasets by index, streams, seeded transforms."""
+"""Loaders of the steps of one data-parallel rank: map-style and iterable datasets, and reproducible transforms."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from shardwise.data.cursor import Cursor, Places, sample_ids
+from shardwise.data.cursor import Cursor, SamplePositions, sample_ids
 from shardwise.data.feed import LoadedStep
-from shardwise.data.rows import Collated, CountedCollate, cut_rows
+from shardwise.data.rows import Collated, CountedCollate, drop_padding_rows
 from shardwise.errors import DataError
 from shardwise.job.generators import (
     KINDS,
@@ -22,7 +22,7 @@ from shardwise.job.generators import (
     seeded_generators,
     untouched_host_generators,
 )
-from shardwise.torch_private.runtime import no_worker_info
+from shardwise.torch_private.distributed import no_worker_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 _BLOCK = 16384
-"""Places permuted at once: under 0.1 us a sample in blocks, 100 us a call."""
+"""Positions permuted per call: a block costs less than 0.1 us per sample, a call 100 us."""
 
 
 class IndexLoader:
-    """Steps of a map-style dataset: every sample of an epoch exactly once over all data-parallel ranks."""
+    """Loader of a map-style dataset: data-parallel ranks together read every sample of an epoch exactly once."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class IndexLoader:
         pin_memory: bool = False,
         shuffle: bool = True,
     ) -> None:
-        """Read steps `first_step` up to `num_steps`, both counted from the start of training."""
+        """Create a loader of the steps from `first_step` to `num_steps`, counted from the start of training."""
         self._slices = slices
         self._shuffle = shuffle
         self._seed = seed
@@ -59,19 +59,19 @@ class IndexLoader:
         self._batches: Iterable[Collated]
         reads = SeededReads(dataset, CountedCollate(collate), seed)
         if num_workers == 0 and not pin_memory:
-            self._batches = _Here(self, reads)
+            self._batches = _InProcessBatches(self, reads)
         else:
             self._batches = DataLoader(
                 reads,
                 batch_sampler=_BatchRequests(self),  # type: ignore[arg-type]
-                collate_fn=as_read,  # type: ignore[arg-type]
+                collate_fn=already_collated,  # type: ignore[arg-type]
                 num_workers=num_workers,
                 pin_memory=pin_memory,
                 generator=_worker_generator(seed, slices.dp_rank, first_step),
             )
 
     def steps(self) -> Iterator[LoadedStep]:
-        """Yield the steps."""
+        """Yield the steps of this rank in order."""
         slices, batches = self._slices, iter(self._batches)
         whole_steps, whole_rows = slices.length // slices.batch_size, [slices.micro_batch] * slices.accumulation
         own_rows = slices.micro_batch * slices.accumulation
@@ -83,14 +83,14 @@ class IndexLoader:
                 first = cursor.index + slices.dp_rank * own_rows
                 rows, starts = whole_rows, range(first, first + own_rows, slices.micro_batch)
             else:
-                places = slices.places(step)
-                rows, starts = [stop - start for start, stop in places], [start for start, _ in places]
-            loaded = [next(batches) for _ in rows]
-            given = [each.batch for each in loaded]
-            yield LoadedStep(given, rows, slices.rows_of_step(step), cursor, starts, loaded[0].marks)
+                positions = slices.spans(step)
+                rows, starts = [stop - start for start, stop in positions], [start for start, _ in positions]
+            loaded = list(islice(batches, len(rows)))
+            micro_batches = [each.batch for each in loaded]
+            yield LoadedStep(micro_batches, rows, slices.rows_of_step(step), cursor, starts, loaded[0].marks)
 
     def requests(self) -> Iterator[Request]:
-        """Yield the sample ids of every micro-batch, in order; a spare one where a micro-batch is empty."""
+        """Yield the sample ids of every micro-batch in order; an empty micro-batch requests one padding sample."""
         slices, number = self._slices, self._range.start
         rows = slices.micro_batch * slices.accumulation
         whole_steps, mine = slices.length // slices.batch_size, slices.dp_rank * rows + np.arange(rows)
@@ -101,27 +101,29 @@ class IndexLoader:
                 number += 1
                 continue
             last = min(step + max(1, _BLOCK // rows), whole_steps, step + self._range.stop - number)
-            places = np.arange(step, last)[:, None] * slices.batch_size + mine
-            ids = self._ids(places.ravel(), epoch)
+            positions = np.arange(step, last)[:, None] * slices.batch_size + mine
+            ids = self._ids(positions.ravel(), epoch)
             for each in ids.reshape(-1, slices.micro_batch).tolist():
                 yield Request(epoch, each)
             number += last - step
 
     def _short_step_ids(self, epoch: int, step: int) -> Iterator[Request]:
-        """The last step of an epoch. A rank without rows still runs: on the step's first sample."""
+        """Yield the requests of a short last step; a rank without rows reads the step's first sample as padding."""
         slices = self._slices
-        for start, stop in slices.places(step):
-            places = np.arange(start, stop) if start < stop else np.array([step * slices.batch_size])
-            yield Request(epoch, self._ids(places, epoch).tolist())
+        for start, stop in slices.spans(step):
+            positions = np.arange(start, stop)
+            if start == stop:
+                positions = np.array([step * slices.batch_size])
+            yield Request(epoch, self._ids(positions, epoch).tolist())
 
-    def _ids(self, places: npt.NDArray[np.int64], epoch: int) -> npt.NDArray[np.int64]:
+    def _ids(self, positions: npt.NDArray[np.int64], epoch: int) -> npt.NDArray[np.int64]:
         if not self._shuffle:
-            return places
-        return sample_ids(places, seed=self._seed, epoch=epoch, length=self._slices.length)
+            return positions
+        return sample_ids(positions, seed=self._seed, epoch=epoch, length=self._slices.length)
 
 
-class _Here:
-    """Batches read in this process: what a DataLoader without workers gives, 15 us a step sooner."""
+class _InProcessBatches:
+    """Batches read in this process, like a DataLoader without workers but 15 us per step faster."""
 
     def __init__(self, loader: IndexLoader, reads: SeededReads) -> None:
         self._loader = loader
@@ -132,7 +134,7 @@ class _Here:
 
 
 class _BatchRequests:
-    """A batch sampler over an IndexLoader."""
+    """A batch sampler that yields the requests of an IndexLoader."""
 
     def __init__(self, loader: IndexLoader) -> None:
         self._loader = loader
@@ -142,11 +144,11 @@ class _BatchRequests:
 
 
 class StreamLoader:
-    """Steps of an IterableDataset, split once over data-parallel ranks and their DataLoader workers.
+    """Loader of an IterableDataset, split once over data-parallel ranks and their DataLoader workers.
 
-    A step is as many samples of the stream as the global batch holds, in order, at any number of ranks, workers and
-    micro-batches. Limits: every process walks the whole stream and keeps its share; the order is the stream's own (no
-    shuffle); a stream has no length, so training is counted in steps, and resuming reads it again from its start.
+    A step contains the next `batch_size` samples of the stream, at any number of ranks, workers and micro-batches.
+    Limits: every process iterates over the whole stream and selects its share; there is no shuffling; a stream has no
+    length, so the training length is given in steps, and a resumed run reads the stream from its start.
     """
 
     def __init__(
@@ -178,9 +180,9 @@ class StreamLoader:
         self._group = group
 
     def steps(self) -> Iterator[LoadedStep]:
-        """Yield steps, the stream again from its start when all ranks are through; communicates over the group."""
+        """Yield steps; the stream restarts when it ends on all ranks. Communicates over the group."""
         epoch, index, done = 0, 0, 0
-        batches, spare = iter(self._loader), None
+        batches, padding = iter(self._loader), None
         while done < self._num_steps:
             loaded: list[Collated] = list(islice(batches, self._accumulation))
             rows = [each.rows for each in loaded]
@@ -188,30 +190,34 @@ class StreamLoader:
             if samples == 0:
                 if index == 0:
                     raise DataError(
-                        "the training stream gave no sample", code="data.no-samples", fix="check the dataset"
+                        "the training IterableDataset yielded no sample",
+                        code="data.no-samples",
+                        fix="check the dataset",
                     )
                 epoch, index, batches = epoch + 1, 0, iter(self._loader)
                 continue
-            spare = _first_row(loaded[0]) if loaded else spare
-            if spare is None:
+            marks = None
+            if loaded:
+                padding, marks = _first_row(loaded[0]), loaded[0].marks
+            if padding is None:
                 raise DataError(
-                    "the training stream has fewer samples than data-parallel ranks",
+                    "the training IterableDataset has fewer samples than there are data-parallel ranks",
                     code="data.too-few-samples",
                     fix="use fewer ranks",
                 )
             missing = self._accumulation - len(loaded)
-            if done >= self._first_step:  # a stream is read again up to there
+            if done >= self._first_step:  # a resumed run reads the earlier samples again without using them
                 yield LoadedStep(
-                    [each.batch for each in loaded] + [spare] * missing,
+                    [each.batch for each in loaded] + [padding] * missing,
                     rows + [0] * missing,
                     samples,
                     Cursor(seed=self._seed, epoch=epoch, index=index),
-                    marks=loaded[0].marks if loaded else None,
+                    marks=marks,
                 )
             index, done = index + samples, done + 1
 
     def _sum(self, value: int) -> int:
-        """Sum over data-parallel ranks; communicates over the group."""
+        """Return the sum of `value` over data-parallel ranks. Communicates over the group."""
         if self._group is None:
             return value
         total = torch.tensor(value)
@@ -220,19 +226,19 @@ class StreamLoader:
 
 
 def _worker_generator(seed: int, dp_rank: int, first_step: int) -> torch.Generator:
-    """Return the generator that seeds torch, Python and NumPy in DataLoader workers, in place of the global one.
+    """Return the generator that seeds torch, Python and NumPy in DataLoader workers instead of the global one.
 
-    Data-parallel ranks draw different numbers, their tensor-parallel and pipeline peers the same; after a resume, new.
+    Seeds differ between data-parallel ranks and after a resume; model-parallel peers use the same seeds.
     """
     return torch.Generator().manual_seed(hash((seed, dp_rank, first_step)) & (2**62 - 1))
 
 
 class StreamShare(IterableDataset[Any]):
-    """One data-parallel rank's share of a stream and, in a DataLoader worker, that worker's micro-batches of it.
+    """The samples of an IterableDataset that one data-parallel rank and, if any, one DataLoader worker reads.
 
-    The stream itself must be the same everywhere, so a dataset that would split itself by `get_worker_info()` gets None
-    from it: samples are split here, once. Workers take whole micro-batches in turn, which DataLoader collects in turn,
-    so that their number changes no batch.
+    The stream must be identical in every process, so `get_worker_info()` returns None inside the dataset: samples are
+    split only here. Workers read whole micro-batches in round-robin order, as DataLoader collects them, so batches do
+    not depend on the number of workers.
     """
 
     def __init__(self, dataset: IterableDataset[Any], *, dp_rank: int, dp_size: int, micro_batch: int) -> None:
@@ -255,11 +261,11 @@ class StreamShare(IterableDataset[Any]):
 
 
 def _whole_stream(dataset: IterableDataset[Any]) -> Iterator[Any]:
-    """Iterate over a dataset as if no DataLoader worker did."""
+    """Iterate over a dataset as if outside a DataLoader worker."""
     with no_worker_info():
         samples = iter(dataset)
     while True:
-        with no_worker_info():  # a generator asks when its first sample is fetched
+        with no_worker_info():  # a generator function runs when its first sample is requested
             try:
                 sample = next(samples)
             except StopIteration:
@@ -268,101 +274,106 @@ def _whole_stream(dataset: IterableDataset[Any]) -> Iterator[Any]:
 
 
 def _first_row(collated: Collated) -> Any:
-    return cut_rows(collated.batch, 1, collated.rows, collated.marks)
+    return drop_padding_rows(collated.batch, 1, collated.rows, collated.marks)
 
 
 def dataset_of(job: Job, split: str) -> Any:
-    """Return the job's dataset for a split, None where it has none; a DataLoader is refused.
+    """Return the job's dataset for a split, or None if there is none; raise DataError for a DataLoader.
 
-    What `Job.data` draws (a random split, an order) is drawn from the job's seed, so every rank has the same dataset.
+    `Job.data` runs under generators seeded by the job's seed, so random splits are the same on every rank.
     """
     with seeded_generators(job.seed):
         dataset = job.data(split)
     if isinstance(dataset, DataLoader):
         raise DataError(
-            f"Job.data returned a DataLoader for split {split!r}, and the job makes its own on every rank",
+            f"Job.data must return a dataset, got a DataLoader for split {split!r}",
             code="data.dataloader-given",
-            fix="return its dataset; batch_size=, num_workers= and collate= belong to the Job",
+            fix="return its dataset, and set batch_size=, num_workers= and collate= in the Job",
         )
     return dataset
 
 
 def dataset_length(dataset: Sized) -> int:
-    """Number of samples of a dataset that is read by index."""
+    """Return the number of samples of a map-style dataset."""
     try:
         return len(dataset)
     except TypeError:
         raise DataError(
             f"{type(dataset).__name__} has no length",
             code="data.dataset-without-length",
-            fix="give it __len__, or make it an IterableDataset",
+            fix="define __len__, or make it an IterableDataset",
         ) from None
 
 
-# Reads of a dataset by index: what a sample's transforms draw depends on the sample alone.
+# Reading a dataset by index with random transforms that depend only on the sample.
 #
-# Random augmentation draws from the global generators of torch, Python and NumPy. They are seeded before each
-# sample by the job's seed, the epoch and the sample's index, and put back afterwards where the model draws from the
-# same ones. So neither ranks nor DataLoader workers nor a resume change a sample, and peers that read the same
-# samples (along tp, cp and pp) get the same values. The first micro-batches show which generators a dataset draws
-# from, if any: only those are seeded from then on, since it takes 20 us a sample.
+# Random augmentation uses the global generators of torch, Python and NumPy. They are seeded before each sample by the
+# job's seed, the epoch and the sample's index, and restored afterwards because the model may use them too. Samples
+# therefore do not depend on ranks, DataLoader workers or a resume, and peers along tp, cp and pp read the same values.
+# The first micro-batches show which generators a dataset uses; later only those are seeded, which takes 20 us per
+# sample.
 
 
-_LOOKS = 4
-"""Micro-batches, in each process, that show what a dataset draws from."""
+_NUM_OBSERVED = 4
+"""Micro-batches in each process during which the use of generators is observed."""
 
 
 class Request(NamedTuple):
-    """The samples of one micro-batch."""
+    """The sample ids of one micro-batch."""
 
     epoch: int
     ids: list[int]
 
 
 class SeededReads(Dataset[Any]):
-    """A dataset that is read and collated a micro-batch at a time, under generators of its samples."""
+    """A dataset that reads and collates one micro-batch at a time, with generators seeded per sample."""
 
     def __init__(self, dataset: Any, collate: CountedCollate, seed: int) -> None:
         self._dataset = dataset
         self._read_many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
         self._collate = collate
+        self._tensors = collate.row_tensors(dataset)
         self._seed = seed
-        self._looks = _LOOKS
-        self._drawn: set[str] = set()
-        """Which generators the dataset and its collation were seen to draw from."""
+        self._num_observed = _NUM_OBSERVED
+        self._used_generators: set[str] = set()
+        """Names of the generators that the dataset and the collate function used during observation."""
 
     def __getitems__(self, request: Request) -> Collated:
-        """Return one micro-batch, collated."""
+        """Return the collated micro-batch of a request."""
         ids = request.ids
-        if not self._looks and not self._drawn:
-            return self._collate(self._read_many(ids) if self._read_many else [self._dataset[each] for each in ids])
-        keys: list[int] = Places(seed=self._seed, epoch=request.epoch, indices=ids).keys().tolist()
-        with untouched_host_generators(KINDS if self._looks else self._drawn):
+        if not self._num_observed and not self._used_generators:
+            if self._tensors is not None:
+                return self._collate.gather(self._tensors, ids)
+            if self._read_many is not None:
+                return self._collate(self._read_many(ids))
+            return self._collate([self._dataset[each] for each in ids])
+        keys: list[int] = SamplePositions(seed=self._seed, epoch=request.epoch, indices=ids).keys().tolist()
+        with untouched_host_generators(KINDS if self._num_observed else self._used_generators):
             return self._seeded(ids, keys)
 
     def _seeded(self, ids: list[int], keys: list[int]) -> Collated:
         samples: list[Any] = []
         if self._read_many is not None:
-            samples = self._under(keys[0], self._read_many, ids)
+            samples = self._with_seed(keys[0], self._read_many, ids)
         else:
             for number, key in zip(ids, keys, strict=True):
-                samples.append(self._under(key, self._dataset.__getitem__, number))
-        collated: Collated = self._under(keys[0], self._collate, samples)
-        self._looks = max(0, self._looks - 1)
+                samples.append(self._with_seed(key, self._dataset.__getitem__, number))
+        collated: Collated = self._with_seed(keys[0], self._collate, samples)
+        self._num_observed = max(0, self._num_observed - 1)
         return collated
 
-    def _under(self, key: int, read: Callable[[Any], Any], what: Any) -> Any:
-        """Return `read(what)` under generators of `key`; the first times, notes which of them it drew from."""
-        if not self._looks:
-            seed_host_generators(key, self._drawn)
-            return read(what)
+    def _with_seed(self, key: int, read: Callable[[Any], Any], argument: Any) -> Any:
+        """Return `read(argument)` under generators seeded by `key`; during observation, record the generators used."""
+        if not self._num_observed:
+            seed_host_generators(key, self._used_generators)
+            return read(argument)
         seed_host_generators(key)
         before = host_generators()
-        value = read(what)
-        self._drawn |= {kind for kind, state in host_generators().items() if state != before.get(kind)}
+        value = read(argument)
+        self._used_generators |= {kind for kind, state in host_generators().items() if state != before.get(kind)}
         return value
 
 
-def as_read(batch: Collated) -> Collated:
-    """Collate what is collated."""
+def already_collated(batch: Collated) -> Collated:
+    """Return the batch unchanged: the collate function of a DataLoader over SeededReads."""
     return batch

@@ -1,8 +1,8 @@
-"""Batches as trees of tensors: select, pad and move their rows; slices of sequences for context-parallel ranks.
+"""Batches as trees of tensors: select, pad and move their rows, and slice sequences for context-parallel ranks.
 
-Which tensors of a tree hold one entry per row is decided by origin, not by one length: a table that happens to be as
-long as one micro-batch is not a row tensor. Of a batch, row tensors are those whose length follows the number of
-samples (`CountedCollate`); of a model's output, those computed from the batch (`OutputRows`).
+Tensors with one entry per row are identified by their origin, not by one length: a table that has the length of a
+micro-batch by coincidence is not a row tensor. The row tensors of a batch are those whose length follows the number of
+samples (`CountedCollate`); those of a model's output are computed from the batch (`OutputRows`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional
-from torch.utils.data import default_collate
+from torch.utils.data import TensorDataset, default_collate
 
 from shardwise.errors import DataError, JobError, PlanError
 from shardwise.job.generators import untouched_generators
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Apply `fn` to every tensor in nested dicts, lists, tuples and dataclasses; leave the rest alone."""
+    """Apply `fn` to every tensor in nested dicts, lists, tuples and dataclasses; other values are unchanged."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, Mapping):
@@ -43,14 +43,14 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """Every tensor of a tree, in order."""
+    """Return every tensor of a tree, in order."""
     found: list[torch.Tensor] = []
     map_tensors(found.append, value)
     return found
 
 
-def others(value: Any) -> list[Any]:
-    """Every leaf of a tree that is neither a tensor nor None, in order."""
+def non_tensors(value: Any) -> list[Any]:
+    """Return every leaf of a tree that is neither a tensor nor None, in order."""
     if value is None or isinstance(value, torch.Tensor):
         return []
     if isinstance(value, Mapping):
@@ -61,32 +61,32 @@ def others(value: Any) -> list[Any]:
         items = [getattr(value, field.name) for field in dataclasses.fields(value)]
     else:
         return [value]
-    return [leaf for item in items for leaf in others(item)]
+    return [leaf for item in items for leaf in non_tensors(item)]
 
 
 def num_rows(batch: Any) -> int:
-    """Rows of a batch: the first dimension of its first tensor that has one."""
+    """Return the number of rows of a batch: the size of dimension 0 of its first tensor that is not a scalar."""
     for tensor in tensors(batch):
         if tensor.ndim:
             return int(tensor.shape[0])
     raise DataError(
-        f"a batch of type {type(batch).__name__} holds no tensor",
+        f"a batch of type {type(batch).__name__} contains no tensor",
         code="data.batch-without-tensor",
         fix="collate samples into tensors",
     )
 
 
 RowMarks = tuple[bool, ...]
-"""For each tensor of a tree, in order: whether its first dimension counts rows."""
+"""For each tensor of a tree, in order: whether its first dimension is the row dimension."""
 
 
 def mark_rows(value: Any, rows: int) -> RowMarks:
-    """Mark the tensors of a tree that are as long as there are rows."""
+    """Mark the tensors of a tree whose length is `rows`."""
     return tuple(_has_rows(tensor, rows) for tensor in tensors(value))
 
 
 def settle_marks(marks: RowMarks | None, value: Any, rows: int) -> RowMarks:
-    """Return the marks of a tree, less those of tensors that are not as long as there are rows; None: by length."""
+    """Return the marks without tensors whose length is not `rows`; with None, mark all tensors of that length."""
     by_length = mark_rows(value, rows)
     if marks is None or len(marks) != len(by_length):
         return by_length
@@ -99,31 +99,31 @@ def map_rows(fn: Callable[[torch.Tensor], Any], value: Any, marks: RowMarks) -> 
     return map_tensors(lambda tensor: fn(tensor) if next(each) else tensor, value)
 
 
-def cut_rows(value: Any, rows: int, filled: int, marks: RowMarks | None = None) -> Any:
-    """Keep the first `rows` of every row tensor: those marked or, without marks, those with `filled` rows."""
+def drop_padding_rows(value: Any, rows: int, filled: int, marks: RowMarks | None = None) -> Any:
+    """Truncate every row tensor to `rows` rows: the marked ones or, without marks, those with `filled` rows."""
     return map_rows(lambda tensor: tensor[:rows], value, settle_marks(marks, value, filled))
 
 
-def cut_output(output: Any, rows: int, filled: int, marks: RowMarks | None = None) -> Any:
-    """Keep the first `rows` of a model's output; refuse one in which filler rows cannot be told from real ones."""
+def drop_padding_outputs(output: Any, rows: int, filled: int, marks: RowMarks | None = None) -> Any:
+    """Truncate a model's output to `rows` rows; raise JobError if no tensor has `filled` rows."""
     marks = settle_marks(marks, output, filled)
     if not any(marks):
         raise JobError(
-            f"a short step was filled to {filled} rows, and the model's output has no tensor with as many",
+            f"a short step was padded to {filled} rows, but the model's output has no tensor of that length",
             code="model.output-without-rows",
-            fix="return tensors of shape [rows, ...], or give Loss(..., by_row=False)",
+            fix="return tensors of shape [rows, ...], or set Loss(..., by_row=False)",
         )
-    return cut_rows(output, rows, filled, marks)
+    return drop_padding_rows(output, rows, filled, marks)
 
 
 def fill_rows(value: Any, rows: int, filled: int, marks: RowMarks | None = None) -> Any:
-    """Repeat the `rows` of every row tensor until there are `filled`; without marks, of those with `rows` rows."""
+    """Pad every row tensor from `rows` to `filled` rows by repetition; without marks, those with `rows` rows."""
     order = torch.arange(filled) % rows
     return map_rows(lambda tensor: tensor[order], value, settle_marks(marks, value, rows))
 
 
 def move(value: Any, device: torch.device, float_dtype: torch.dtype | None = None) -> Any:
-    """Move every tensor to `device` without waiting; floating-point ones also to `float_dtype` if given."""
+    """Move every tensor to `device` asynchronously, and floating-point tensors to `float_dtype` if it is set."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         dtype = float_dtype if tensor.is_floating_point() else None
@@ -136,24 +136,24 @@ def _has_rows(tensor: torch.Tensor, rows: int) -> bool:
     return tensor.ndim > 0 and tensor.shape[0] == rows
 
 
-# Collating with a count: how many samples a batch holds, and which of its tensors have one entry for each.
+# Collating with a count: the number of samples of a batch, and which of its tensors have one entry per sample.
 
 
 class Collated(NamedTuple):
-    """A batch with what only its collation knows; travels from DataLoader workers, pinned where asked."""
+    """A batch with its number of samples and row marks, as DataLoader workers return it."""
 
     batch: Any
     rows: int
-    """Samples it was made of, whatever the length of its first tensor (which may hold nodes, or packed tokens)."""
+    """Number of samples, which may differ from the length of the first tensor (of graph nodes or packed tokens)."""
     marks: RowMarks | None
-    """Which of its tensors hold rows; None where only their length tells."""
+    """Which tensors contain rows; None if they are identified by their length."""
 
 
 class CountedCollate:
-    """Collates samples as the job does, and marks row tensors by origin.
+    """Collates samples with the job's collate function and marks the tensors that contain rows.
 
-    A tensor holds rows if its length follows the number of samples: it is as long as the batch, and has length 1 when
-    the first sample is collated alone. That second collation happens once per process, with all generators restored.
+    A tensor contains rows if its length follows the number of samples: it has the length of the batch, and length 1 if
+    the first sample is collated alone. The second collation happens once per process and restores all generators.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None = None) -> None:
@@ -161,47 +161,65 @@ class CountedCollate:
         self._marks: RowMarks | None = None
 
     def __call__(self, samples: list[Any]) -> Collated:
-        """Return the batch of `samples`, counted and marked."""
+        """Return the batch of `samples` with its count and marks."""
         batch = self._collate(samples)
         if self._marks is None and len(samples) > 1:
-            alone = self._marks_of_one(samples[0])
-            together = mark_rows(batch, len(samples))
-            same = alone is not None and len(alone) == len(together)
-            self._marks = tuple(map(all, zip(alone or (), together, strict=True))) if same else together
+            single = self._marks_of_one(samples[0])
+            self._marks = mark_rows(batch, len(samples))
+            if single is not None and len(single) == len(self._marks):
+                self._marks = tuple(map(all, zip(single, self._marks, strict=True)))
         return Collated(batch, len(samples), self._marks)
 
+    def gather(self, tensors: tuple[torch.Tensor, ...], ids: list[int]) -> Collated:
+        """Return the rows `ids` of `tensors` as a batch, with their number and the row marks of an earlier call."""
+        rows = torch.tensor(ids)
+        return Collated([tensor.index_select(0, rows) for tensor in tensors], len(ids), self._marks)
+
+    def row_tensors(self, dataset: Any) -> tuple[torch.Tensor, ...] | None:
+        """Return the tensors of a TensorDataset whose rows `gather` can index; None for any other dataset.
+
+        One index_select per tensor returns the same batch as stacking its samples, which costs 3 us per sample.
+        """
+        if self._collate is not stack_samples or type(dataset) is not TensorDataset:
+            return None
+        for tensor in dataset.tensors:
+            is_plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
+            if not is_plain or not tensor.is_contiguous() or tensor.requires_grad:
+                return None
+        return dataset.tensors
+
     def _marks_of_one(self, sample: Any) -> RowMarks | None:
-        """Return the marks of a batch of one sample; None where the job's collate cannot make one."""
+        """Return the marks of a batch of one sample; None if the job's collate function raises for it."""
         with untouched_generators():
             try:
                 return mark_rows(self._collate([sample]), 1)
-            except Exception:  # noqa: BLE001 - user code, asked for a batch it may never have to make
+            except Exception:  # noqa: BLE001 - user code may not support a batch of one sample
                 return None
 
 
 def stack_samples(samples: list[Any]) -> Any:
-    """What torch's default_collate makes of samples; for tuples of tensors without its look at every type."""
+    """Collate like torch's default_collate, with a faster path for tuples of tensors."""
     first = samples[0]
     if type(first) is tuple and all(type(value) is torch.Tensor for value in first):
         return [torch.stack(values) for values in zip(*samples, strict=True)]
     return default_collate(samples)
 
 
-# Slices of sequences: each context-parallel rank's own tokens of a batch that all of them have read.
+# Slices of sequences: the tokens of each context-parallel rank in a batch that all of them read.
 
 
 TOKENS = 1
-"""The dimension of [rows, tokens, ...] that is cut."""
+"""The dimension of [rows, tokens, ...] that is sharded."""
 
 
 def check_token_loss(job: Job) -> None:
-    """Refuse a job whose loss or metrics are not sums over tokens, or whose masks know no slices."""
+    """Raise PlanError if context parallelism does not support the job's loss, metrics or keyed dropout masks."""
     for name, measure in {"loss": job.loss, **job.metrics}.items():
         if isinstance(measure.count, str):
             raise PlanError(
-                f"cp cuts sequences, and the job's {name} counts samples, not tokens",
+                f"context parallelism requires a {name} that counts tokens, but the job's {name} counts samples",
                 code="support.cp-loss-by-sample",
-                fix="use a loss by token such as sw.losses.token_cross_entropy, or cp 1",
+                fix="use a loss per token such as sw.losses.token_cross_entropy, or cp 1",
             )
     if job.masks == "keyed":
         raise PlanError(
@@ -212,101 +230,106 @@ def check_token_loss(job: Job) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenCut:
-    """Cuts batches on the host into slices of equal length along their tokens; all ranks cut alike."""
+class TokenShard:
+    """Splits batches on the host into slices of equal length along their tokens, and returns this rank's slice."""
 
     index: int
-    """Which slice is this rank's."""
+    """Index of this rank's slice."""
     size: int
     loss: Loss
     metrics: Mapping[str, Metric]
 
     def __call__(self, batch: Any) -> Any:
-        """Return this rank's slice of every tensor [rows, tokens, ...]; refuses what cannot be cut rightly.
+        """Return this rank's slice of every tensor [rows, tokens, ...]; raise JobError if the loss cannot be split.
 
-        Where the loss shifts labels by one position they reach one token further, so that none is lost between two
-        slices. Where the model computes its own loss, the batch also says what share of the mean its slice is.
+        If the loss shifts labels by one position, label slices include one more token, so that none is lost between
+        two slices. If the model computes its own loss, the batch also contains the normalizer of the whole batch.
         """
         length = _slice_length(batch, self.size)
-        given = batch if self.loss.by_row else _with_next_labels(batch)
-        for reach in (0, 1) if _token_labels(batch) is not None else (0,):
-            slices = [_slice(given, index, length, reach=reach) for index in range(self.size)]
+        source = batch if self.loss.by_row else _with_next_labels(batch)
+        num_extras = (0,) if _token_labels(batch) is None else (0, 1)
+        for num_extra in num_extras:
+            slices = [_slice(source, index, length, num_extra_labels=num_extra) for index in range(self.size)]
             if not self.loss.by_row or _adds_up(self.loss, batch, slices):
                 self._check_metrics(batch, slices)
                 return slices[self.index]
         raise JobError(
-            "cp cuts sequences, and the loss counts more on whole ones than on their slices",
+            "context parallelism splits sequences, but the loss counts more tokens on whole sequences than on slices",
             code="support.cp-loss-whole-sequences",
-            fix="give a target for each token (sw.losses.token_cross_entropy, next_token), or use cp 1",
+            fix="provide a target for each token (sw.losses.token_cross_entropy, next_token), or use cp 1",
         )
 
     def _check_metrics(self, batch: Any, slices: list[Any]) -> None:
         for name, metric in self.metrics.items():
             if not _adds_up(metric, batch, slices):
                 raise JobError(
-                    f"cp cuts sequences, and metric {name} counts more on whole ones than on their slices",
+                    f"context parallelism splits sequences, but metric {name} counts more tokens on whole sequences"
+                    " than on slices",
                     code="support.cp-metric-whole-sequences",
-                    fix="give a metric by token, or use cp 1",
+                    fix="use a metric per token, or cp 1",
                 )
 
 
 def _slice_length(batch: Any, size: int) -> int:
-    """Return the tokens of a slice; refuses batches that cannot be cut."""
+    """Return the number of tokens of a slice; raise if the batch cannot be split into equal slices."""
     lengths = {int(tensor.shape[TOKENS]) for tensor in tensors(batch) if tensor.ndim > TOKENS}
     if len(lengths) != 1:
         raise DataError(
-            f"cp cuts dimension 1 of every tensor of a batch, and their sizes there are {sorted(lengths)}",
+            f"context parallelism splits dimension 1 of every tensor, but its sizes differ: {sorted(lengths)}",
             code="data.cp-unequal-lengths",
-            fix="give tensors [rows, tokens, ...] with one number of tokens, or use cp 1",
+            fix="return tensors [rows, tokens, ...] with the same number of tokens, or use cp 1",
         )
     (tokens,) = lengths
     if tokens % size or tokens < 2 * size:
         raise PlanError(
-            f"sequences of {tokens} tokens do not give cp={size} equal slices of at least 2",
+            f"sequences of {tokens} tokens cannot be split into cp={size} equal slices of at least 2 tokens",
             code="plan.cp-sequence-not-divisible",
-            fix=f"use sequences of {max(2 * size, tokens + -tokens % size)} tokens, or another cp",
+            fix=f"use sequences of {max(2 * size, tokens + -tokens % size)} tokens, or a different cp",
         )
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if mask is not None and not mask.all():
         raise DataError(
-            "a batch masks tokens by attention_mask, and cp attends without a mask",
+            "the batch masks tokens by attention_mask, which context parallelism does not support",
             code="support.cp-attention-mask",
-            fix="pack sequences to one length and leave attention_mask out, or use cp 1",
+            fix="pack sequences to a fixed length without attention_mask, or use cp 1",
         )
     return tokens // size
 
 
-def _slice(batch: Any, index: int, length: int, *, reach: int = 0) -> Any:
-    """Return one slice; labels `reach` tokens further, ignored ones beyond the end."""
+def _slice(batch: Any, index: int, length: int, *, num_extra_labels: int = 0) -> Any:
+    """Return one slice; labels include `num_extra_labels` more tokens, which are ignored beyond the end."""
 
-    def cut(tensor: torch.Tensor, more: int = 0) -> torch.Tensor:
-        return tensor.narrow(TOKENS, index * length, length + more).contiguous()
+    def narrow(tensor: torch.Tensor, num_extra: int = 0) -> torch.Tensor:
+        if tensor.ndim <= TOKENS:
+            return tensor
+        return tensor.narrow(TOKENS, index * length, length + num_extra).contiguous()
 
-    sliced = map_tensors(lambda tensor: cut(tensor) if tensor.ndim > TOKENS else tensor, batch)
-    if reach:
-        sliced["labels"] = cut(functional.pad(batch["labels"], (0, reach), value=IGNORE), reach)
+    sliced = map_tensors(narrow, batch)
+    if num_extra_labels:
+        labels = functional.pad(batch["labels"], (0, num_extra_labels), value=IGNORE)
+        sliced["labels"] = narrow(labels, num_extra_labels)
     return sliced
 
 
 def _adds_up(measure: Metric, batch: Any, slices: list[Any]) -> bool:
-    """Whether a measure counts on all slices together what it counts on the whole: what it adds up is by token."""
+    """Return whether the counts of a measure on all slices add up to its count on the whole batch."""
     return math.isclose(measure.count_of(batch, 0), sum(measure.count_of(part, 0) for part in slices))
 
 
 def _token_labels(batch: Any) -> torch.Tensor | None:
-    """Return batch["labels"] if they are [rows, tokens]."""
+    """Return batch["labels"] if they have the shape [rows, tokens], else None."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     return labels if labels is not None and labels.ndim > TOKENS else None
 
 
 def _with_next_labels(batch: Any) -> dict[str, Any]:
-    """Add what transformers' loss of a decoder needs to be a share of the whole mean."""
+    """Add the shifted labels and the normalizer with which a transformers decoder computes a share of the mean loss."""
     labels = _token_labels(batch)
     if labels is None:
         raise JobError(
-            "cp cuts sequences, and the model computes a loss of its own from no labels by token in the batch",
+            "context parallelism requires labels [rows, tokens] in the batch if the model computes its own loss",
             code="support.cp-loss-without-labels",
-            fix="return logits and give sw.losses.token_cross_entropy, or use cp 1",
+            fix="return logits and use sw.losses.token_cross_entropy, or use cp 1",
         )
     following = functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
     return {**batch, "shift_labels": following, "num_items_in_batch": (following != IGNORE).sum()}

@@ -1,8 +1,8 @@
-"""Loaders of a training loop of one's own: this data-parallel rank's rows of every global batch.
+"""Loaders for custom training loops: this data-parallel rank's rows of every global batch.
 
-The idea: which samples form a batch is a function of (seed, epoch, position) alone (data/cursor.py); a data-parallel
-rank takes its rows of it. The invariant: over all data-parallel ranks every sample of an epoch is read exactly once,
-at any number of ranks, and the state of a loader is a position without a rank, so another world size resumes from it.
+The idea: the samples of a batch depend only on (seed, epoch, position) (data/cursor.py), and each data-parallel rank
+reads its rows. The invariant: data-parallel ranks together read every sample of an epoch exactly once, at any number of
+ranks, and the state of a loader is a position that does not depend on ranks, so any world size can resume from it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from shardwise.data.cursor import Cursor, Slices
-from shardwise.data.loaders import IndexLoader, Request, SeededReads, StreamLoader, as_read, dataset_length
+from shardwise.data.loaders import IndexLoader, Request, SeededReads, StreamLoader, already_collated, dataset_length
 from shardwise.data.rows import CountedCollate, move
 from shardwise.errors import DataError
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How a dataset is read: what `sw.dataloader` was given, or what the DataLoader that it was given says."""
+    """The options for reading a dataset: the arguments of `sw.dataloader`, or the options of its DataLoader."""
 
     batch_size: int
-    """Samples of a batch over all data-parallel ranks."""
+    """Global batch size: samples over all data-parallel ranks."""
     shuffle: bool = True
     drop_last: bool | None = None
-    """Whether a short last batch is left out; None refuses one that data-parallel ranks cannot share evenly."""
+    """Whether to drop a short last batch; None raises if data-parallel ranks cannot share it evenly."""
     collate: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
     seed: int = 0
@@ -43,31 +43,31 @@ class ReadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataRank:
-    """Who reads: one of the data-parallel ranks, and where its batches go."""
+    """A data-parallel rank and the device and dtype of its batches."""
 
     index: int
     size: int
     device: torch.device
     float_dtype: torch.dtype | None = None
-    """What floating-point tensors become; None leaves them as they are."""
+    """The dtype to which floating-point tensors are converted; None disables the conversion."""
     group: dist.ProcessGroup | None = None
-    """Joins the data-parallel ranks on the host; None for one."""
+    """Host process group of the data-parallel ranks; None if there is only one."""
 
     def sum(self, value: float) -> float:
-        """Return the sum of a number over the data-parallel ranks, whole where it is; communicates over their group."""
+        """Return the sum of a number over the data-parallel ranks in its own type. Communicates over the group."""
         if self.group is None:
             return value
         total = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(total, group=self.group)
         return type(value)(total.item())
 
-    def place(self, batch: Any) -> Any:
+    def to_device(self, batch: Any) -> Any:
         """Return a batch on this rank's device."""
         return move(batch, self.device, self.float_dtype)
 
 
 def options_of(loader: DataLoader[Any], seed: int) -> ReadOptions:
-    """Return how a DataLoader reads; refuses what cannot be divided over data-parallel ranks."""
+    """Return the options of a DataLoader; raise DataError if it cannot be split over data-parallel ranks."""
     is_stream = isinstance(loader.dataset, IterableDataset)
     sampler = loader.sampler
     is_random = isinstance(sampler, RandomSampler) and not sampler.replacement
@@ -75,16 +75,16 @@ def options_of(loader: DataLoader[Any], seed: int) -> ReadOptions:
         is_random = sampler.num_samples == dataset_length(loader.dataset)  # type: ignore[attr-defined, arg-type]
     problem = ""
     if loader.batch_size is None:
-        problem = "makes no batches of a fixed size"
+        problem = "has no fixed batch size"
     elif not (is_stream or is_random or isinstance(sampler, SequentialSampler)):
         problem = f"has the sampler {type(sampler).__name__}"
     elif loader.worker_init_fn is not None:
         problem = "has a worker_init_fn"
     if problem or loader.batch_size is None:
         raise DataError(
-            f"the DataLoader {problem}, which cannot be divided over data-parallel ranks",
+            f"the DataLoader {problem}, so it cannot be split over data-parallel ranks",
             code="data.loader-not-divisible",
-            fix="give sw.dataloader the dataset, with batch_size=, shuffle= and collate=",
+            fix="pass the dataset to sw.dataloader, with batch_size=, shuffle= and collate=",
         )
     return ReadOptions(
         batch_size=loader.batch_size,
@@ -97,12 +97,12 @@ def options_of(loader: DataLoader[Any], seed: int) -> ReadOptions:
 
 
 class ShardedLoader:
-    """This data-parallel rank's batches of an epoch, the next epoch in every new loop over it."""
+    """A loader of this data-parallel rank's batches; every iteration over it reads the next epoch."""
 
     def __init__(self, dataset: Any, options: ReadOptions, rank: DataRank) -> None:
         self.scale = 1.0
-        """What a mean loss of the batch last given is multiplied with, so that its average over data-parallel ranks is
-        the mean over the global batch: 1 unless ranks have different numbers of its rows."""
+        """Factor of the mean loss of the last batch, so that its average over data-parallel ranks is the mean over the
+        global batch: 1 unless ranks have different numbers of rows."""
         self._dataset = dataset
         self._options = options
         self._rank = rank
@@ -111,22 +111,24 @@ class ShardedLoader:
         self._position = Cursor(seed=options.seed)
         self._is_resumed = False
         if rank.size > 1 and options.drop_last is None:
-            self._refuse_uneven()
+            self._check_last_batch()
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next loop reads, or the one that this loop is in."""
+        """The epoch that is being read or, between two iterations, the next one."""
         return self._position.epoch
 
     def __len__(self) -> int:
-        """Return the batches of an epoch; a stream has no length."""
+        """Return the number of batches of an epoch; raise TypeError for an IterableDataset."""
         if self._is_stream:
-            raise TypeError(f"{type(self._dataset).__name__} is a stream, which has no length")
-        whole, rest = divmod(self._length, self._options.batch_size)
-        return whole + (1 if rest and not self._options.drop_last else 0)
+            raise TypeError(f"{type(self._dataset).__name__} is an IterableDataset, which has no length")
+        num_full, num_rest = divmod(self._length, self._options.batch_size)
+        if num_rest and not self._options.drop_last:
+            return num_full + 1
+        return num_full
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches: the rest of the epoch after `load_state_dict`, else a whole one."""
+        """Yield this rank's batches of one epoch; after `load_state_dict`, only the rest of the saved epoch."""
         if self._position.index and not self._is_resumed:
             self._position = Cursor(seed=self._options.seed, epoch=self._position.epoch + 1)
         self._is_resumed = False
@@ -136,36 +138,34 @@ class ShardedLoader:
                 break
             self._position = Cursor(seed=first.seed, epoch=first.epoch, index=step.cursor.index + step.samples)
             self.scale = step.rows[0] * self._rank.size / step.samples
-            yield self._rank.place(step.batches[0])
+            yield self._rank.to_device(step.batches[0])
         self._position = Cursor(seed=first.seed, epoch=first.epoch + 1)
 
     def mean(self, value: float) -> float:
-        """Return the mean of a number over the data-parallel ranks; communicates over them, call it on every rank."""
+        """Return the mean of a number over the data-parallel ranks. Communicates over them; call on every rank."""
         return self._rank.sum(value) / self._rank.size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position behind the batch last given; the same on every rank."""
-        position = self._position
-        if not self._is_stream:
-            last = min(self._length, len(self) * self._options.batch_size)
-            position = position if position.index < last else Cursor(seed=position.seed, epoch=position.epoch + 1)
-        return {**self._identity(), "epoch": position.epoch, "index": position.index}
+        """Return the position after the last batch; equal on every rank."""
+        epoch, index = self._position.epoch, self._position.index
+        if not self._is_stream and index >= min(self._length, len(self) * self._options.batch_size):
+            epoch, index = epoch + 1, 0
+        return {**self._identity(), "epoch": epoch, "index": index}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position, saved at any number of ranks; refuses that of other samples."""
+        """Resume from a position saved at any number of ranks; raise DataError if samples would differ."""
         for name, now in self._identity().items():
             if state.get(name) != now:
                 raise DataError(
-                    f"the state of a loader has {name} {state.get(name)}, this loader has {now}: other samples would"
-                    " come",
+                    f"the loader state was saved with {name} {state.get(name)}, but this loader has {now}",
                     code="data.loader-state-mismatch",
-                    fix="make the loader as the one that was saved",
+                    fix="create the loader with the options of the saved one",
                 )
         self._position = Cursor(seed=self._options.seed, epoch=state["epoch"], index=state["index"])
         self._is_resumed = True
 
     def _identity(self) -> dict[str, Any]:
-        """Return what decides, beside the position, which samples come."""
+        """Return the options that determine the order of samples."""
         options = self._options
         return {
             "seed": options.seed,
@@ -175,7 +175,7 @@ class ShardedLoader:
         }
 
     def _steps(self, first: Cursor) -> Iterator[LoadedStep]:
-        """Yield the batches of one epoch from `first` on; of a stream communicates over the rank's group."""
+        """Yield the batches of one epoch, starting at `first`. Communicates over the rank's group for a stream."""
         options, rank = self._options, self._rank
         done = first.index // options.batch_size
         loader: StepLoader
@@ -215,75 +215,75 @@ class ShardedLoader:
             )
         for step in loader.steps():
             if self._is_stream and step.cursor.epoch:
-                return  # the stream began again
+                return  # the stream restarted
             yield step
 
-    def _refuse_uneven(self) -> None:
-        """Refuse a last batch of which ranks would have different numbers of rows, where nobody said what to do."""
-        rest = self._length % self._options.batch_size
-        if not self._is_stream and rest % self._rank.size == 0:
+    def _check_last_batch(self) -> None:
+        """Raise DataError if ranks may have different numbers of rows of the last batch."""
+        num_rest = self._length % self._options.batch_size
+        if not self._is_stream and num_rest % self._rank.size == 0:
             return
-        what = "a stream may end with a batch" if self._is_stream else f"the last batch has {rest} samples"
+        subject = f"the last batch has {num_rest} samples"
+        if self._is_stream:
+            subject = "an IterableDataset may end with a batch"
         raise DataError(
-            f"{what} that {self._rank.size} data-parallel ranks cannot share evenly, so the average of their mean"
+            f"{subject} that {self._rank.size} data-parallel ranks cannot share evenly, so the average of their mean"
             " losses would not be the mean over the batch",
             code="data.last-batch-uneven",
-            fix="give drop_last=True, or drop_last=False and back-propagate loss * loader.scale",
+            fix="set drop_last=True, or drop_last=False and back-propagate loss * loader.scale",
         )
 
 
 class EvaluationLoader:
-    """This data-parallel rank's batches of a dataset for evaluation: every sample once, in order, nothing repeated.
+    """A loader of this data-parallel rank's batches for evaluation: each sample once, in order, without padding.
 
-    All ranks get the same number of batches, none empty, so that forward passes which communicate (FSDP) stay
-    together; batch sizes differ by one sample at most. Sums over batches, summed over data-parallel ranks, are sums
-    over the dataset.
+    All ranks have the same number of batches and none is empty, so that forward passes that communicate (FSDP) match;
+    batch sizes differ by at most one sample. Sums over batches and data-parallel ranks are sums over the dataset.
     """
 
     def __init__(self, dataset: Any, options: ReadOptions, rank: DataRank) -> None:
         if isinstance(dataset, IterableDataset):
             raise DataError(
-                f"{type(dataset).__name__} is a stream, of which ranks may have different numbers of batches",
+                f"{type(dataset).__name__} is an IterableDataset, so ranks may have different numbers of batches",
                 code="data.stream-evaluation",
-                fix="give a dataset with a length, or evaluate in a step of build_step",
+                fix="pass a dataset with a length, or evaluate with a step of build_step",
             )
         self._rank = rank
         requests = [Request(0, ids) for ids in even_batches(dataset_length(dataset), options.batch_size, rank)]
         self._batches: DataLoader[Any] = DataLoader(
             SeededReads(dataset, CountedCollate(options.collate), options.seed),
             batch_sampler=requests,  # type: ignore[arg-type]
-            collate_fn=as_read,  # type: ignore[arg-type]
+            collate_fn=already_collated,  # type: ignore[arg-type]
             num_workers=options.num_workers,
             pin_memory=rank.device.type == "cuda",
-            generator=torch.Generator(),  # the global one is training's: dropout must not notice an evaluation
+            generator=torch.Generator(),  # the global generator is for training: evaluation must not change dropout
         )
 
     def __len__(self) -> int:
-        """Return the number of batches, the same on every rank."""
+        """Return the number of batches, which is equal on every rank."""
         return len(self._batches)
 
     def sum(self, value: float) -> float:
-        """Return the sum of a number over the data-parallel ranks; communicates over them, call it on every rank."""
+        """Return the sum of a number over the data-parallel ranks. Communicates over them; call on every rank."""
         return self._rank.sum(value)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches."""
+        """Yield this rank's batches on its device."""
         for collated in self._batches:
-            yield self._rank.place(collated.batch)
+            yield self._rank.to_device(collated.batch)
 
 
 def even_batches(length: int, batch_size: int, rank: DataRank) -> list[list[int]]:
-    """Return the sample ids of each of a rank's batches; all ranks have the same number of batches, none empty."""
+    """Return the sample ids of each batch of a rank; all ranks have the same number of batches and none is empty."""
     if length < rank.size:
         raise DataError(
-            f"{length} samples cannot be evaluated on {rank.size} data-parallel ranks",
+            f"evaluation on {rank.size} data-parallel ranks requires at least as many samples, got {length}",
             code="data.too-few-samples",
             fix="use fewer ranks",
         )
     first, stop = length * rank.index // rank.size, length * (rank.index + 1) // rank.size
-    # Of the smallest share: a rank with one sample more may have a batch that is larger by one, none has an empty one.
+    # Computed for the smallest share: a rank with one more sample may have a batch with one more row.
     rows = -(-batch_size // rank.size)
     num_batches = -(-(length // rank.size) // rows)
-    own = stop - first
-    bounds = [first + own * number // num_batches for number in range(num_batches + 1)]
+    bounds = [first + (stop - first) * number // num_batches for number in range(num_batches + 1)]
     return [list(range(start, end)) for start, end in pairwise(bounds)]

@@ -1,1 +1,1 @@
-"""What is wrong with a machine, its variables, its network or a run, and what to do about it."""
+"""Diagnosis of a machine, its environment variables, its network or a run, with fixes."""

@@ -1,4 +1,4 @@
-"""The catalogue of environment variables with their sources, and presets of them for kinds of clusters."""
+"""A catalogue of environment variables with their sources, and presets of variables per cluster type."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FAMILIES = re.compile(
     r"(NCCL|GLOO|TP|OMP|MKL|KMP|TORCH|PYTORCH|MASTER|FI|OFI_NCCL)_\w+|CUDA_(VISIBLE_DEVICES|DEVICE\w+|LAUNCH\w+|MODULE\w+)"
     r"|(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_|GROUP_)?WORLD_SIZE"
 )
-"""Names of variables that a distributed job reads."""
-_ALMOST = 0.86
-"""How alike a name must be to count as misspelt: one letter of fifteen wrong, or two swapped."""
+"""Names of the variables that a distributed job reads."""
+_SPELLING_SIMILARITY = 0.86
+"""Minimum `difflib` ratio of a misspelled name: one wrong letter of fifteen, or two swapped letters."""
 
 
 class Variable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One environment variable."""
+    """An environment variable: its meaning, its valid values and the document that describes it."""
 
     meaning: str
     kind: Literal["flag", "integer", "choice", "choices", "level", "interfaces", "path", "text"]
@@ -38,62 +38,73 @@ class Variable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     range: tuple[int, int] | None = None
     default: str = ""
     since: str = ""
-    """Version of the library that has it first; empty: unknown."""
+    """The first version of the library that reads the variable; empty if unknown."""
     state: Literal["", "deprecated", "removed"] = ""
     use: str = ""
-    """What to write in place of one that is deprecated or removed."""
+    """The replacement of a deprecated or removed variable."""
 
-    def refuses(self, value: str) -> str:
-        """Return what this variable takes if `value` is not that; empty when it is."""
+    def allowed_values(self, value: str) -> str:
+        """Return a description of the valid values if `value` is invalid, an empty string if it is valid."""
         if self.kind == "flag":
-            return "" if value in {"0", "1"} or value.lower() in {"true", "false"} else "0 or 1"
+            is_flag = value in {"0", "1"} or value.lower() in {"true", "false"}
+            return "" if is_flag else "0 or 1"
         if self.kind == "integer":
-            low, high = self.range or (-(1 << 62), 1 << 62)
-            allowed = f"a whole number from {low} to {high}" if self.range else "a whole number"
-            return "" if re.fullmatch(r"-?\d+", value) and low <= int(value) <= high else allowed
-        given = [choice.strip().lstrip("^") for choice in value.split(",")] if self.kind == "choices" else [value]
-        known = {one.upper() for one in self.values}
-        return "" if not known or all(choice.upper() in known for choice in given) else ", ".join(self.values)
+            return self._allowed_integers(value)
+        choices = value.split(",") if self.kind == "choices" else [value]
+        known = {choice.upper() for choice in self.values}
+        for choice in choices:
+            if known and choice.strip().lstrip("^").upper() not in known:
+                return ", ".join(self.values)
+        return ""
+
+    def _allowed_integers(self, value: str) -> str:
+        is_integer = re.fullmatch(r"-?\d+", value) is not None
+        if self.range is None:
+            return "" if is_integer else "an integer"
+        low, high = self.range
+        if is_integer and low <= int(value) <= high:
+            return ""
+        return f"an integer from {low} to {high}"
 
 
 class VariableCatalogue(msgspec.Struct, frozen=True, kw_only=True):
-    """All variables that are known, by name."""
+    """All known environment variables by name."""
 
     variables: dict[str, Variable]
     sources: dict[str, str]
     undocumented: frozenset[str]
-    """Read by NCCL, explained nowhere."""
+    """Variables that NCCL reads but does not document."""
 
-    def misspelt(self, name: str) -> str:
-        """Return the variable that an unknown `name` was probably meant to be; empty when none is near."""
+    def correct_spelling(self, name: str) -> str:
+        """Return the known variable that `name` most likely misspells; empty if `name` is known or none is similar."""
         if name in self.variables or name in self.undocumented:
             return ""
-        close = difflib.get_close_matches(name, self.variables, n=1, cutoff=_ALMOST)
-        return close[0] if close else ""
+        close = difflib.get_close_matches(name, self.variables, n=1, cutoff=_SPELLING_SIMILARITY)
+        return next(iter(close), "")
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Variables for one kind of cluster."""
+    """Recommended environment variables for one type of cluster."""
 
     about: str
     source: str
     variables: dict[str, str]
     notes: tuple[str, ...] = ()
     per_rank: tuple[str, ...] = ()
-    """What a launcher sets for each rank: no preset can."""
+    """Variables that the launcher sets to a different value on each rank, so that no preset can contain them."""
 
-    def missing_from(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return what this preset adds to the user's own variables, which win."""
-        return {name: value for name, value in self.variables.items() if name not in own}
+    def missing_from(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the preset's variables that `environ` does not set."""
+        return {name: value for name, value in self.variables.items() if name not in environ}
 
-    def overruled_by(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the user's own variables that differ from this preset's."""
-        return {name: own[name] for name, value in self.variables.items() if own.get(name, value) != value}
+    def overridden_by(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of `environ` whose values differ from the preset's."""
+        return {name: environ[name] for name, value in self.variables.items() if environ.get(name, value) != value}
 
 
 @cache
 def read_catalogue() -> VariableCatalogue:
-    """Return the catalogue."""
+    """Read the catalogue of environment variables."""
     data = tomllib.loads(_FILE.read_text())
     return msgspec.convert(
         {"variables": data["variables"], "sources": data["sources"], "undocumented": data["undocumented"]["names"]},
@@ -103,15 +114,15 @@ def read_catalogue() -> VariableCatalogue:
 
 @cache
 def read_presets() -> dict[str, Preset]:
-    """Return every preset by name."""
+    """Return all presets by name."""
     return msgspec.convert(tomllib.loads(_FILE.with_name("presets.toml").read_text()), dict[str, Preset])
 
 
 def find_preset(name: str) -> Preset:
-    """Return the preset of this name; unknown ones are refused."""
+    """Return the preset called `name`; raise InputError if it does not exist."""
     presets = read_presets()
     if name not in presets:
         raise InputError(
-            f"there is no preset {name!r}", code="doctor.unknown-preset", fix=f"choose one of {', '.join(presets)}"
+            f"Preset {name!r} does not exist", code="doctor.unknown-preset", fix=f"choose one of {', '.join(presets)}"
         )
     return presets[name]

@@ -1,4 +1,4 @@
-"""Verdicts: what each check of `doctor` found, and the report that lists them."""
+"""Verdicts: the results of the checks of `doctor`, and the report that lists them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ State = Literal["ok", "warn", "fail"]
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What one check found."""
+    """The result of one check."""
 
     name: str
-    """What was checked: a component of the machine, or a variable."""
+    """The component of the machine or the environment variable that was checked."""
     state: State
-    """fail: it cannot work; warn: it may be slow or wrong."""
+    """`fail`: training cannot work; `warn`: training may be slow or wrong."""
     fact: str
     fix: str = ""
-    """What to do, empty for ok."""
+    """The recommended fix; empty if the check passed."""
 
 
 def ok(name: str, fact: str) -> Verdict:
@@ -33,17 +33,17 @@ def ok(name: str, fact: str) -> Verdict:
 
 
 def warn(name: str, fact: str, fix: str) -> Verdict:
-    """Return a verdict on what may be slow or wrong, with the fix."""
+    """Return the verdict of a check that found something slow or suspicious, with the fix."""
     return Verdict(name=name, state="warn", fact=fact, fix=fix)
 
 
 def fail(name: str, fact: str, fix: str) -> Verdict:
-    """Return a verdict on what cannot work, with the fix."""
+    """Return the verdict of a check that found something that prevents training, with the fix."""
     return Verdict(name=name, state="fail", fact=fact, fix=fix)
 
 
 class VerdictReport(Report, frozen=True, kw_only=True):
-    """A report of checks; the exit code is 3 when one failed: warnings do not stop a job."""
+    """A report of checks. The exit code is 3 if a check failed; warnings do not change it."""
 
     verdicts: tuple[Verdict, ...]
 
@@ -53,12 +53,12 @@ class VerdictReport(Report, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "exit_code", CHECK_FAILED)
 
     def to_text(self) -> str:
-        """Return each verdict on a line, its fix below, and the number of each state."""
+        """Return one line per verdict, each followed by its fix, and the number of verdicts per state."""
         return "\n".join(verdict_lines(self.verdicts))
 
 
 def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return a line for each verdict, its fix below, and the number of each state at the end."""
+    """Return one line per verdict, each followed by its fix, and the number of verdicts per state."""
     width = max((len(verdict.name) for verdict in verdicts), default=0)
     lines = []
     counts = {"ok": 0, "warn": 0, "fail": 0}
@@ -67,7 +67,7 @@ def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
         lines.append(f"{verdict.state:<4}  {verdict.name:<{width}}  {verdict.fact}")
         if verdict.fix:
             lines.append(f"{'':<4}  {'':<{width}}  -> {verdict.fix}")
-    lines.append(f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed")
+    lines.append(f"{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failed")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Process groups: who this rank is, its device, meshes, sub-groups and teardown; fake worlds for tests."""
+"""Worlds: the identity of a rank, its device, process groups, meshes and teardown; fake worlds for tests."""
 
 from shardwise.dist.start import fake_world, local_world, world
 from shardwise.dist.world import World

@@ -1,4 +1,4 @@
-"""Communication backends of a device, and the rank that a caller or a launcher gave this process."""
+"""Selection of the communication backend, and the identity of this rank from arguments or a launcher."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ if TYPE_CHECKING:
     import torch
 
 
-def choose_backend(asked: str | None, device: torch.device) -> str:
-    """Return the backend to start on `device`: the one asked for if it can work, else nccl on CUDA, gloo elsewhere."""
-    if asked is None:
-        asked = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    name = backend_row(asked).name
+def choose_backend(requested: str | None, device: torch.device) -> str:
+    """Return the backend for `device`: the requested one, by default nccl on CUDA and gloo on the CPU.
+
+    Raises WorldError if the requested backend is not available or does not support the device.
+    """
+    if requested is None:
+        requested = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    name = backend_row(requested).name
     devices = _per_device(name) if ":" in name else dict.fromkeys(_capability(name), name)
     for backend in dict.fromkeys(devices.values()):
         require_available(backend)
     if device.type not in devices:
         raise WorldError(
-            f"backend {name!r} moves tensors of {', '.join(devices)} only, and the device is {device}",
+            f"backend {name!r} supports {', '.join(devices)} tensors only, but the device is {device}",
             code="world.backend-device-mismatch",
             fix=f"use backend='gloo', or a {next(iter(devices))} device",
         )
@@ -36,12 +39,12 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 
 
 def default_device(backend: str | None) -> str | None:
-    """Return the device for a world that asks for `backend` and no device; None to look for one."""
+    """Return the default device of `backend`, or None if any device is possible."""
     return backend_row(backend).default_device
 
 
 def default_timeout_s(backend: str) -> float:
-    """Return torch's own time limit for one operation of `backend`, in seconds."""
+    """Return torch's default timeout of the operations of `backend`, in seconds."""
     if backend == "nccl" and default_pg_nccl_timeout is not None:
         return default_pg_nccl_timeout.total_seconds()
     return default_pg_timeout.total_seconds()
@@ -53,34 +56,34 @@ def _per_device(name: str) -> dict[str, str]:
         device, colon, backend = entry.strip().partition(":")
         if not (device and colon and backend):
             raise WorldError(
-                f"backend {name!r} has an entry {entry!r}",
+                f"backend {name!r} has an invalid entry {entry!r}",
                 code="world.backend-syntax",
-                fix="write device and backend, such as cpu:gloo,cuda:nccl",
+                fix="write devices with backends, such as cpu:gloo,cuda:nccl",
             )
         if is_own(backend):
             raise WorldError(
-                f"backend {name!r} has {backend} for {device} alone, which only a torch built with it can",
+                f"backend {name!r} uses {backend} for {device} only, which requires a torch built with {backend}",
                 code="world.backend-mpi-partial",
-                fix=f"use backend={backend!r} for the whole world, or cpu:gloo",
+                fix=f"use backend={backend!r} for all devices, or cpu:gloo",
             )
         if device in devices:
             raise WorldError(
-                f"backend {name!r} names device {device} twice",
+                f"backend {name!r} contains device {device} twice",
                 code="world.backend-device-repeated",
-                fix="name each device once",
+                fix="write each device once",
             )
         if device not in _capability(backend):
             raise WorldError(
-                f"backend {backend!r} cannot move tensors of {device}",
+                f"backend {backend!r} does not support {device} tensors",
                 code="world.backend-device-mismatch",
-                fix="write it as cpu:gloo,cuda:nccl",
+                fix="use cpu:gloo,cuda:nccl",
             )
         devices[device] = backend
     return devices
 
 
 def _capability(backend: str) -> list[str]:
-    """Return the device types whose tensors `backend` moves."""
+    """Return the device types that `backend` supports."""
     registered = {
         name: devices
         for name, devices in dist.Backend.backend_capability.items()
@@ -90,38 +93,41 @@ def _capability(backend: str) -> list[str]:
         return ["cpu"]
     if backend not in registered:
         raise WorldError(
-            f"backend {backend!r} does not exist", code="world.unknown-backend", fix=nearest(backend, registered)
+            f"backend {backend!r} is unknown", code="world.unknown-backend", fix=nearest(backend, registered)
         )
     return registered[backend]
 
 
-# The identity of this rank: the arguments of the caller, else the variables of a launcher.
+# The identity of this rank, from the caller's arguments or the environment variables of a launcher.
 
 
 def find_identity(rank: int | None, world_size: int | None, local_rank: int | None) -> Identity:
-    """Return the identity of this rank; arguments win over variables, and half a pair is refused."""
+    """Return the identity of this rank; arguments take precedence over environment variables.
+
+    Raises WorldError if only one of `rank` and `world_size` was passed.
+    """
     if rank is None and world_size is None:
         identity = identify()
     elif rank is None or world_size is None:
         given, other = ("rank", "world_size") if world_size is None else ("world_size", "rank")
         raise WorldError(
-            f"{given} was given without {other}",
+            f"{given} was passed without {other}",
             code="world.rank-incomplete",
-            fix="pass both, or leave both to the launcher",
+            fix="pass both, or neither if a launcher starts the ranks",
         )
     elif not 0 <= rank < world_size:
         raise WorldError(
-            f"rank {rank} is outside a world of {world_size}",
+            f"rank {rank} is out of range for a world of {world_size} ranks",
             code="world.rank-out-of-range",
             fix=f"use 0 to {world_size - 1}",
         )
     else:
-        identity = _recall(rank, world_size)
+        identity = _complete(rank, world_size)
     return identity if local_rank is None else replace(identity, local_rank=local_rank, local_rank_assumed=False)
 
 
-def _recall(rank: int, world_size: int) -> Identity:
-    """Return the launcher's identity of `rank` if it is of the same rank and world, else assume one node."""
+def _complete(rank: int, world_size: int) -> Identity:
+    """Return the launcher's identity if it has the same rank and world size, else an identity that assumes one node."""
     try:
         identity = identify()
     except EnvironmentVariablesError:
@@ -139,10 +145,9 @@ def _recall(rank: int, world_size: int) -> Identity:
 
 
 def locate_by_hosts(identity: Identity, hosts: Sequence[str]) -> Identity:
-    """Return `identity` with its local rank and node counted from the host of every rank, by rank.
+    """Return `identity` with the local rank and the node rank computed from the host names of all ranks.
 
-    Only what no launcher set: those of MPI set the local rank and number no nodes. A local rank that the caller passed
-    stays.
+    Values that a launcher or the caller set are kept. MPI launchers set the local rank but not the node rank.
     """
     host = hosts[identity.rank]
     nodes = list(dict.fromkeys(hosts))

@@ -1,4 +1,4 @@
-"""The rendezvous of ranks: env://, tcp://host:port and file:///path, with one sentence for each way to fail."""
+"""Rendezvous of ranks by env://, tcp://host:port or file:///path, with an error message for each cause of failure."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from shardwise.dist.stores import FileStore, Store, TCPStore
 from shardwise.environment import master_endpoint
 from shardwise.errors import LaunchError, WorldError, nearest
 from shardwise.launcher.nodes.network import resolve
 
 _SCHEMES = ("env", "tcp", "file")
 _RESOLVE_S = 30.0
-"""Kubernetes publishes the name of a pod only once the pod is up, some seconds after its peers asked for it."""
+"""Time limit for name resolution. Kubernetes publishes the name of a pod when it is running, seconds after its peers
+may have started."""
 _VERDICT = "shardwise/verdict"
 _GO = "go"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where ranks join: the environment's endpoint, a TCP endpoint, or a file that all of them can write."""
+    """Endpoint of the rendezvous: environment variables, a TCP endpoint, or a file that all ranks can write."""
 
     scheme: str
     host: str = ""
@@ -40,16 +47,16 @@ class Rendezvous:
 
     @property
     def endpoint(self) -> str:
-        """Host and port as a URL writes them."""
+        """Host and port in URL syntax."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_rendezvous(init_method: str) -> Rendezvous:
-    """Read "env://", "tcp://host:port" or "file:///path"; anything else is refused."""
+    """Parse "env://", "tcp://host:port" or "file:///path"; raises WorldError for anything else."""
     scheme, separator, rest = init_method.partition("://")
     if not separator or scheme not in _SCHEMES:
         raise WorldError(
-            f"init_method {init_method!r} is none of env://, tcp://host:port, file:///path",
+            f"init_method {init_method!r} must be env://, tcp://host:port or file:///path",
             code="rendezvous.unknown-scheme",
             fix=nearest(scheme, _SCHEMES),
         )
@@ -58,16 +65,16 @@ def parse_rendezvous(init_method: str) -> Rendezvous:
     if scheme == "file":
         if not rest.startswith("/") or rest.endswith("/"):
             raise WorldError(
-                f"init_method {init_method!r} has no absolute path of a file",
+                f"init_method {init_method!r} has no absolute file path",
                 code="rendezvous.file-path-invalid",
-                fix="write file:///folder/file",
+                fix="use file:///directory/file",
             )
         return Rendezvous(scheme="file", path=Path(rest))
     return _parse_tcp(init_method)
 
 
 def join(rdzv: Rendezvous, *, rank: int, world_size: int, timeout_s: float) -> Store:
-    """Communicate with the other ranks at `rdzv`, called on every rank, and return the store they share."""
+    """Join the other ranks at `rdzv` and return the shared store. Communicates; call on every rank."""
     if rdzv.scheme == "env":
         return _join_env(rank, world_size, timeout_s)
     store = _open_tcp(rdzv, rank, world_size, timeout_s) if rdzv.scheme == "tcp" else _open_file(rdzv, world_size)
@@ -86,24 +93,24 @@ def _parse_tcp(init_method: str) -> Rendezvous:
         raise WorldError(
             f"init_method {init_method!r} has no host and port",
             code="rendezvous.endpoint-invalid",
-            fix="write tcp://host:port",
+            fix="use tcp://host:port",
         )
     if parts is None or parts.path or parts.query:
         raise WorldError(
-            f"init_method {init_method!r} has more than host and port",
+            f"init_method {init_method!r} has more than a host and a port",
             code="rendezvous.endpoint-invalid",
-            fix=f"write tcp://{host}:{port} and pass rank= and world_size=",
+            fix=f"use tcp://{host}:{port} and pass rank= and world_size=",
         )
     return Rendezvous(scheme="tcp", host=host, port=port)
 
 
 def _join_env(rank: int, world_size: int, timeout_s: float) -> Store:
-    """Join as torch does, so that an agent's store is used where torchrun offers one."""
+    """Join by torch's env:// rendezvous, which uses the store of the torchrun agent if there is one."""
     host, port = master_endpoint()
     if host is None or port is None:
         missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if value is None]
         raise WorldError(
-            f"{world_size} ranks are to join by env://, but {' and '.join(missing)} is not set",
+            f"env:// requires {' and '.join(missing)} for {world_size} ranks, but it is not set",
             code="rendezvous.master-not-set",
             fix=f"export {' and '.join(missing)}, or start the ranks with torchrun",
         )
@@ -126,7 +133,7 @@ def _open_tcp(rdzv: Rendezvous, rank: int, world_size: int, timeout_s: float) ->
             world_size,
             is_master=rank == 0,
             timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,  # the ranks announce themselves, so that a missing one can be named
+            wait_for_workers=False,  # _announce waits instead, and reports which ranks are missing
             master_listen_fd=listener,
         )
     except RuntimeError as error:
@@ -134,7 +141,7 @@ def _open_tcp(rdzv: Rendezvous, rank: int, world_size: int, timeout_s: float) ->
 
 
 def _loopback_listener(rdzv: Rendezvous) -> int | None:
-    """Return a descriptor that listens on loopback alone, where torch's own would listen on every interface."""
+    """Return a file descriptor that listens on loopback only, since torch would listen on all interfaces."""
     try:
         if not ipaddress.IPv4Address(rdzv.host).is_loopback:
             return None
@@ -150,10 +157,10 @@ def _loopback_listener(rdzv: Rendezvous) -> int | None:
 
 
 def _open_file(rdzv: Rendezvous, world_size: int) -> Store:
-    # torch would try to open a file without a folder for five minutes.
+    # Without this check, torch would retry for five minutes.
     if not rdzv.path.parent.is_dir():
         raise WorldError(
-            f"{rdzv} is in a folder that does not exist",
+            f"the directory of {rdzv} does not exist",
             code="rendezvous.file-folder-missing",
             fix=f"mkdir -p {rdzv.path.parent}",
         )
@@ -163,15 +170,15 @@ def _open_file(rdzv: Rendezvous, world_size: int) -> Store:
         raise WorldError(
             f"{rdzv} cannot be written: {error.strerror}",
             code="rendezvous.file-write-failed",
-            fix="choose another path",
+            fix="use another path",
         ) from error
     return FileStore(str(rdzv.path), world_size)
 
 
 def _announce(store: Store, rdzv: Rendezvous, rank: int, world_size: int, timeout_s: float) -> None:
-    """Communicate through `store`: announce `rank`, refuse leftovers and second claims, wait for all."""
+    """Announce `rank` in `store` and wait for all ranks; raises WorldError for a stale store or a duplicate rank."""
     try:
-        # Whatever is decided before this rank was counted was decided by an earlier run.
+        # A verdict that exists before this rank was counted is from an earlier run.
         if store.add(_joined(rank), 1) > 1 or store.check([_VERDICT]):
             store.set(_VERDICT, str(rank))
         elif store.add("shardwise/arrived", 1) == world_size:
@@ -179,17 +186,17 @@ def _announce(store: Store, rdzv: Rendezvous, rank: int, world_size: int, timeou
         verdict = _wait_for_verdict(store, rdzv, world_size, timeout_s)
     except RuntimeError as error:
         raise WorldError(
-            f"rank {rank} lost the store at {rdzv} while ranks were joining",
+            f"rank {rank} lost the connection to the store at {rdzv} during rendezvous",
             code="rendezvous.store-lost",
             fix="see the output of rank 0",
         ) from error
     if verdict != _GO:
-        raise _refused(rdzv, int(verdict))
+        raise _conflict(rdzv, int(verdict))
 
 
 def _wait_for_verdict(store: Store, rdzv: Rendezvous, world_size: int, timeout_s: float) -> str:
     start = time.monotonic()
-    # Asking again and again, less and less often: inside store.wait, Ctrl-C would have no effect.
+    # Poll with increasing intervals, because Ctrl-C has no effect inside store.wait.
     while not store.check([_VERDICT]):
         waited_s = time.monotonic() - start
         if waited_s > timeout_s:
@@ -208,17 +215,17 @@ def _joined(rank: int) -> str:
     return f"shardwise/joined/{rank}"
 
 
-def _refused(rdzv: Rendezvous, rank: int) -> WorldError:
+def _conflict(rdzv: Rendezvous, rank: int) -> WorldError:
     if rdzv.scheme == "file":
         return WorldError(
-            f"{rdzv} was left behind by an earlier run, or two processes joined as rank {rank}",
+            f"{rdzv} exists from an earlier run, or two processes joined as rank {rank}",
             code="rendezvous.file-stale",
             fix=f"rm {shlex.quote(str(rdzv.path))}",
         )
     return WorldError(
         f"two processes joined {rdzv} as rank {rank}",
         code="rendezvous.rank-repeated",
-        fix="give every process its own rank, and every job its own port",
+        fix="pass a unique rank to every process, and use a different port for every job",
     )
 
 
@@ -228,9 +235,9 @@ def _resolve(host: str, port: int, timeout_s: float) -> None:
         resolve(host, port, limit_s)
     except LaunchError as error:
         raise WorldError(
-            f"host {host!r} did not resolve for {limit_s:g} s",
+            f"host {host!r} could not be resolved within {limit_s:g} s",
             code=error.code,
-            fix="use an address this machine can look up",
+            fix="use an address that this machine can resolve",
         ) from error
 
 
@@ -240,20 +247,23 @@ def _network_error(error: RuntimeError, endpoint: str, rank: int, timeout_s: flo
         return _port_error(endpoint, "address already in use")
     if "clients joined" in text:
         return WorldError(
-            f"after {timeout_s:g} s at {endpoint} ranks are missing ({text.splitlines()[0]})",
+            f"after {timeout_s:g} s at {endpoint}, not all ranks have joined ({text.splitlines()[0]})",
             code="rendezvous.timeout",
             fix="start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
         )
     return WorldError(
         f"rank {rank} could not reach {endpoint} within {timeout_s:g} s ({text.splitlines()[0]})",
         code="rendezvous.unreachable",
-        fix="start rank 0 there and let this machine reach the port",
+        fix="start rank 0 on that host, and allow connections to the port",
     )
 
 
 def _port_error(endpoint: str, reason: str | None) -> WorldError:
     return WorldError(
-        f"rank 0 cannot listen at {endpoint}: {reason}",
+        f"rank 0 cannot listen on {endpoint}: {reason}",
         code="rendezvous.listen-failed",
-        fix="choose a free port (MASTER_PORT, or tcp://host:port)",
+        fix="use a free port (MASTER_PORT, or tcp://host:port)",
     )
+
+
+__all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"]

@@ -1,4 +1,4 @@
-"""Starting a world: rank, device and backend, then the process group, or the adoption of one that exists."""
+"""Start of a world: rank, device and backend, then the process group, or the adoption of a running one."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ import torch
 import torch.distributed as dist
 
 from shardwise.dist.backends import choose_backend, default_device, default_timeout_s, find_identity, locate_by_hosts
-from shardwise.dist.rendezvous import Rendezvous, join, parse_rendezvous
-from shardwise.dist.stores import HashStore, PrefixStore
+from shardwise.dist.rendezvous import HashStore, PrefixStore, Rendezvous, join, parse_rendezvous
 from shardwise.dist.world import World, running_group
 from shardwise.engines.backends import backend_row, backend_runtime, torch_name
 from shardwise.environment import Identity, has_own_gpu
 from shardwise.errors import EnvironmentVariablesError, WorldError
-from shardwise.torch_private.distributed import fake_store, timeout_s
+from shardwise.torch_private.distributed import clear_dtensor_caches, fake_store, timeout_s
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
 
-    from shardwise.dist.stores import Store
+    from shardwise.dist.rendezvous import Store
 
 
 def world(
@@ -41,11 +40,12 @@ def world(
     device: str | torch.device | None = None,
     pg_options: Any = None,
 ) -> World:
-    """Communicate to start the process group, called on every rank, and return who this rank is.
+    """Start the process group and return the world of this rank. Communicates; call on every rank.
 
-    What is not given is found out: rank and size from torchrun, SLURM, Open MPI or PMI, else a world of one that
-    needs no port; the GPU of the local rank, else the CPU, which is what mpi takes; nccl on CUDA, else gloo; torch's
-    own time limit. A process group that is already running is adopted, without communication.
+    By default, rank and world size are those set by torchrun, SLURM, Open MPI or PMI, or else a world of one rank that
+    needs no port. The default device is the GPU of the local rank, or the CPU without a GPU or with backend mpi. The
+    default backend is nccl on CUDA and gloo on the CPU, and the default timeout is torch's. A process group that is
+    already running is adopted without communication.
     """
     if dist.is_initialized():
         return adopt_group(
@@ -91,7 +91,7 @@ def world(
 def _check_timeout(timeout_s: float | None) -> None:
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise WorldError(
-            f"timeout_s={timeout_s:g} is not a time limit",
+            f"timeout_s must be positive and finite, got {timeout_s:g}",
             code="world.timeout-invalid",
             fix="use a number of seconds above 0",
         )
@@ -100,18 +100,18 @@ def _check_timeout(timeout_s: float | None) -> None:
 def find_rendezvous(
     identity: Identity, init_method: str | None, store: Store | None, *, own: str = ""
 ) -> Rendezvous | str:
-    """Return the rendezvous of the ranks; "store" when the caller passed one, "alone" in a world of one rank.
+    """Return the rendezvous of the ranks, "store" if the caller passed a store, or "alone" for a world of one rank.
 
-    `own` is what a backend calls it whose library brings ranks together by itself, such as "mpi".
+    `own` is the result for a backend whose library has its own rendezvous, such as "mpi".
     """
     if init_method is not None and store is not None:
         raise WorldError(
-            "both init_method and store were given", code="world.store-with-init-method", fix="pass one of them"
+            "init_method and store cannot be combined", code="world.store-with-init-method", fix="pass one of them"
         )
     rdzv = Rendezvous(scheme="env") if init_method is None else parse_rendezvous(init_method)
     if identity.source == "alone" and (store is not None or rdzv.scheme != "env"):
         raise WorldError(
-            f"{'a store' if store is not None else rdzv} was given, but the rank of this process is unknown",
+            f"{'a store' if store is not None else rdzv} was passed, but the rank of this process is unknown",
             code="world.rank-unknown",
             fix="pass rank= and world_size=, or start the ranks with a launcher",
         )
@@ -127,12 +127,13 @@ def find_rendezvous(
         return rdzv
     if identity.master_addr is None or identity.master_port is None:
         name = "MASTER_ADDR" if identity.master_addr is None else "MASTER_PORT"
-        where = "on several nodes" if identity.master_addr is None else "without naming its job"
+        where = "on several nodes" if identity.master_addr is None else "without a job id"
+        value = "host of rank 0" if identity.master_addr is None else "a free port"
         raise EnvironmentVariablesError(
-            f"MPI started {identity.world_size} ranks {where}, and {name} is not set",
+            f"MPI started {identity.world_size} ranks {where}, but {name} is not set",
             code="rendezvous.master-not-set",
-            fix=f"export {name}=<{'host of rank 0' if identity.master_addr is None else 'a free port'}> and pass it on"
-            f" (mpirun -x {name}, mpiexec -genvlist), or use backend='mpi', which needs neither",
+            fix=f"export {name}=<{value}> to all ranks (mpirun -x {name}, mpiexec -genvlist), or use backend='mpi',"
+            " which needs neither",
         )
     return Rendezvous(scheme="tcp", host=identity.master_addr, port=identity.master_port)
 
@@ -140,8 +141,9 @@ def find_rendezvous(
 def _start_group(
     identity: Identity, store: Store, *, backend: str, device: torch.device, timeout: timedelta, pg_options: Any
 ) -> list[str]:
-    """Communicate through `store` to start the default process group, called on every rank; return their hosts."""
+    """Start the default process group and return the host names of all ranks. Communicates; call on every rank."""
     hosts = [""] * identity.world_size
+    clear_dtensor_caches()
     try:
         dist.init_process_group(
             torch_name(backend),
@@ -150,10 +152,10 @@ def _start_group(
             world_size=identity.world_size,
             timeout=timeout,
             pg_options=pg_options,
-            # Bound to its GPU, nccl connects at once and never on a guessed one; gloo needs none.
+            # With a device id, nccl connects immediately and does not guess the device from the rank.
             device_id=device if backend == "nccl" else None,
         )
-        # Also the first proof that every rank reaches every other.
+        # This collective also verifies that all ranks can communicate.
         dist.all_gather_object(hosts, socket.gethostname())
     except RuntimeError as error:
         if dist.is_initialized():
@@ -162,18 +164,18 @@ def _start_group(
         raise WorldError(
             f"rank {identity.rank} could not start {backend}: {str(error).splitlines()[0]}",
             code="world.backend-start-failed",
-            fix="see whether every rank started, and whether they can reach each other",
+            fix="check that every rank started and that the ranks can reach each other",
         ) from error
     return hosts
 
 
-# Adopting a process group that someone else started; the one file that looks into its private options.
+# Adoption of a process group that the caller started.
 
 
-def adopt_group(*, local_rank: int | None, device: str | torch.device | None, **asked: Any) -> World:
-    """Return the world of the process group that is running; no communication.
+def adopt_group(*, local_rank: int | None, device: str | torch.device | None, **requested: Any) -> World:
+    """Return the world of the running process group, without communication.
 
-    `asked` holds the other arguments of `world`, None where not given; one that is not true of the group is refused.
+    `requested` are the other arguments of `world`; raises WorldError if one of them differs from the running group.
     """
     group = running_group()
     running: dict[str, Any] = {
@@ -181,13 +183,13 @@ def adopt_group(*, local_rank: int | None, device: str | torch.device | None, **
         "world_size": dist.get_world_size(),
         "backend": backend_row(dist.get_backend()).name,
     }
-    for name, value in asked.items():
+    for name, value in requested.items():
         if value is not None and (name not in running or running[name] != value):
-            actual = f"{name}={running[name]}" if name in running else "its own"
+            actual = f" with {name}={running[name]}" if name in running else ""
             raise WorldError(
-                f"{name}={value} was asked, but a process group is already running with {actual}",
+                f"{name}={value} was requested, but a process group is already running{actual}",
                 code="world.group-differs",
-                fix=f"leave {name} out to adopt that group, or call world() before init_process_group",
+                fix=f"omit {name} to adopt that group, or call world() instead of init_process_group",
             )
     identity = find_identity(running["rank"], running["world_size"], local_rank)
     chosen = _device(group) if device is None else choose_device(device, identity)
@@ -203,7 +205,7 @@ def adopt_group(*, local_rank: int | None, device: str | torch.device | None, **
 
 
 def _device(group: ProcessGroup) -> torch.device:
-    """Return the device the group was bound to, else the current GPU if the group serves it, else the CPU."""
+    """Return the device to which the group is bound, else the current GPU if the group supports CUDA, else the CPU."""
     if group.bound_device_id is not None:
         return group.bound_device_id
     if "cuda:" in dist.get_backend_config() and torch.cuda.is_available():
@@ -212,48 +214,48 @@ def _device(group: ProcessGroup) -> torch.device:
 
 
 def _timeout_s(group: ProcessGroup, backend: str, device: torch.device) -> float:
-    own_s: float | None = getattr(group, "limit_s", None)  # of a process group of ours, which torch knows nothing of
+    own_s: float | None = getattr(group, "limit_s", None)  # attribute of shardwise's MPI process group
     if own_s is not None:
         return own_s
     limit_s = timeout_s(group, device)
     return default_timeout_s(backend) if limit_s is None else limit_s
 
 
-# The device of a rank: the GPU of its local rank where there is one, else the CPU.
+# The device of a rank: the GPU of its local rank, or the CPU if no GPU is available.
 
 
-def choose_device(asked: str | torch.device | None, identity: Identity) -> torch.device:
-    """Return the device for this rank and make it torch's current one; one that does not exist is refused."""
-    if asked is None:
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-    wanted = _parse(asked)
-    if wanted.type == "cpu":
+def choose_device(requested: str | torch.device | None, identity: Identity) -> torch.device:
+    """Return the device of this rank and make it torch's current device; raises WorldError if it does not exist."""
+    if requested is None:
+        requested = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _parse(requested)
+    if device.type == "cpu":
         return torch.device("cpu")
     num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_visible == 0:
         raise WorldError(
-            f"device {asked!s} was asked, but no GPU is visible", code="world.no-gpu", fix="use device='cpu'"
+            f"device {requested!s} was requested, but no GPU is visible", code="world.no-gpu", fix="use device='cpu'"
         )
-    if ":" not in str(wanted):
-        wanted = torch.device("cuda", gpu_index(identity, num_visible, own_gpu=has_own_gpu()))
-    elif wanted.index >= num_visible:
+    if ":" not in str(device):
+        device = torch.device("cuda", gpu_index(identity, num_visible, own_gpu=has_own_gpu()))
+    elif device.index >= num_visible:
         raise WorldError(
-            f"device {asked!s} was asked, but {num_visible} GPUs are visible",
+            f"device {requested!s} was requested, but only {num_visible} GPUs are visible",
             code="world.gpu-index-invalid",
             fix=f"use cuda:0 to cuda:{num_visible - 1}",
         )
-    torch.cuda.set_device(wanted)
-    return wanted
+    torch.cuda.set_device(device)
+    return device
 
 
-def _parse(asked: str | torch.device) -> torch.device:
+def _parse(requested: str | torch.device) -> torch.device:
     try:
-        device = torch.device(asked)
+        device = torch.device(requested)
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise WorldError(
-            f"device {asked!s} is not one a world runs on",
+            f"device {requested!s} is not supported",
             code="world.unknown-device",
             fix="use 'cpu', 'cuda' or 'cuda:0'",
         )
@@ -261,47 +263,50 @@ def _parse(asked: str | torch.device) -> torch.device:
 
 
 def gpu_index(identity: Identity, num_visible: int, *, own_gpu: bool) -> int:
-    """Return which of the visible GPUs is this rank's; `own_gpu` when the launcher shows each rank its own."""
+    """Return the index of this rank's GPU; `own_gpu` if the launcher makes a different GPU visible to each rank."""
     if own_gpu and num_visible == 1:
         return 0
     if identity.local_rank < num_visible:
         return identity.local_rank
     if identity.local_rank_assumed:
         raise WorldError(
-            f"local rank {identity.local_rank} (taken from the rank, as LOCAL_RANK is not set) has no GPU of its"
-            f" own: {num_visible} visible",
+            f"only {num_visible} GPUs are visible to local rank {identity.local_rank} (LOCAL_RANK is not set, so it was"
+            " assumed to equal the rank)",
             code="world.local-rank-without-gpu",
             fix="export LOCAL_RANK=<rank on this node>, or pass local_rank=",
         )
     raise WorldError(
-        f"local rank {identity.local_rank} has no GPU of its own: {num_visible} visible",
+        f"only {num_visible} GPUs are visible to local rank {identity.local_rank}",
         code="world.local-rank-without-gpu",
-        fix=f"start at most {num_visible} ranks on this node, widen CUDA_VISIBLE_DEVICES, or pass device='cuda:0' if"
-        " every rank sees a GPU of its own",
+        fix=f"start at most {num_visible} ranks on this node, add GPUs to CUDA_VISIBLE_DEVICES, or pass device='cuda:0'"
+        " if a different GPU is visible to every rank",
     )
 
 
-# Worlds for tests in one process or on one machine: fake ones of any size, and forked gloo ranks.
+# Worlds for tests: fake worlds of any size in one process, and gloo worlds of forked ranks.
 
 
 def fake_world(size: int, rank: int = 0, device: str = "cpu") -> World:
-    """Return `rank` of a world of `size` whose collectives return at once and move nothing."""
+    """Return `rank` of a fake world of `size` ranks, whose collectives return immediately without communication."""
     if dist.is_initialized():
         raise WorldError(
             "a process group is already running", code="world.already-running", fix="close it before a fake world"
         )
     if not 0 <= rank < size:
         raise WorldError(
-            f"rank {rank} is outside a fake world of {size}", code="world.rank-out-of-range", fix="use 0 to size - 1"
+            f"rank {rank} is out of range for a fake world of {size} ranks",
+            code="world.rank-out-of-range",
+            fix="use 0 to size - 1",
         )
     try:
-        store = fake_store()  # registers torch's fake backend, which lives with torch's own tests
+        store = fake_store()  # registers torch's fake backend
     except ImportError as error:
         raise WorldError(
-            f"torch {torch.__version__} has no fake process group where shardwise looks for it",
+            f"the fake process group was not found in torch {torch.__version__}",
             code="world.no-fake-backend",
             fix="pip install torch==2.13.0",
         ) from error
+    clear_dtensor_caches()
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
     identity = Identity(rank=rank, world_size=size, local_rank=rank, local_world_size=size, source="fake")
     return World.of(
@@ -315,9 +320,9 @@ def fake_world(size: int, rank: int = 0, device: str = "cpu") -> World:
 
 
 def local_world(store_path: Path, rank: int, size: int, *, timeout_s: float) -> World:
-    """Communicate to start the process group of `size` forks of one process, called on every rank.
+    """Start a gloo world of `size` forked processes. Communicates; call on every rank.
 
-    `store_path` is a file that none of them has created yet, in a folder that they share.
+    `store_path` is a file in a shared directory that does not exist yet.
     """
     return world(
         backend="gloo",

@@ -1,4 +1,4 @@
-"""The world of a rank: its identity, its process groups and meshes, and teardown that always happens."""
+"""The World: the identity of a rank, its process groups and meshes, and their teardown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.dist.stores import HashStore
+from shardwise.dist.rendezvous import HashStore
 from shardwise.engines.backends import backend_row, backend_runtime, torch_name
 from shardwise.errors import WorldError
 from shardwise.layout import AXES
@@ -30,44 +30,44 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardwise.dist.stores import Store
+    from shardwise.dist.rendezvous import Store
     from shardwise.environment import Identity
     from shardwise.layout import Layout
 
 
 THREADS_CATCH_UP_S = 0.02
-"""What gloo's threads get before a group ends. They drop the tensors of finished work, for which they take the
-interpreter's lock: a late thread finds an interpreter that ends, and the process aborts, or a group whose
-end waits for the thread without limit."""
+"""Time for gloo's threads to release the tensors of finished work before a process group is destroyed. They need the
+GIL for that. A late thread would find an interpreter that is shutting down, which aborts the process, or deadlock with
+the destruction of the group, which waits for the thread."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class World:
-    """Who this rank is, where it computes, and the process group it belongs to; closed at the end of `with`."""
+    """The identity, device and process group of this rank. As a context manager, it is closed at the end."""
 
     rank: int
     local_rank: int
     size: int
     local_size: int
-    """Ranks on this node."""
+    """Number of ranks on this node."""
     node: int
     num_nodes: int
     host: str
     device: torch.device
     backend: str
     timeout_s: float
-    """How long one operation may take before the backend gives up."""
+    """Timeout of the operations of the process group."""
     store: Store
-    """The store of the rendezvous; keys that start with "shardwise/" and "default_pg/" are taken."""
+    """The store of the rendezvous; the key prefixes "shardwise/" and "default_pg/" are reserved."""
     source: str
     """Source of rank and size: shardwise, torchrun, slurm, openmpi, pmi, mpi, alone, arguments, adopted or fake."""
     init_method: str
-    """The rendezvous: a URL, or "mpi", "store", "alone", "adopted", "fake"."""
+    """The rendezvous: a URL, "mpi", "store", "alone", "adopted" or "fake"."""
     process_group: weakref.ref[ProcessGroup] = field(repr=False)
     created: bool = field(default=True, repr=False)
-    """Whether closing this world ends the process group: not one that was running before."""
+    """Whether this world started the process group, so that closing the world destroys it."""
     _groups: dict[Any, ProcessGroup | None] = field(default_factory=dict, repr=False)
-    """Groups made so far: each costs connections, and they last as long as the world."""
+    """Cache of process groups, because each of them opens connections."""
 
     @classmethod
     def of(
@@ -81,7 +81,7 @@ class World:
         init_method: str,
         created: bool = True,
     ) -> World:
-        """Return the world that `identity` has in the process group now running."""
+        """Return the world of `identity` in the running process group."""
         return cls(
             rank=identity.rank,
             local_rank=identity.local_rank,
@@ -116,24 +116,24 @@ class World:
         return group is not None and dist.group.WORLD is group
 
     def print(self, *values: object) -> None:
-        """Print on rank 0 alone."""
+        """Print on rank 0 only."""
         if self.is_main:
             echo(" ".join(map(str, values)))
 
     def barrier(self) -> None:
-        """Communicate over the whole world, called on every rank: return when all have called."""
-        # Without its device, nccl guesses one from the rank.
+        """Wait until all ranks have called this method. Communicates over the world; call on every rank."""
+        # Without device_ids, nccl guesses the device from the rank.
         dist.barrier(device_ids=[self.device.index] if self.backend == "nccl" else None)
 
     def gather(self, value: Any) -> list[Any]:
-        """Communicate over the whole world, called on every rank: return each rank's picklable value, by rank."""
+        """Return the values of all ranks, which must be picklable. Communicates over the world; call on every rank."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Communicate over the whole world, called on every rank with the same names: sum each value in fp64."""
-        names = sorted(values)  # ranks may have filled their mappings in different orders
+        """Return the fp64 sum over all ranks of each value; names must be equal. Communicates; call on every rank."""
+        names = sorted(values)  # the order of insertion may differ between ranks
         total = torch.tensor([values[name] for name in names], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return dict(zip(names, total.tolist(), strict=True))
@@ -144,24 +144,24 @@ class World:
 
     @cached_property
     def host_group(self) -> ProcessGroup:
-        """A group of all ranks for small values on the host; communicates at its first use, on every rank."""
+        """A process group of all ranks for CPU tensors. The first use communicates; call on every rank."""
         return self.own_host_group()
 
     def own_host_group(self) -> ProcessGroup:
-        """Communicate to make one more group of all ranks, called on every rank: for a thread of its own."""
+        """Return a new process group for CPU tensors, such as for a thread. Communicates; call on every rank."""
         return dist.new_group(backend=self._host_backend, timeout=timedelta(seconds=self.timeout_s))  # type: ignore[no-any-return]
 
     def group(self, ranks: Iterable[int]) -> ProcessGroup | None:
-        """Communicate to make a group of `ranks`, called on every rank; None on those outside it."""
+        """Return a new process group of `ranks`, or None on other ranks. Communicates; call on every rank."""
         members = list(ranks)
         _check_members(members, self.size)
         group = dist.new_group(members, timeout=timedelta(seconds=self.timeout_s))
         return group if self.rank in members else None
 
     def axis_group(self, layout: Layout, axes: Sequence[str], *, on_host: bool = False) -> ProcessGroup | None:
-        """Communicate to join this rank with those that differ from it only along `axes`; None when it is alone.
+        """Return the process group of the ranks that differ from this one only along `axes`; None if it has one rank.
 
-        Called on every rank. `on_host` groups carry small values of the host beside other traffic.
+        Communicates; call on every rank. Groups with `on_host` are for CPU tensors.
         """
         groups = layout.groups(*axes)
         if len(groups[0]) == 1:
@@ -181,18 +181,18 @@ class World:
         return self._groups.setdefault((groups, on_host), mine)
 
     def mesh(self, layout: Layout) -> DeviceMesh:
-        """Communicate to make the named mesh of `layout`, called on every rank."""
+        """Return the device mesh of `layout`. Communicates; call on every rank."""
         return build_mesh(layout, world_size=self.size, device_type=self.device.type)
 
     def close(self) -> None:
-        """Communicate so that all ranks leave together, then end the group if this world began it; again: nothing."""
+        """Synchronize all ranks and destroy the process group, unless adopted. Communicates; call on every rank."""
         if not (self.created and self.is_initialized):
             return
         try:
-            # The rank that hosts the store must not leave while others still need it.
+            # The rank that hosts the store must not exit while others still need it.
             self.barrier()
         except RuntimeError as error:
-            # A peer died and reports that itself; a rank that is done has nothing to report.
+            # A peer failed and reports its own error; this rank has finished without one.
             self._fail(error)
         except BaseException as error:
             self._fail(error)
@@ -200,8 +200,8 @@ class World:
         else:
             self._end()
             if self.init_method.startswith("file://"):
-                # A FileStore writes once more when it is freed, and creates the file again for that: so every rank
-                # frees its own first and then removes the file, and the last of them leaves none.
+                # The destructor of a FileStore writes to the file and recreates it if necessary. So every rank destroys
+                # its store first and then removes the file.
                 object.__setattr__(self, "store", HashStore())
                 Path(self.init_method.removeprefix("file://")).unlink(missing_ok=True)
 
@@ -217,19 +217,19 @@ class World:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """End the process group as a rank that failed: over MPI, the job ends with it."""
+        """Destroy the process group after a failure of this rank; with MPI, this aborts the job."""
         runtime = backend_runtime(self.backend) if self.created else None
         if runtime is not None:
             runtime.fail(error)
         self._abandon()
 
     def _abandon(self) -> None:
-        """End the process group without waiting for others and without output: an exception may be propagating."""
+        """Destroy the process group without waiting for other ranks or raising: an exception may be propagating."""
         group = self.process_group()
         if not self.created or group is None or not self.is_initialized:
             return
         if "nccl" in self.backend:
-            # Operations that wait for a lost peer would keep the end waiting too.
+            # Without an abort, the destruction would wait for operations that wait for a failed peer.
             with contextlib.suppress(Exception):
                 group.abort()
         with contextlib.suppress(Exception):
@@ -245,9 +245,9 @@ class World:
 def _check_members(members: Sequence[int], size: int) -> None:
     if not members or len(set(members)) < len(members) or not set(members) <= set(range(size)):
         raise WorldError(
-            f"ranks {members} are not a group in a world of {size}",
+            f"ranks {members} are not a valid group in a world of {size} ranks",
             code="world.group-ranks-invalid",
-            fix=f"name at least one rank, each once, 0 to {size - 1}",
+            fix=f"pass at least one rank, each once, from 0 to {size - 1}",
         )
 
 
@@ -259,21 +259,21 @@ def running_group() -> ProcessGroup:
     return group
 
 
-# Device meshes made from layouts: the axes that partition the world, by name.
+# Device meshes of layouts, whose dimensions have the names of the axes.
 
 
 def build_mesh(layout: Layout, *, world_size: int, device_type: str) -> DeviceMesh:
-    """Communicate to make the mesh of `layout`, called on every rank; its axes are those of degree over 1.
+    """Return the device mesh of `layout` with the axes of degree above 1. Communicates; call on every rank.
 
-    A layout of one rank gives a mesh of one, named "replicate".
+    The mesh of a layout of one rank has a single axis "replicate".
     """
     if layout.world_size != world_size:
         others = layout.world_size // layout.replicate
-        fits = world_size % others == 0
+        is_divisible = world_size % others == 0
         raise WorldError(
-            f"layout {layout} needs {layout.world_size} ranks, the world has {world_size}",
+            f"layout {layout} requires {layout.world_size} ranks, but the world has {world_size}",
             code="layout.world-size-mismatch",
-            fix=f"set replicate={world_size // others}" if fits else f"start a multiple of {others} ranks",
+            fix=f"set replicate={world_size // others}" if is_divisible else f"start a multiple of {others} ranks",
         )
     degrees = {axis: degree for axis, degree in zip(AXES, layout.degrees, strict=True) if degree > 1}
     degrees = degrees or {"replicate": 1}

@@ -1,10 +1,10 @@
-"""The table of collective backends: what each moves, who starts its ranks, and what a rank must start before its group.
+"""The table of collective backends: where each is available, who starts its ranks, which library it needs.
 
-Torch brings gloo, nccl, ucc and fake. MPI is a process group of ours over mpi4py where torch was built without it: its
-row names the module that starts it, which is imported when a world of that backend starts, so that no other rank has
-mpi4py. Backends that are not in the table (plugins, pairs such as cpu:gloo,cuda:nccl) get a row of defaults.
+Torch provides gloo, nccl, ucc and fake. Where torch was built without MPI, shardwise has a process group over
+mpi4py: the row names the module that starts it, which is imported only when a world of that backend starts, so no other
+rank imports mpi4py. Backends outside the table (plugins, pairs such as cpu:gloo,cuda:nccl) get a row of defaults.
 
-This module imports no torch: the launcher's process asks it, too.
+This module does not import torch, since the launcher's process uses it too.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ from typing import TYPE_CHECKING, Protocol
 from shardwise.errors import MissingExtraError, WorldError
 
 if TYPE_CHECKING:
-    from shardwise.dist.stores import Store
+    from shardwise.dist.rendezvous import Store
     from shardwise.environment import Identity
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveBackend:
-    """One backend."""
+    """Properties of one collective backend."""
 
     name: str
     is_in_torch: str = ""
-    """The function of torch.distributed that returns whether this torch was built with it; none for plugins."""
+    """The function of torch.distributed that returns whether torch was built with the backend; "" for plugins."""
     missing: str = ""
-    """What to do where it is not."""
+    """The fix to report if torch was built without it."""
     default_device: str | None = None
-    """The device type that a world of it is on, where there is no choice."""
+    """The device type of its worlds, if the backend supports only one."""
     starts_by_mpirun: bool = False
-    """Whether its ranks are mpirun's and not forks."""
+    """Whether mpirun starts its ranks, in place of a fork."""
     is_rare: bool = False
-    """Whether few machines have it, so that it is looked for before ranks start."""
+    """Whether few machines have it, so that callers check for it before ranks start."""
     carries_host_values: bool = False
-    """Whether its groups also carry small values on the host; else a group of gloo does."""
+    """Whether its groups also communicate small tensors in host memory; otherwise a gloo group does."""
     chooses_transport: bool = False
-    """Whether its library takes shared memory or a fabric as it finds them, so that no link is its limit."""
+    """Whether its library selects shared memory or a fabric, so that no single link limits it."""
     own_name: str = ""
-    """What torch calls the process group of ours that stands in for it, after the library beneath it."""
+    """The name under which torch registers shardwise's own process group for it: that of the library underneath."""
     extra: str = ""
     """The extra of shardwise that installs the library."""
     runtime_module: str = ""
-    """Has `runtime()` and `try_library()`."""
+    """The module that defines `runtime()` and `try_library()`."""
 
 
 class BackendRuntime(Protocol):
-    """What a process starts before a process group of ours."""
+    """The runtime of a library that a process starts before it creates shardwise's own process group."""
 
     rendezvous: str
-    """What `World.init_method` says of ranks that it brought together."""
+    """The value of `World.init_method` for ranks that joined through this runtime."""
 
     def identity(self, found: Identity) -> Identity:
-        """Return `found`, or who this rank is by the library itself where no launcher left variables."""
+        """Return `found`, or this rank's identity according to the library if no launcher set variables."""
 
     def join(self, identity: Identity, limit_s: float, *, needs_store: bool) -> Store | None:
-        """Communicate, called on every rank: join the world, and return a store if `needs_store`."""
+        """Join the world and return a store if `needs_store`; communicates, call on every rank."""
 
     def fail(self, error: BaseException) -> None:
-        """Note that this rank failed."""
+        """Record that this rank failed."""
 
 
 _ROWS = (
@@ -101,24 +101,24 @@ _BY_OWN_NAME = {row.own_name: row for row in _ROWS if row.own_name}
 
 
 def backend_row(name: str | None) -> CollectiveBackend:
-    """Return the row of a backend, by the name that users or torch have for it; one of defaults for any other."""
+    """Return the row of a backend by its name in plans or in torch; a row of defaults for an unknown name."""
     key = (name or "").lower()
     return _BY_NAME.get(key) or _BY_OWN_NAME.get(key) or CollectiveBackend(name=key)
 
 
 def is_own(name: str) -> bool:
-    """Return whether a process group of ours stands in for this backend; imports torch."""
+    """Return whether shardwise's own process group implements this backend; imports torch."""
     row = backend_row(name)
     return bool(row.own_name) and not _torch_has(row)
 
 
 def torch_name(name: str) -> str:
-    """Return what torch knows a backend by; imports torch."""
+    """Return the name under which torch registers a backend; imports torch."""
     return backend_row(name).own_name if is_own(name) else name
 
 
 def require_available(name: str) -> None:
-    """Refuse a backend that neither this torch nor an extra provides; imports torch."""
+    """Raise if neither the installed torch nor an extra provides the backend; imports torch."""
     row = backend_row(name)
     if is_own(name):
         if find_spec(row.own_name) is None:
@@ -130,7 +130,7 @@ def require_available(name: str) -> None:
 
 
 def backend_runtime(name: str) -> BackendRuntime | None:
-    """Return what this process must start before a group of the backend, started; None where torch does it all."""
+    """Start and return the runtime that a group of the backend needs; None if torch alone creates the group."""
     if not is_own(name):
         return None
     runtime: BackendRuntime = import_module(backend_row(name).runtime_module).runtime()
@@ -138,7 +138,7 @@ def backend_runtime(name: str) -> BackendRuntime | None:
 
 
 def try_library(name: str) -> None:
-    """Load and end the library of a backend of ours in this process, which can have it only once."""
+    """Initialize and finalize the library of shardwise's own backend; a process can do this only once."""
     import_module(backend_row(name).runtime_module).try_library()
 
 

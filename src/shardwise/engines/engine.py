@@ -1,11 +1,11 @@
-"""The Engine protocol: everything that differs between what trains a model, asked through one object.
+"""The Engine interface: one object for everything that depends on the library that trains a model.
 
-A Job names the framework that its model is written in (`Job(engine="mlx")`), a Plan names the engine that trains it;
-the two differ only for DeepSpeed, which trains torch modules. An engine is found by name in the table below and is
-imported when it is asked for, so that a rank of torch imports neither DeepSpeed nor MLX. Every other package calls a
-method or reads a capability of the engine that it was given: outside `engines/` no code compares an engine's name.
+A Job names the framework of its model (`Job(engine="mlx")`), a Plan names the engine that trains it; the two names
+differ only for DeepSpeed, which trains torch modules. `engine_named` looks an engine up in the table below and imports
+its module on first use, so a rank that trains with torch imports neither DeepSpeed nor MLX. Other packages call methods
+and read capabilities of the engine they are given: outside `engines/` no code compares an engine's name.
 
-This module imports no torch, and neither does any module in the table: the launcher's process asks them.
+Neither this module nor any module in the table imports torch, since the launcher's process uses them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardwise.errors import JobError
+from shardwise.parallel.support import check_native
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from shardwise.dist import World
     from shardwise.engines.deepspeed.from_json import ConfigReading
     from shardwise.job import Job
-    from shardwise.planner.search.deepspeed import ZeroForm
-    from shardwise.planner.search.search import Question
+    from shardwise.planner.search.search import EngineForm, Question
     from shardwise.planner.settle import LocalDevice
     from shardwise.plans import Plan
     from shardwise.plans.plan import DType
@@ -37,97 +37,95 @@ _TABLE = {
     "deepspeed": "shardwise.engines.deepspeed.engine",
     "mlx": "shardwise.engines.mlx.engine",
 }
-"""The module of each engine, which has it as ENGINE."""
+"""The module of each engine, which defines it as ENGINE."""
 
 
 class Engine:
-    """What trains a model: torch's own wrappers, which are built in; other engines override what they do otherwise."""
+    """The interface of all engines, with the behaviour of torch's own wrappers; other engines override methods."""
 
     name: ClassVar[str] = "torch"
-    """What plans call it."""
+    """Its name in plans."""
     title: ClassVar[str] = "PyTorch"
-    """What messages call it."""
+    """Its name in messages."""
     framework: ClassVar[str] = "torch"
-    """What its models are written in: the engine of a Job."""
+    """Framework of its models, equal to `Job.engine`."""
     uses_fsdp: ClassVar[bool] = True
-    """Whether it shards parameters, gradients and optimizer states by torch's own wrappers, as DTensors."""
+    """Whether it shards parameters, gradients and optimizer states with torch's own wrappers, as DTensors."""
     replaces_parameters: ClassVar[bool] = False
-    """Whether hooks and second references of a parameter are lost under every plan."""
+    """Whether every plan replaces parameters, so that hooks on them and additional references to them are lost."""
     trains_adapters: ClassVar[bool] = True
-    """Whether Job.lora is for it."""
+    """Whether it supports `Job.lora`."""
     has_keyed_dropout: ClassVar[bool] = True
-    """Whether Job.masks="keyed" is for it."""
+    """Whether it supports `Job(masks="keyed")`, counter-based dropout."""
     is_slow_to_start: ClassVar[bool] = False
-    """Whether its first step compiles or imports, and so takes much longer than the others."""
+    """Whether its first step compiles or imports modules and takes much longer than later steps."""
     has_fp64: ClassVar[bool] = True
     """Whether `verify` can compare it in fp64."""
     has_plain_reference: ClassVar[bool] = True
-    """Whether `verify` compares it with a loop in plain PyTorch; else with the engine itself in one process."""
+    """Whether `verify` compares it with a loop in plain PyTorch; if not, with the engine itself in one process."""
 
     def require(self) -> None:
-        """Refuse to continue where its library is missing or too old; imports nothing heavy."""
+        """Raise if its library is missing or too old; imports nothing heavy."""
 
     def preload(self) -> None:
-        """Import what every rank would import, once, before a fork."""
+        """Import, once before a fork, the modules that every rank needs."""
 
     def describe(self) -> str:
-        """Return the engine with its version and device, for the start report."""
+        """Return the engine's name, with version and device if relevant, for the start report."""
         return self.name
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan that it would train wrongly or not at all, naming the rule and the way out."""
-        from shardwise.parallel.support import check_native
-
+        """Raise if the engine does not support the plan or would train it incorrectly, with the rule and a fix."""
         check_native(plan)
 
     def check_world(self, world: World) -> None:
-        """Refuse a world on whose device it cannot train."""
+        """Raise if the engine cannot train on the world's device."""
 
     def require_torch_model(self, owner: str, purpose: str, *, fix: str) -> None:
-        """Refuse a model that is not torch's, where `purpose` needs one; `owner` names whose model it is."""
+        """Raise if the model is not a torch module, which `purpose` needs; `owner` names the model's source."""
 
-    def local_device(self, asked: str | None) -> LocalDevice | None:  # noqa: ARG002 - for engines that find theirs
-        """Return the device to settle a plan for, given --device; None where that is found by looking for GPUs."""
+    def local_device(self, asked: str | None) -> LocalDevice | None:  # noqa: ARG002 - other engines use it
+        """Return the device to resolve a plan for, given --device; None means that the caller probes for GPUs."""
         return None
 
     def world_device(self, asked: str | None) -> str | None:
-        """Return the device that the ranks' world is on, given --device."""
+        """Return the device of the ranks' world, given --device."""
         return asked
 
     def prepare_rank(self, backend: str | None) -> None:
-        """Do what must come before this rank's world of `backend` starts; called on every rank."""
+        """Set up this rank before its world of `backend` starts; call on every rank."""
 
     def build(self, job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
-        """Make the Step that trains `job` under `plan`; called on every rank, communicates over the world."""
+        """Build the Step that trains `job` under `plan`; communicates over the world, call on every rank."""
         from shardwise.training.build import build_torch_step
 
         return build_torch_step(job, plan, world, context)
 
-    def plan_forms(self, question: Question) -> tuple[ZeroForm, ...]:  # noqa: ARG002 - for engines that have some
-        """Return the engine's own ways to train the model of a search, each with its memory and time."""
+    def plan_forms(self, question: Question) -> tuple[EngineForm, ...]:  # noqa: ARG002 - other engines use it
+        """Return the engine's own configurations for the model of a search, each with its memory and time."""
         return ()
 
     def read_config(
         self, path: Path, *, num_ranks: int | None, batch_size: int | None, precision: DType | None
     ) -> ConfigReading:
-        """Return the plan in a configuration file of the engine; the arguments fill in what the file leaves open."""
+        """Read a plan from a configuration file of the engine; the arguments supply values that the file omits."""
         raise NotImplementedError
 
     def write_config(self, plans: Sequence[Plan], path: Path, job: Job | None) -> tuple[Plan, list[str]]:
-        """Write the first plan that the engine's configuration file can express; return it, and notes on the file."""
+        """Write the first plan that the engine's configuration file can express; return this plan and notes."""
         raise NotImplementedError
 
     def silence_dropout(self, model: Any) -> None:
-        """Have dropout layers drop nothing, where their probability is not an attribute that `verify` finds."""
+        """Disable dropout layers whose probability is not an attribute that `verify` can set."""
 
     def has_batch_norm(self, model: Any) -> bool:
-        """Return whether a module normalizes by statistics of the batch."""
-        from shardwise.torch_private.modules import BatchNormBase
+        """Return whether a module normalizes by batch statistics."""
+        from shardwise.torch_private.dispatch import BatchNormBase
 
         return any(isinstance(module, BatchNormBase) for module in model.modules())
 
     def observe_loss(self, observe: Callable[[Any], None], loss_sum: LossSum) -> LossSum:
-        """Return `loss_sum` with a call of `observe` for each batch, whose leaves are tensors."""
+        """Return a function that calls `observe` with each batch of tensors before `loss_sum`."""
 
         def observed(output: Any, batch: Any) -> Any:
             observe(batch)
@@ -140,18 +138,23 @@ ENGINE = Engine()
 
 
 def engine_named(name: str) -> Engine:
-    """Return the engine of this name, imported when it is first asked for; it imports no torch."""
+    """Return the engine of this name, importing its module on first use; does not import torch."""
     engine: Engine = import_module(_TABLE[name]).ENGINE
     return engine
 
 
+def require_supported(plan: Plan) -> None:
+    """Raise if the plan's engine does not support the plan, with the rule and a fix."""
+    engine_named(plan.engine).check(plan)
+
+
 def engine_for(job: Job, plan: Plan) -> Engine:
-    """Return the engine that trains `job` under `plan`; one for models of another framework is refused."""
+    """Return the engine that trains `job` under `plan`; raise if the job's model is of another framework."""
     engine = engine_named(plan.engine)
     if engine.framework != job.engine:
         raise JobError(
-            f"the plan has engine {plan.engine}, and the job's model is written for {job.engine}",
+            f"the plan has engine {plan.engine}, but the job's model is written for {job.engine}",
             code="job.engine-mismatch",
-            fix=f'leave engine out of the plan, or give Job(engine="{engine.framework}") such a model',
+            fix=f'remove engine from the plan, or set Job(engine="{engine.framework}") with a model of that framework',
         )
     return engine

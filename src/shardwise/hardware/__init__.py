@@ -1,4 +1,4 @@
-"""What this machine has: GPUs through NVML, cores through the kernel; no torch."""
+"""Hardware of this machine and of clusters, without torch: GPUs from NVML, cores and memory from the kernel."""
 
 from shardwise.hardware.probe import Gpu, available_memory, oom_kills, probe_gpus, usable_cores
 

@@ -1,4 +1,4 @@
-"""Measured rates of one machine, catalogue values where nothing was measured, and their file in the user's cache."""
+"""Calibrations: measured rates of a machine, or catalogue values without a measurement, and their files on disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from shardwise.environment import cache_directory
 from shardwise.errors import HardwareError
@@ -22,23 +24,23 @@ if TYPE_CHECKING:
 Origin = Literal["measured", "catalogue"]
 
 _ALIGNED = 16
-"""Bytes that a GPU's fast matrix kernels read at once."""
+"""Alignment of matrix rows, in bytes, that the fast matmul kernels of GPUs require."""
 _NEIGHBOURS = 4
-"""Measured points that speak for a shape between them."""
+"""Number of nearest measured points from which the rate of a shape is interpolated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A number that knows how sure it is, and why."""
+    """A number with its uncertainty and origin."""
 
     value: float
     uncertainty: float
-    """Fraction of the value, either way."""
+    """Uncertainty as a fraction of the value, in both directions."""
     origin: Origin
 
 
 def measured(value: float, uncertainty: float = 0.05) -> Figure:
-    """Return a figure that was measured on the machine at hand."""
+    """Return a figure that was measured on this machine."""
     return Figure(value=value, uncertainty=uncertainty, origin="measured")
 
 
@@ -48,53 +50,53 @@ def listed(value: float, uncertainty: float) -> Figure:
 
 
 def is_aligned(size: int, dtype: str) -> bool:
-    """Whether rows of so many numbers begin on 16 bytes each."""
+    """Whether rows of `size` elements are aligned to 16 bytes."""
     return size * ELEMENT_BYTES[dtype] % _ALIGNED == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulPoint:
-    """One measured matrix product, (m, k) @ (k, n)."""
+    """Measured rate of a matrix product (m, k) @ (k, n)."""
 
     m: int
     n: int
     k: int
     dtype: str
     flops: float
-    """FLOP/s reached, 2mnk to the product."""
+    """Achieved FLOP/s, counting 2mnk per product."""
 
     @property
-    def is_even(self) -> bool:
-        """Whether rows of all its matrices begin on 16 bytes."""
+    def aligned(self) -> bool:
+        """Whether the rows of all three matrices are aligned to 16 bytes."""
         return all(is_aligned(size, self.dtype) for size in (self.m, self.n, self.k))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPoint:
-    """One measured causal attention."""
+    """Measured rate of causal attention."""
 
     length: int
     head_dim: int
     dtype: str
     forward: float
-    """FLOP/s reached, counting half of 4 x batch x heads x length^2 x head_dim, since the mask leaves half."""
+    """Achieved FLOP/s, counting half of 4 x batch x heads x length^2 x head_dim because of the causal mask."""
     backward: float
-    """FLOP/s reached, counting half of 10 x the same product."""
+    """Achieved FLOP/s, counting half of 10 x the same product."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivePoints:
-    """Measured seconds of one collective on one group, by size."""
+    """Measured time of a collective on a process group, by message size."""
 
     name: str
-    """all_reduce, all_gather, reduce_scatter, broadcast, all_to_all or send."""
+    """One of all_reduce, all_gather, reduce_scatter, broadcast, all_to_all and send."""
     ranks: int
     nodes: int
     points: tuple[tuple[int, float], ...]
-    """(bytes, seconds), ascending; bytes of the whole tensor: gathered output, input of a scatter, one rank's input."""
+    """(bytes, seconds) in ascending order; bytes of the full tensor: the output of all_gather, the input otherwise."""
 
     def seconds(self, num_bytes: float) -> float:
-        """Return seconds for any size: linear between points, level below them, by the last slope above."""
+        """Return the time for a size: interpolated linearly, constant below the first point, extrapolated above."""
         first = self.points[0]
         if num_bytes <= first[0]:
             return first[1]
@@ -107,60 +109,59 @@ class CollectivePoints:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Rates of one device and its surroundings; tables are empty where nothing was measured."""
+    """Rates of a device, its host and its links; tables without measurements are empty."""
 
     version: int = 1
     device: Device
     machine: str = ""
-    """Host name, empty for the catalogue."""
+    """Host name; empty for catalogue values."""
     date: str = ""
     torch: str = ""
     memory_bandwidth: Figure
-    """Bytes read and written per second by a large elementwise operator."""
+    """Bytes per second that a large elementwise operator reads and writes."""
     operator_s: Figure
-    """Host seconds to issue one operator eagerly."""
+    """Host time in seconds to launch an operator eagerly."""
     kernel_s: Figure
-    """Device seconds of the smallest kernel."""
+    """Device time in seconds of the smallest kernel."""
     optimizer_bandwidth: Figure
-    """Bytes of parameters, gradients and states read and written per second of a fused AdamW step."""
+    """Bytes of parameters, gradients and states per second that a fused AdamW step reads and writes."""
     host_optimizer_bandwidth: Figure
-    """The same on the host, for one rank among those of its node."""
+    """The same on the CPU, per rank while all ranks of the node run the optimizer."""
     to_host: Figure
-    """Bytes per second of a pinned copy, each device."""
+    """Bytes per second of a copy from the device to pinned host memory."""
     from_host: Figure
     context_bytes: Figure
-    """Device memory that context and libraries use outside the allocator."""
+    """Device memory that the CUDA context and libraries allocate outside the caching allocator."""
     matmuls: tuple[MatmulPoint, ...] = ()
     attentions: tuple[AttentionPoint, ...] = ()
     collectives: tuple[CollectivePoints, ...] = ()
 
-    def matmul(self, m: int, n: int, k: int, dtype: str, *, is_even: bool = True) -> Figure:
-        """Return FLOP/s of (m, k) @ (k, n), `is_even` where rows of all matrices begin on 16 bytes.
+    def matmul(self, m: int, n: int, k: int, dtype: str, *, aligned: bool = True) -> Figure:
+        """Return the FLOP/s of (m, k) @ (k, n); `aligned` if the rows of all matrices are aligned to 16 bytes.
 
-        Where they do not, as with GPT-2's vocabulary of 50,257, GPUs take kernels of less than half the speed.
+        For unaligned matrices, such as GPT-2's vocabulary of 50,257, GPUs use kernels of less than half the speed.
         """
         base = _matmul_rate(self.device, self.memory_bandwidth.value, (m, n, k), dtype)
-        known = [point for point in self.matmuls if point.dtype == dtype]
-        alike = [point for point in known if point.is_even == is_even] or known
-        near = [(_octaves((p.m, p.n, p.k), (m, n, k)), p.flops / self._base(p)) for p in alike]
-        return _corrected(base, near, self._doubt)
+        same_dtype = [point for point in self.matmuls if point.dtype == dtype]
+        similar = [point for point in same_dtype if point.aligned == aligned] or same_dtype
+        neighbours = [(_octaves((p.m, p.n, p.k), (m, n, k)), p.flops / self._base(p)) for p in similar]
+        return _corrected(base, neighbours, self._uncertainty)
 
     def attention(self, length: int, head_dim: int, dtype: str, *, backward: bool = False) -> Figure:
-        """Return FLOP/s of causal attention, counted as `AttentionPoint` counts."""
+        """Return the FLOP/s of causal attention, counted as in `AttentionPoint`."""
         base = _attention_rate(self.device, length, head_dim, dtype, backward=backward)
-        near = [
-            (
-                _octaves((p.length, p.head_dim), (length, head_dim)),
-                (p.backward if backward else p.forward)
-                / _attention_rate(self.device, p.length, p.head_dim, dtype, backward=backward),
-            )
-            for p in self.attentions
-            if p.dtype == dtype
-        ]
-        return _corrected(base, near, self._doubt)
+        neighbours = []
+        for point in self.attentions:
+            if point.dtype != dtype:
+                continue
+            rate = point.backward if backward else point.forward
+            point_base = _attention_rate(self.device, point.length, point.head_dim, dtype, backward=backward)
+            distance = _octaves((point.length, point.head_dim), (length, head_dim))
+            neighbours.append((distance, rate / point_base))
+        return _corrected(base, neighbours, self._uncertainty)
 
     def collective(self, name: str, ranks: int, nodes: int) -> CollectivePoints | None:
-        """Return what was measured for exactly this collective and group."""
+        """Return the measurements of a collective on a group of this size, or None."""
         found = (p for p in self.collectives if (p.name, p.ranks, p.nodes) == (name, ranks, nodes))
         return next(found, None)
 
@@ -169,23 +170,23 @@ class Calibration:
         return _matmul_rate(self.device, self.memory_bandwidth.value, shape, point.dtype)
 
     @property
-    def _doubt(self) -> float:
-        return 0.35 if self.device.assumed else 0.2
+    def _uncertainty(self) -> float:
+        return _catalogue_uncertainty(self.device)
 
 
 def default_calibration(node: NodeType) -> Calibration:
-    """Return the catalogue's figures of a node's devices, before anything was measured."""
+    """Return a calibration from the catalogue values of a node, without measurements."""
     device, gpu = node.device, node.device.kind != "cpu"
-    doubt = 0.35 if device.assumed else 0.2
-    # One H200: an elementwise copy reaches 4.2 of 4.8 TB/s, a pinned copy 55 of 63 GB/s.
-    copy = listed(0.87 * node.host_link.bandwidth, doubt)
+    uncertainty = _catalogue_uncertainty(device)
+    # On an H200, an elementwise copy achieves 4.2 of 4.8 TB/s and a pinned copy 55 of 63 GB/s.
+    copy = listed(0.87 * node.host_link.bandwidth, uncertainty)
     return Calibration(
         device=device,
-        memory_bandwidth=listed(0.87 * device.memory_bandwidth, doubt / 2),
+        memory_bandwidth=listed(0.87 * device.memory_bandwidth, uncertainty / 2),
         operator_s=listed(8e-6 if gpu else 5e-6, 0.5),
         kernel_s=listed(3e-6 if gpu else 1e-6, 0.5),
-        optimizer_bandwidth=listed(0.8 * device.memory_bandwidth, doubt),
-        # Two sockets of eight DDR4 or DDR5 channels move about 200 GB/s, which the ranks of a node share.
+        optimizer_bandwidth=listed(0.8 * device.memory_bandwidth, uncertainty),
+        # Two sockets with eight DDR4 or DDR5 channels achieve about 200 GB/s, which the ranks of a node share.
         host_optimizer_bandwidth=listed(200e9 / node.num_devices if gpu else 0.8 * device.memory_bandwidth, 0.4),
         to_host=copy,
         from_host=copy,
@@ -193,12 +194,16 @@ def default_calibration(node: NodeType) -> Calibration:
     )
 
 
-def _matmul_rate(device: Device, memory_bandwidth: float, shape: tuple[int, int, int], dtype: str) -> float:
-    """Return FLOP/s by a roofline whose flat part sinks for thin and small products.
+def _catalogue_uncertainty(device: Device) -> float:
+    return 0.35 if device.assumed else 0.2
 
-    The two constants of GPUs: on one H200 K = 768 reaches 0.78 and K = 2048 0.94 to 1.0 of what K = 8192 does, and an
-    output of 2048 x 2048 reaches 0.86 to 0.95 of a large one on an H100. Those of a CPU: on one core an output of
-    64 x 64 reaches 0.7 of a large one at K = 64.
+
+def _matmul_rate(device: Device, memory_bandwidth: float, shape: tuple[int, int, int], dtype: str) -> float:
+    """Return FLOP/s by a roofline model whose compute bound is lower for small K and for small outputs.
+
+    The constants of GPUs: on an H200, K = 768 achieves 0.78 and K = 2048 0.94 to 1.0 of the rate of K = 8192; on an
+    H100, an output of 2048 x 2048 achieves 0.86 to 0.95 of the rate of a large output. The constants of CPUs: on one
+    core at K = 64, an output of 64 x 64 achieves 0.7 of the rate of a large output.
     """
     m, n, k = shape
     thin, small = (15, 1000) if device.kind == "cpu" else (180, 250_000)
@@ -210,8 +215,8 @@ def _matmul_rate(device: Device, memory_bandwidth: float, shape: tuple[int, int,
 def _attention_rate(device: Device, length: int, head_dim: int, dtype: str, *, backward: bool) -> float:
     """Return FLOP/s of fused causal attention.
 
-    Shape from one H200 (cuDNN, bf16, forward and backward together): 391 TFLOP/s at length 2048, 473 at 4096, 532 at
-    8192 with heads of 128; 230 at 1024 with heads of 64.
+    The formula is fitted to an H200 (cuDNN, bf16, forward and backward together): with a head dimension of 128,
+    391 TFLOP/s at length 2048, 473 at 4096 and 532 at 8192; with a head dimension of 64, 230 at length 1024.
     """
     flat = 0.72 * device.sustained(dtype) * length / (length + 900) * min(1.0, math.pow(head_dim / 128, 0.4))
     return flat * (0.94 if backward else 1.2)
@@ -221,39 +226,38 @@ def _octaves(a: tuple[int, ...], b: tuple[int, ...]) -> float:
     return math.dist([math.log2(x) for x in a], [math.log2(x) for x in b])
 
 
-def _corrected(base: float, near: list[tuple[float, float]], doubt: float) -> Figure:
-    """Scale `base` by what measured neighbours (distance in octaves, measured / base) did to it.
+def _corrected(base: float, neighbours: list[tuple[float, float]], uncertainty: float) -> Figure:
+    """Return `base` corrected by measured neighbours, each a pair (distance in octaves, measured / base).
 
-    Only the nearest count, and by the logarithm of their ratios: of small products `base` may be wrong by a factor of
-    ten, which says nothing of large ones.
+    The correction is the geometric mean of the ratios of the nearest neighbours, weighted by distance. Distant
+    neighbours are ignored: the roofline of small products may be wrong by a factor of ten when it is right for large
+    ones.
     """
-    if not near:
-        return listed(base, doubt)
-    nearest = sorted(near)[:_NEIGHBOURS]
+    if not neighbours:
+        return listed(base, uncertainty)
+    nearest = sorted(neighbours)[:_NEIGHBOURS]
     weights = [1 / (distance**2 + 1e-6) for distance, _ in nearest]
     logs = [math.log(ratio) for _, ratio in nearest]
     ratio = math.exp(sum(w * log for w, log in zip(weights, logs, strict=True)) / sum(weights))
-    return measured(base * ratio, min(doubt, 0.04 + 0.04 * nearest[0][0]))
+    return measured(base * ratio, min(uncertainty, 0.04 + 0.04 * nearest[0][0]))
 
 
 # Calibrations on disk: one JSON file per device in the user's cache directory.
 
 
 def calibration_for(node: NodeType, folder: Path | None = None) -> Calibration:
-    """Return what was measured for a node's device on this machine, else the catalogue's figures."""
+    """Return the calibration measured on this machine for the device of a node, else one from catalogue values."""
     return read_calibration(node.device, folder) or default_calibration(node)
 
 
 def calibration_path(device: Device, folder: Path | None = None) -> Path:
-    """Return the file of a device, which may not exist."""
+    """Return the path of the calibration of a device; the file need not exist."""
     folder = folder or cache_directory() / "calibration"
     return folder / f"{re.sub(r'[^a-z0-9.]+', '-', device.name.lower())}.json"
 
 
 def read_calibration(device: Device, folder: Path | None = None) -> Calibration | None:
-    """Return what was measured for a device, None where nothing was; a file that cannot be read is refused."""
-    import msgspec
-
+    """Return the saved calibration of a device, or None if it does not exist; raises HardwareError if it is invalid."""
     path = calibration_path(device, folder)
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Calibration)
@@ -263,21 +267,19 @@ def read_calibration(device: Device, folder: Path | None = None) -> Calibration 
         raise HardwareError(
             f"calibration {path} cannot be read ({error})",
             code="hardware.calibration-read-failed",
-            fix="remove it, and measure again",
+            fix="remove the file and measure again",
         ) from None
     if found.version != Calibration.version:
         raise HardwareError(
-            f"calibration {path} has version {found.version}",
+            f"calibration {path} has version {found.version}, expected {Calibration.version}",
             code="hardware.calibration-version",
-            fix="remove it, and measure again",
+            fix="remove the file and measure again",
         )
     return found
 
 
 def write_calibration(calibration: Calibration, folder: Path | None = None) -> Path:
-    """Keep a calibration for later plans, in place of an older one; return its file."""
-    import msgspec
-
+    """Save a calibration for later plans, replacing an older one, and return its path."""
     path = calibration_path(calibration.device, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")

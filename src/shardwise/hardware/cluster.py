@@ -1,4 +1,4 @@
-"""Clusters by name ("8xH100", "2xp4d.24xlarge", "this") from the catalogue of devices, links and nodes."""
+"""Clusters by name ("8xH100", "2xp4d.24xlarge", "this"), from a catalogue of devices, links and nodes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _FORMS = "write COUNTxDEVICE, NODESxNODE or NODESxDEVICESxDEVICE, such as 8xH100
 
 
 def parse_cluster(text: str, extra: Path | None = None) -> Cluster:
-    """Return the cluster that a text names; `extra` is a catalogue of the user's on top of the others."""
+    """Return the cluster named by `text`; the catalogue file `extra` takes precedence over the other catalogues."""
     counts, name = _split(text)
     if name.lower() == "this":
         if len(counts) > 1:
             raise HardwareError(
-                f"cluster {text!r} counts twice",
+                f"cluster {text!r} has two counts",
                 code="hardware.cluster-second-count",
-                fix="write this, or 2xthis for two ranks of it",
+                fix="write this, or 2xthis for two ranks on this machine",
             )
         return this_machine(counts[0] if counts else None, extra)
     catalogue = read_catalogue(extra)
@@ -41,7 +41,7 @@ def parse_cluster(text: str, extra: Path | None = None) -> Cluster:
     if not isinstance(found, Device):
         if len(counts) > 1:
             raise HardwareError(
-                f"cluster {text!r} counts the devices of {found.name}, which are {found.num_devices}",
+                f"cluster {text!r} has a device count, but a {found.name} node always has {found.num_devices} devices",
                 code="hardware.cluster-second-count",
                 fix=f"write {counts[0]}x{name}",
             )
@@ -54,20 +54,20 @@ def parse_cluster(text: str, extra: Path | None = None) -> Cluster:
 
 
 def this_machine(num_devices: int | None = None, extra: Path | None = None) -> Cluster:
-    """Return the machine at hand: its GPUs (all, or so many), else its CPU shared by so many ranks (1)."""
+    """Return this machine as a cluster of `num_devices` GPUs (default: all), else of CPU ranks (default: 1)."""
     catalogue, gpus = read_catalogue(extra), probe_gpus()
     if not gpus:
         return _cpu_cluster(catalogue, num_devices or 1)
-    devices = {device.name: device for device in map(catalogue.recognise, gpus)}
+    devices = {device.name: device for device in map(catalogue.identify, gpus)}
     if len(devices) > 1:
         raise HardwareError(
-            f"this machine has GPUs of several kinds ({', '.join(devices)})",
+            f"this machine has different GPU models ({', '.join(devices)})",
             code="hardware.mixed-gpus",
-            fix="show equal ones only, by CUDA_VISIBLE_DEVICES",
+            fix="select GPUs of one model with CUDA_VISIBLE_DEVICES",
         )
     if num_devices is not None and num_devices > len(gpus):
         raise HardwareError(
-            f"this machine has {len(gpus)} GPUs, not {num_devices}",
+            f"{num_devices} GPUs were requested, but this machine has {len(gpus)}",
             code="hardware.too-few-gpus",
             fix=f"use at most {len(gpus)}",
         )
@@ -83,13 +83,13 @@ def this_machine(num_devices: int | None = None, extra: Path | None = None) -> C
 
 
 def _cpu_cluster(catalogue: Catalogue, ranks: int) -> Cluster:
-    """Share cores and memory of this host among ranks; rates per core are the catalogue's."""
+    """Return a cluster of CPU ranks that share the cores and memory of this host; rates per core are assumed."""
     listed = catalogue.node_of(catalogue.devices["cpu"])
     cores, memory = usable_cores(), available_memory()
     share = cores / ranks / (listed.host_cores / listed.num_devices)
     device = replace(
         listed.device,
-        name=f"cpu-{cores / ranks:g}c",  # calibrations of ranks with other shares of the cores stay apart
+        name=f"cpu-{cores / ranks:g}c",  # calibrations depend on the number of cores per rank
         memory_bytes=memory // ranks,
         memory_bandwidth=listed.device.memory_bandwidth * share,
         flops={dtype: rate * share for dtype, rate in listed.device.flops.items()},
@@ -111,27 +111,27 @@ def _cpu_cluster(catalogue: Catalogue, ranks: int) -> Cluster:
 
 
 def _split(text: str) -> tuple[tuple[int, ...], str]:
-    """Cut "4x8xA100" into (4, 8) and "A100"."""
+    """Parse "4x8xA100" into (4, 8) and "A100"."""
     match = re.fullmatch(r"((?:[-+]?\d+\s*x\s*)*)(\S.*)", text.strip(), re.IGNORECASE)
     if match is None:
-        raise HardwareError(f"cluster {text!r} names nothing", code="hardware.cluster-empty", fix=_FORMS)
+        raise HardwareError(f"cluster {text!r} has no device or node name", code="hardware.cluster-empty", fix=_FORMS)
     counts = tuple(int(count) for count in re.findall(r"[-+]?\d+(?=\s*x)", match[1], re.IGNORECASE))
     if len(counts) > 2:
-        raise HardwareError(f"cluster {text!r} is not a count and a name", code="hardware.cluster-syntax", fix=_FORMS)
+        raise HardwareError(f"cluster {text!r} has more than two counts", code="hardware.cluster-syntax", fix=_FORMS)
     for count in counts:
         if count < 1:
             raise HardwareError(
-                f"cluster {text!r} counts {count}",
+                f"counts of a cluster must be positive, got {count} in {text!r}",
                 code="hardware.cluster-count-invalid",
-                fix="use whole numbers of at least 1",
+                fix="use integers of at least 1",
             )
     return counts, match[2]
 
 
-# The catalogue: devices, links and nodes read from TOML, the user's own files on top of ours.
+# The catalogue: devices, links and nodes in TOML files, of which the user's take precedence over the built-in one.
 
 
-_OURS = Path(__file__).with_name("catalogue.toml")
+_BUILT_IN = Path(__file__).with_name("catalogue.toml")
 _UNITS = {
     "memory_gib": ("memory_bytes", GIB),
     "host_memory_gib": ("host_memory_bytes", GIB),
@@ -142,10 +142,10 @@ _UNITS = {
     "tflops": ("flops", 1e12),
     "matmul_tflops": ("matmul", 1e12),
 }
-"""Key in TOML -> field of the value, and how many of its units one is."""
+"""TOML key -> field of the class and the factor that converts the TOML unit into the unit of the field."""
 _KINDS: dict[str, type[Any]] = {"devices": Device, "links": Link, "nodes": NodeType}
 _REFERENCES = {"device": "devices", "inside": "links", "nic": "links", "host_link": "links"}
-"""Keys of a node that name another entry, and where to find it."""
+"""Keys of a node that refer to an entry of another section -> that section."""
 
 
 def _is_number(given: Any) -> bool:
@@ -161,82 +161,92 @@ def _is_rates(given: Any) -> bool:
 
 
 _Form = tuple[str, "Callable[[Any], bool]"]
-_TEXT: _Form = ("a text", lambda given: isinstance(given, str))
+_TEXT: _Form = ("a string", lambda given: isinstance(given, str))
 _NUMBER: _Form = ("a number", _is_number)
-_WHOLE: _Form = ("a whole number", lambda given: type(given) is int)
+_WHOLE: _Form = ("an integer", lambda given: type(given) is int)
 _FLAG: _Form = ("true or false", lambda given: isinstance(given, bool))
 _CATALOGUE_FORMS: dict[str, _Form] = {
     **dict.fromkeys((*_UNITS, "efficiency"), _NUMBER),
     **dict.fromkeys(("tflops", "matmul_tflops"), (f"numbers by dtype ({', '.join(DTYPES)})", _is_rates)),
-    **dict.fromkeys(("aliases", "driver_names"), ("a list of texts", lambda given: _is_list(given, str))),
+    **dict.fromkeys(("aliases", "driver_names"), ("a list of strings", lambda given: _is_list(given, str))),
     **dict.fromkeys(("num_devices", "nics", "host_cores"), _WHOLE),
     **dict.fromkeys(("multicast", "assumed"), _FLAG),
-    "capability": ("a list of whole numbers", lambda given: _is_list(given, int)),
+    "capability": ("a list of integers", lambda given: _is_list(given, int)),
     "kind": ('"cuda", "rocm" or "cpu"', lambda given: given in ("cuda", "rocm", "cpu")),
 }
-"""What a key requires, and whether a value meets that; others take text."""
+"""Key -> description of its valid values, and a function that checks a value. Other keys require a string."""
 _SAME_SIZE = 0.05
-"""Drivers reserve different amounts, so a device is known by its memory to this fraction."""
+"""Tolerance when devices are identified by memory size, because drivers reserve different amounts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Catalogue:
-    """Devices and nodes by name, each alias counted as a name."""
+    """Devices and nodes by name or alias."""
 
     devices: Mapping[str, Device]
     nodes: Mapping[str, NodeType]
 
     def find(self, name: str) -> Device | NodeType:
-        """Return the device or node of a name or alias, in any case; unknown ones are refused with the nearest."""
+        """Return the device or node with a name or alias, ignoring case; raises HardwareError with the nearest name."""
         entries: tuple[Device | NodeType, ...] = (*self.devices.values(), *self.nodes.values())
-        names = {_plain(called): entry for entry in entries for called in (entry.name, *entry.aliases)}
-        if _plain(name) not in names:
-            close = difflib.get_close_matches(_plain(name), names, n=1)
-            # All names would fill a screen; those of devices are what most people look for.
+        names = {_normalized(alias): entry for entry in entries for alias in (entry.name, *entry.aliases)}
+        if _normalized(name) not in names:
+            close = difflib.get_close_matches(_normalized(name), names, n=1)
+            # All names would fill a screen, and most users look for a device.
             fix = nearest(close[0] if close else name, close or self.devices)
-            raise HardwareError(f"no device or node is called {name!r}", code="hardware.unknown-device", fix=fix)
-        return names[_plain(name)]
+            raise HardwareError(f"device or node {name!r} is unknown", code="hardware.unknown-device", fix=fix)
+        return names[_normalized(name)]
 
     def node_of(self, device: Device) -> NodeType:
-        """Return the usual node of a device."""
+        """Return the default node type of a device."""
         if device.node not in self.nodes:
-            fact = f"device {device.name} names the node {device.node!r}, which is not listed"
+            fact = f"device {device.name} refers to node {device.node!r}, which is not in the catalogue"
             raise HardwareError(fact, code="hardware.catalogue-unknown-reference", fix=nearest(device.node, self.nodes))
         return replace(self.nodes[device.node], device=device)
 
-    def recognise(self, gpu: Gpu) -> Device:
-        """Return the device behind a driver's name and memory; an unknown one gets a relative's rates, marked so."""
+    def identify(self, gpu: Gpu) -> Device:
+        """Return the device with the driver's name and memory size of a GPU.
+
+        An unknown GPU gets the rates of the most similar device, and its `assumed` is true.
+        """
         for device in self.devices.values():
-            names = map(_plain, (*device.driver_names, device.name, *device.aliases))
-            size = abs(device.memory_bytes / gpu.memory_bytes - 1)
-            if _plain(gpu.name) in names and size < _SAME_SIZE:
+            names = map(_normalized, (*device.driver_names, device.name, *device.aliases))
+            size_difference = abs(device.memory_bytes / gpu.memory_bytes - 1)
+            if _normalized(gpu.name) in names and size_difference < _SAME_SIZE:
                 return device
-        relatives = [device for device in self.devices.values() if device.kind == "cuda"]
-        relative = min(relatives, key=lambda device: _kinship(device, gpu))
+        candidates = [device for device in self.devices.values() if device.kind == "cuda"]
+        similar = min(candidates, key=lambda device: _difference(device, gpu))
         return replace(
-            relative,
+            similar,
             name=gpu.name,
             memory_bytes=gpu.memory_bytes,
             aliases=(),
             driver_names=(gpu.name,),
             assumed=True,
-            source=f"memory: the driver; rates: assumption, as {relative.name}",
+            source=f"memory: the driver; rates: assumption, as {similar.name}",
         )
 
 
 def read_catalogue(extra: Path | None = None, user: Path | None = None) -> Catalogue:
-    """Return our catalogue with the user's (~/.config/shardwise/hardware.toml, may be absent) and `extra` on top."""
+    """Return the built-in catalogue, overridden by the user's and by `extra`.
+
+    The user's catalogue is ~/.config/shardwise/hardware.toml, which need not exist.
+    """
     user = user or config_directory() / "hardware.toml"
-    files = [_OURS, *([user] if user.exists() else []), *([extra] if extra else [])]
+    files = [_BUILT_IN]
+    if user.exists():
+        files.append(user)
+    if extra:
+        files.append(extra)
     tables: dict[str, dict[str, tuple[Path, dict[str, Any]]]] = {section: {} for section in _KINDS}
     for file in files:
         for section, entries in _load(file).items():
             tables[section] |= {name: (file, table) for name, table in entries.items()}
     built: dict[str, dict[str, Any]] = {}
-    for section in ("devices", "links", "nodes"):  # nodes last: they name the others
+    for section in ("devices", "links", "nodes"):  # nodes last: they refer to the others
         built[section] = {name: _build(section, name, *entry, built) for name, entry in tables[section].items()}
     catalogue = Catalogue(devices=built["devices"], nodes=built["nodes"])
-    _refuse_double_names((*catalogue.devices.values(), *catalogue.nodes.values()))
+    _check_names_unique((*catalogue.devices.values(), *catalogue.nodes.values()))
     return catalogue
 
 
@@ -245,11 +255,11 @@ def _load(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
         data = tomllib.loads(file.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise HardwareError(
-            f"catalogue {file} cannot be read ({error})", code="hardware.catalogue-read-failed", fix="name a .toml file"
+            f"catalogue {file} cannot be read ({error})", code="hardware.catalogue-read-failed", fix="pass a .toml file"
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise HardwareError(
-            f"{file.name} is not TOML ({error})", code="hardware.catalogue-not-toml", fix="mend that line"
+            f"{file.name} is not valid TOML ({error})", code="hardware.catalogue-not-toml", fix="correct that line"
         ) from None
     for section, entries in data.items():
         if section not in _KINDS:
@@ -260,7 +270,7 @@ def _load(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
             )
         if not isinstance(entries, dict) or not all(isinstance(table, dict) for table in entries.values()):
             raise HardwareError(
-                f"{file.name}: {section} is not a table of tables",
+                f"{file.name}: {section} must be a table of tables",
                 code="hardware.catalogue-not-tables",
                 fix=f"write [{section}.NAME]",
             )
@@ -268,7 +278,7 @@ def _load(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _build(section: str, name: str, file: Path, table: dict[str, Any], built: dict[str, dict[str, Any]]) -> Any:
-    """Make the value of one table; unknown, missing and misplaced keys are refused."""
+    """Return the Device, Link or NodeType of a TOML table; raises HardwareError for unknown and missing keys."""
     kind, where = _KINDS[section], f"{file.name}: {section}.{name}"
     keys = {key: field for key, (field, _) in _UNITS.items()}
     known = {part.name: part for part in fields(kind)}
@@ -284,7 +294,7 @@ def _build(section: str, name: str, file: Path, table: dict[str, Any], built: di
             others = built[_REFERENCES[key]]
             if given not in others:
                 raise HardwareError(
-                    f"{where} names an unknown {key} {given!r}",
+                    f"{where} refers to an unknown {key} {given!r}",
                     code="hardware.catalogue-unknown-reference",
                     fix=nearest(str(given), others),
                 )
@@ -295,17 +305,17 @@ def _build(section: str, name: str, file: Path, table: dict[str, Any], built: di
     missing = sorted(key for key in shown if keys.get(key, key) in required - set(values))
     if missing:
         raise HardwareError(
-            f"{where} has no {missing[0]}", code="hardware.catalogue-key-missing", fix=f"write {', '.join(missing)}"
+            f"{where} requires {missing[0]}", code="hardware.catalogue-key-missing", fix=f"add {', '.join(missing)}"
         )
     return kind(**values)
 
 
 def _value(where: str, key: str, given: Any) -> Any:
-    """Check one value by the form of its key and bring it to plain units."""
-    requirement, fits = _CATALOGUE_FORMS.get(key, _TEXT)
-    if not fits(given):
+    """Check the value of a key and return it in the unit of its field."""
+    requirement, is_valid = _CATALOGUE_FORMS.get(key, _TEXT)
+    if not is_valid(given):
         raise HardwareError(
-            f"{where}.{key} is {given!r}", code="hardware.catalogue-value-invalid", fix=f"write {requirement}"
+            f"{where}.{key} is {given!r}", code="hardware.catalogue-value-invalid", fix=f"it must be {requirement}"
         )
     field, unit = _UNITS.get(key, (key, 1))
     if isinstance(given, dict):
@@ -317,26 +327,26 @@ def _value(where: str, key: str, given: Any) -> Any:
     return int(given * unit) if field.endswith("bytes") else given * unit
 
 
-def _refuse_double_names(entries: Iterable[Device | NodeType]) -> None:
+def _check_names_unique(entries: Iterable[Device | NodeType]) -> None:
     owners: dict[str, str] = {}
     for entry in entries:
         for name in (entry.name, *entry.aliases):
-            owner = owners.setdefault(_plain(name), entry.name)
+            owner = owners.setdefault(_normalized(name), entry.name)
             if owner != entry.name:
                 raise HardwareError(
-                    f"both {owner} and {entry.name} are called {name!r}",
+                    f"{owner} and {entry.name} have the same name or alias {name!r}",
                     code="hardware.catalogue-name-repeated",
                     fix="rename one of them",
                 )
 
 
-def _plain(name: str) -> str:
-    """Return a name as it is compared: any case, blanks and underscores as dashes."""
+def _normalized(name: str) -> str:
+    """Return a name in lower case, with dashes in place of spaces and underscores."""
     return name.strip().lower().replace(" ", "-").replace("_", "-")
 
 
-def _kinship(device: Device, gpu: Gpu) -> tuple[bool, bool, float]:
-    """Sort relatives: same capability, then same generation, then nearest memory."""
+def _difference(device: Device, gpu: Gpu) -> tuple[bool, bool, float]:
+    """Return a sort key for similarity: compute capability first, then its major version, then memory size."""
     same = device.capability == gpu.compute_capability
     generation = device.capability[:1] == gpu.compute_capability[:1]
     return (not same, not generation, abs(device.memory_bytes - gpu.memory_bytes))

@@ -1,4 +1,4 @@
-"""What a plan knows of the hardware: devices, links, nodes and clusters as frozen values."""
+"""Hardware descriptions for planning: devices, links, node types and clusters as frozen values."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from shardwise.units import GIB
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 _FALLBACK = {"fp8": "bf16", "bf16": "fp32", "fp16": "fp32", "tf32": "fp32", "fp64": "fp32"}
-"""What a chip computes in when it has no units for a dtype: storage saves memory, arithmetic gains nothing."""
+"""dtype -> the dtype of the arithmetic on devices without hardware support for it; only storage gets smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator, or the share of a host's CPU that one rank gets."""
+    """An accelerator, or the share of a CPU that a rank uses."""
 
     name: str
     kind: Literal["cuda", "rocm", "cpu"]
     memory_bytes: int
-    """What the driver lets one process allocate, as the total of `torch.cuda.mem_get_info()`."""
+    """Memory that a process can allocate, as the total of `torch.cuda.mem_get_info()`."""
     memory_bandwidth: float
-    """Bytes per second, reading and writing together."""
+    """Bytes per second, reads and writes together."""
     flops: Mapping[str, float]
-    """dtype -> dense peak FLOP/s; absent where the chip has no units for it."""
+    """dtype -> dense peak FLOP/s; dtypes without hardware support are absent."""
     matmul: Mapping[str, float] = field(default_factory=dict)
-    """dtype -> FLOP/s that large matrix products reach, where it was measured."""
+    """dtype -> measured FLOP/s of large matrix products."""
     node: str = ""
-    """Name of its usual node."""
+    """Name of the default node type."""
     capability: tuple[int, ...] = ()
-    """CUDA compute capability, empty elsewhere."""
+    """CUDA compute capability; empty for other kinds."""
     aliases: tuple[str, ...] = ()
     driver_names: tuple[str, ...] = ()
-    """What drivers call it; several memory sizes may share one."""
+    """Names that drivers report; devices of different memory sizes may share a name."""
     assumed: bool = False
-    """Nobody listed this device: its rates are those of a relative."""
+    """Whether the device is not in the catalogue, so that its rates are those of a similar device."""
     source: str
 
     def __post_init__(self) -> None:
@@ -49,22 +49,22 @@ class Device:
             raise HardwareError(
                 f"device {self.name} has no fp32 rate",
                 code="hardware.device-no-fp32-rate",
-                fix="write fp32 among its flops",
+                fix="add fp32 to its flops",
             )
 
     @property
     def has_bf16(self) -> bool:
-        """Whether bf16 runs in hardware."""
+        """Whether the hardware supports bf16."""
         return "bf16" in self.flops
 
     def peak(self, dtype: str) -> float:
-        """Return the dense peak FLOP/s for a dtype, of the next wider one where the chip has no units for it."""
+        """Return the dense peak FLOP/s of a dtype, or of the next wider one if the hardware does not support it."""
         while dtype not in self.flops:
             dtype = _FALLBACK[dtype]
         return self.flops[dtype]
 
     def sustained(self, dtype: str) -> float:
-        """Return the sustained matmul FLOP/s of a dtype: listed, else its peak times the fraction of another dtype."""
+        """Return the sustained matmul FLOP/s of a dtype, estimated from its peak if it was not measured."""
         while dtype not in self.flops:
             dtype = _FALLBACK[dtype]
         if dtype in self.matmul:
@@ -74,24 +74,24 @@ class Device:
 
 
 _USUAL_FRACTION = 0.75
-"""Of the peak in large matrix products: A100 0.87, H100 0.80, MI300X 0.54 (stas00/ml-engineering, MAMF table)."""
+"""Sustained fraction of the peak in large matmuls: A100 0.87, H100 0.80, MI300X 0.54 (stas00/ml-engineering, MAMF)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One kind of wire, as one device sees it."""
+    """A type of interconnect; all values are per device."""
 
     name: str
     bandwidth: float
-    """Bytes per second, each direction, on the label."""
+    """Nominal bandwidth in bytes per second and direction."""
     efficiency: float
-    """Bus bandwidth that collectives reach on large tensors, as a fraction of the label."""
+    """Bus bandwidth of collectives on large tensors, as a fraction of the nominal bandwidth."""
     latency_s: float
-    """Seconds per hop of a small message (NCCL's LL protocol)."""
+    """Latency in seconds per hop of a small message (NCCL's LL protocol)."""
     bulk_latency_s: float
-    """Seconds per hop of a large one, whose protocol trades latency for bandwidth (LL128 or Simple)."""
+    """Latency in seconds per hop of a large message (NCCL's LL128 or Simple protocol)."""
     multicast: bool = False
-    """The switch adds and copies on the way (NVLink SHARP)."""
+    """Whether the switch reduces and multicasts (NVLink SHARP)."""
     source: str
 
     def __post_init__(self) -> None:
@@ -99,31 +99,32 @@ class Link:
         _check_positive(f"link {self.name}", **numbers)
         if self.efficiency > 1:
             raise HardwareError(
-                f"link {self.name} has efficiency {self.efficiency}",
+                f"efficiency of link {self.name} must be at most 1, got {self.efficiency}",
                 code="hardware.link-efficiency-invalid",
-                fix="use a fraction up to 1",
+                fix="use a fraction of the nominal bandwidth",
             )
 
     @property
     def reached(self) -> float:
-        """Bus bandwidth of large collectives, bytes per second."""
+        """Bus bandwidth of large collectives in bytes per second."""
         return self.bandwidth * self.efficiency
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeType:
-    """One machine: its devices, the links between them and to other machines, its host."""
+    """A type of node: its devices, the links between them and to other nodes, and its host."""
 
     name: str
     device: Device
     num_devices: int
     inside: Link
-    """Between devices of the node."""
+    """Link between the devices of the node."""
     nic: Link
-    """One network card."""
+    """Network interface of the node."""
     nics: int
+    """Number of network interfaces."""
     host_link: Link
-    """Between a device and host memory."""
+    """Link between a device and host memory."""
     host_memory_bytes: int
     host_cores: int
     aliases: tuple[str, ...] = ()
@@ -135,24 +136,28 @@ class NodeType:
 
     @cached_property
     def outside(self) -> Link:
-        """The way to other nodes, as the share of one device when all send at once."""
+        """The link to other nodes, with the bandwidth per device when all devices send at once."""
         return replace(self.nic, bandwidth=self.outside_bandwidth / self.num_devices)
 
     @property
     def outside_bandwidth(self) -> float:
-        """Bytes per second and direction of all network cards together."""
+        """Total bandwidth of all network interfaces in bytes per second and direction."""
         return self.nic.bandwidth * self.nics
 
     def with_devices(self, num_devices: int) -> NodeType:
-        """Return this node with another number of devices: cards of their own come with them, shared ones stay."""
-        own = self.nics >= self.num_devices
-        nics = max(1, self.nics * num_devices // self.num_devices) if own else self.nics
+        """Return this node type with another number of devices.
+
+        The number of network interfaces is scaled if each device has its own, and kept if devices share them.
+        """
+        nics = self.nics
+        if nics >= self.num_devices:
+            nics = max(1, nics * num_devices // self.num_devices)
         return replace(self, num_devices=num_devices, nics=nics)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Equal nodes, all full, or a part of one."""
+    """Nodes of the same type with all their devices, or some devices of a single node."""
 
     node: NodeType
     num_devices: int
@@ -161,33 +166,35 @@ class Cluster:
         full, size = self.node.num_devices, self.num_devices
         if size < 1:
             raise HardwareError(
-                f"a cluster of {size} devices is none", code="hardware.cluster-without-devices", fix="use at least 1"
+                f"number of devices must be positive, got {size}",
+                code="hardware.cluster-without-devices",
+                fix="use at least 1",
             )
         if size > full and size % full:
             down, up = size // full * full, -(-size // full) * full
             raise HardwareError(
-                f"{size} {self.device.name} leave a node of {full} partly empty",
+                f"{size} {self.device.name} do not fill nodes of {full} devices",
                 code="hardware.cluster-partial-node",
-                fix=f"use {down} or {up}, or give the shape as NODESxDEVICESx{self.device.name}",
+                fix=f"use {down} or {up}, or specify the node size as NODESxDEVICESx{self.device.name}",
             )
 
     @property
     def device(self) -> Device:
-        """The device, of which all are equal."""
+        """The type of all devices."""
         return self.node.device
 
     @property
     def devices_per_node(self) -> int:
-        """Devices in use on each node."""
+        """Number of devices used on each node."""
         return min(self.num_devices, self.node.num_devices)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in use."""
+        """Number of nodes used."""
         return self.num_devices // self.devices_per_node
 
     def describe(self) -> str:
-        """Say in one line what it is: devices, memory, nodes, links."""
+        """Return a one-line summary: devices, memory, nodes and links."""
         device, node = self.device, self.node
         parts = [f"{self.num_devices} x {device.name} ({device.memory_bytes / GIB:.1f} GiB)"]
         if self.num_nodes > 1:
@@ -205,5 +212,7 @@ def _check_positive(owner: str, **numbers: float) -> None:
     for name, value in numbers.items():
         if not value > 0 or not math.isfinite(value):
             raise HardwareError(
-                f"{owner} has {name} {value:g}", code="hardware.not-positive", fix="use a number above 0"
+                f"{name} of {owner} must be positive, got {value:g}",
+                code="hardware.not-positive",
+                fix="use a number above 0",
             )

@@ -1,10 +1,12 @@
-"""Probing this machine: GPUs through NVML without touching CUDA, cores, host memory and out-of-memory kills."""
+"""Queries this machine's GPUs (through NVML, without initializing CUDA), cores, host memory and package versions."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,31 +17,30 @@ from shardwise.environment import visible_cuda_devices
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU as the driver describes it."""
+    """A GPU as reported by the driver."""
 
     index: int
-    """Its index in NVML, which is that of the PCI bus, whatever CUDA_VISIBLE_DEVICES is."""
+    """NVML index, which is in PCI bus order and independent of CUDA_VISIBLE_DEVICES."""
     name: str
     memory_bytes: int
     compute_capability: tuple[int, int]
 
     @property
     def has_bf16(self) -> bool:
-        """Whether bf16 runs in hardware: Ampere and newer."""
+        """Whether the hardware supports bf16 (Ampere and newer)."""
         return self.compute_capability >= (8, 0)
 
 
 def probe_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA would see, in its order, without starting CUDA; none without a driver.
+    """Return the GPUs visible to CUDA in its order, without initializing CUDA; empty without a driver.
 
-    Slices of a GPU (MIG) are not listed.
+    MIG devices are not included.
     """
     try:
         pynvml.nvmlInit()
@@ -55,7 +56,7 @@ def probe_gpus() -> tuple[Gpu, ...]:
 
 
 def select_visible(uuids: tuple[str, ...], visible: tuple[str, ...] | None) -> tuple[int, ...]:
-    """Return the indices into `uuids` that `visible` names by index or by the start of a UUID, in its order."""
+    """Return the indices of `uuids` that CUDA_VISIBLE_DEVICES selects by index or by UUID prefix, in its order."""
     if visible is None:
         return tuple(range(len(uuids)))
     chosen = []
@@ -65,24 +66,27 @@ def select_visible(uuids: tuple[str, ...], visible: tuple[str, ...] | None) -> t
         else:
             matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(entry)]
         if len(matches) != 1:
-            break  # CUDA, too, ignores everything from the first entry that names no single device
+            break  # like CUDA, ignore all entries from the first invalid one
         chosen.append(matches[0])
     return tuple(chosen)
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may keep busy: affinity, limited by the cgroup's quota; at least 1."""
-    # macOS has no affinity.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use, by CPU affinity and cgroup quota; at least 1."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # macOS has none
+        cores = len(os.sched_getaffinity(0))
     membership = _MEMBERSHIP.read_text() if _MEMBERSHIP.exists() else ""
     quota = cgroup_quota(_CGROUPS, membership)
-    return cores if quota is None else max(1, min(cores, int(quota)))
+    if quota is None:
+        return cores
+    return max(1, min(cores, int(quota)))
 
 
 def cgroup_quota(root: Path, membership: str) -> float | None:
-    """Return the smallest CPU quota, in cores, on the way from this process's cgroup to the root.
+    """Return the smallest CPU quota, in cores, of the cgroup of this process and its ancestors; None without a quota.
 
-    `membership` is the text of /proc/self/cgroup; both versions of cgroups are read.
+    `membership` is the content of /proc/self/cgroup. Both cgroup v1 and v2 are supported.
     """
     quotas = [quota for folder in _cgroup_folders(root, membership) for quota in _quotas(folder)]
     return min(quotas, default=None)
@@ -94,8 +98,8 @@ def _cgroup_folders(root: Path, membership: str) -> Iterator[Path]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = root / controllers if controllers else root
-        # A container sees its own group as the root, yet may be given the host's path: folders that
-        # are not there are passed over.
+        # In a container, the mounted root is its own cgroup while the path may be the host's, so some of these
+        # directories do not exist.
         here = top / path.lstrip("/")
         yield here
         while here != top:
@@ -128,33 +132,35 @@ def _describe(index: int, handle: Any) -> Gpu:
     )
 
 
-# How much host memory this process may still take: the kernel's estimate, and its cgroup's limit.
+# Host memory that this process can still allocate: the kernel's estimate and the cgroup's limit.
 
 
 _PAIRS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-"""Limit and use, in cgroup v2 and v1."""
+"""Files of the limit and the usage, in cgroup v2 and v1."""
 
 
 def available_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return bytes that can be allocated before something is swapped out or killed."""
+    """Return the host memory in bytes that this process can allocate without swapping or an out-of-memory kill."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB$", _read_limit(Path("/proc/meminfo")), re.MULTILINE)
     free = [int(match[1]) * 1024] if match else []
     for line in _read_limit(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
+        if controllers not in {"", "memory"}:
+            continue
         for base in (root, root / "memory"):
-            if controllers in {"", "memory"}:
-                free += [room for folder in _upward(base, path) for room in _available(folder)]
+            for folder in _with_ancestors(base, path):
+                free += _available(folder)
     return min(free, default=1 << 62)
 
 
-def _upward(base: Path, path: str) -> list[Path]:
-    """Return the folder of a group and of all above it, whose limits apply too."""
+def _with_ancestors(base: Path, path: str) -> list[Path]:
+    """Return the directories of a cgroup and of its ancestors, whose limits apply as well."""
     folder = base / path.lstrip("/")
     return [folder, *(parent for parent in folder.parents if parent.is_relative_to(base))]
 
 
 def _available(folder: Path) -> list[int]:
-    """Return the memory left below the limit of one cgroup directory, in bytes; empty if it has no limit."""
+    """Return the bytes left below the limit of a cgroup, once per cgroup version; empty if it has no limit."""
     pairs = [(_read_limit(folder / limit).strip(), _read_limit(folder / used).strip()) for limit, used in _PAIRS]
     return [int(limit) - int(used) for limit, used in pairs if limit.isdigit() and used.isdigit()]
 
@@ -166,12 +172,12 @@ def _read_limit(path: Path) -> str:
         return ""
 
 
-# How often the kernel has killed a process of this cgroup because memory ran out.
+# Out-of-memory kills, as counted by the kernel.
 
 
 def oom_kills() -> int | None:
-    """Return the kernel's count for the cgroup of this process (v2 or v1), None where it keeps none."""
-    for path in _counters(Path("/proc/self/cgroup").read_text() if Path("/proc/self/cgroup").exists() else ""):
+    """Return the number of out-of-memory kills in the cgroup of this process (v2 or v1); None if it is unknown."""
+    for path in _counters(_MEMBERSHIP.read_text() if _MEMBERSHIP.exists() else ""):
         try:
             match = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
         except OSError:
@@ -182,7 +188,7 @@ def oom_kills() -> int | None:
 
 
 def _counters(memberships: str) -> list[Path]:
-    """Where the count may be: lines are ID:CONTROLLERS:PATH, the controllers empty in v2."""
+    """Return the files that may contain the counter; lines are ID:CONTROLLERS:PATH, without controllers in v2."""
     root, found = Path("/sys/fs/cgroup"), []
     for line in memberships.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -191,3 +197,37 @@ def _counters(memberships: str) -> list[Path]:
         elif "memory" in controllers.split(","):
             found.append(root / "memory" / path.lstrip("/") / "memory.oom_control")
     return found
+
+
+UNKNOWN = "unknown"
+_PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+"""pyproject.toml of a source tree; it does not exist for an installed package."""
+
+
+def package_version(name: str) -> str:
+    """Return the version of a package, or "unknown", without importing the package.
+
+    A source tree on PYTHONPATH has no metadata. Then the version of shardwise is read from pyproject.toml, and that of
+    another package from its version.py, which torch has.
+    """
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return _version_in_sources(name)
+
+
+def _version_in_sources(name: str) -> str:
+    if name == "shardwise":
+        return _find(_PYPROJECT, r'^name = "shardwise"\nversion = "([^"]+)"')
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        return UNKNOWN
+    return _find(Path(spec.origin).with_name("version.py"), r"^__version__ = ['\"]([^'\"]+)['\"]")
+
+
+def _find(path: Path, pattern: str) -> str:
+    try:
+        found = re.search(pattern, path.read_text(), re.MULTILINE)
+    except OSError:
+        return UNKNOWN
+    return found[1] if found else UNKNOWN

@@ -3,6 +3,6 @@
 from shardwise.job.job import Job
 from shardwise.job.load import JobReference, load_job, refer
 from shardwise.job.lora import Lora
-from shardwise.job.loss import Loss, Metric
+from shardwise.job.losses import Loss, Metric
 
 __all__ = ["Job", "JobReference", "Lora", "Loss", "Metric", "load_job", "refer"]

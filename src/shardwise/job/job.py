@@ -11,9 +11,10 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from shardwise.errors import JobError
+from shardwise.errors import JobError, nearest
+from shardwise.job.callbacks import Callbacks, EarlyStopping, as_callbacks, check_callbacks
 from shardwise.job.lora import Lora
-from shardwise.job.loss import Loss, Metric
+from shardwise.job.losses import Loss, Metric
 from shardwise.job.schedules import Constant, Schedule, is_torch_scheduler
 
 if TYPE_CHECKING:
@@ -102,8 +103,14 @@ class Job:
     clip_norm: float | None = None
     """Largest norm of the whole gradient; None leaves it alone."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    on_step: Callable[[Any], None] | None = None
-    """Called on every rank with each StepReport."""
+    evaluate_every: int | None = None
+    """Optimizer steps between evaluations of the test split; None evaluates after every epoch. The end is evaluated."""
+    evaluate_at_start: bool = False
+    """Whether the test split is evaluated before the first step, too."""
+    on_step: Callbacks = None
+    """Called on every rank after each step, with a CallbackContext; several in a list. May return STOP."""
+    on_evaluate: Callbacks = None
+    """Called on every rank after each evaluation, with a CallbackContext; such as sw.EarlyStopping("loss", 3)."""
     state: Stateful | None = None
     """What else checkpoints hold: an object with state_dict() and load_state_dict(), alike on every rank."""
     collate: Callable[[list[Any]], Any] | None = None
@@ -129,13 +136,13 @@ class Job:
             raise JobError(
                 f"Job.model is a finished {type(self.model).__name__}",
                 code="job.model-not-factory",
-                fix=_CALLABLES["model"],
+                fix=CALLABLES["model"],
             )
         for name in ("model", "data", "optimizer", "forward", "schedule"):
             value = getattr(self, name)
             if not callable(value) or is_torch_scheduler(value):
                 raise JobError(
-                    f"Job.{name} is {_described(value)}, not a function", code="job.not-callable", fix=_CALLABLES[name]
+                    f"Job.{name} is {_described(value)}, not a function", code="job.not-callable", fix=CALLABLES[name]
                 )
         if not isinstance(self.loss, Loss):
             raise JobError(
@@ -149,6 +156,7 @@ class Job:
         _check_whole("num_workers", self.num_workers, least=0)
         self._check_choices()
         self._check_length()
+        self._check_callbacks()
         object.__setattr__(self, "tensor_rules", as_rules(self.tensor_rules))
         if self.clip_norm is not None and not _positive(self.clip_norm):
             raise JobError(
@@ -189,6 +197,20 @@ class Job:
             names = " or ".join(f'"{name}"' for name in get_args(Framework))
             raise JobError(f"Job.engine is {self.engine!r}", code="job.unknown-engine", fix=f"give {names}")
 
+    def _check_callbacks(self) -> None:
+        if self.evaluate_every is not None:
+            _check_whole("evaluate_every", self.evaluate_every, least=1)
+        check_callbacks("on_step", self.on_step)
+        check_callbacks("on_evaluate", self.on_evaluate)
+        for callback in as_callbacks(self.on_evaluate):
+            known = {"loss", *self.metrics}
+            if isinstance(callback, EarlyStopping) and callback.metric not in known:
+                raise JobError(
+                    f"Job.on_evaluate stops by the metric {callback.metric!r}, which Job.metrics does not have",
+                    code="job.early-stopping-metric",
+                    fix=nearest(callback.metric, known),
+                )
+
     def _check_length(self) -> None:
         given = [name for name in LENGTHS if getattr(self, name) is not None]
         if len(given) != 1:
@@ -201,7 +223,8 @@ class Job:
         _check_whole(given[0], getattr(self, given[0]), least=1)
 
 
-_CALLABLES = {
+CALLABLES = {
+    # Fields that are functions, and what to write in them.
     "model": "give a function that makes the model, such as lambda: Net()",
     "data": "give a function from a split name to a dataset, such as sw.datasets.digits",
     "optimizer": "give a factory such as sw.adamw(lr=1e-3), or lambda named: torch.optim.SGD(named, lr=0.1)",

@@ -44,7 +44,9 @@ class Lora:
         object.__setattr__(self, "targets", tuple(targets))
         if type(self.rank) is not int or self.rank < 1:
             raise JobError(
-                f"Lora.rank is {self.rank!r}", code="job.lora-rank-invalid", fix="give a whole number of at least 1"
+                f"Lora.rank must be a positive integer, got {self.rank!r}",
+                code="job.lora-rank-invalid",
+                fix="use an integer of at least 1",
             )
         if not _is_number(self.alpha) or self.alpha <= 0:
             raise JobError(f"Lora.alpha is {self.alpha!r}", code="job.lora-alpha-invalid", fix="give a number above 0")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwise.job.loss import Metric
-from shardwise.job.losses import count_tokens, target_of
+from shardwise.job.losses import Metric, count_tokens, target_of
 
 if TYPE_CHECKING:
     from torch import Tensor

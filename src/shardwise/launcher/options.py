@@ -1,4 +1,4 @@
-"""torchrun's options, read into settled values; pure."""
+"""Parsers of torchrun's options as pure functions: processes, nodes, rendezvous endpoint and output streams."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from shardwise.errors import LaunchError
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """How the output of one stream of one rank is shown; it is always in the run directory unless `terminal`."""
+    """How one output stream of one rank is displayed; it is logged to the run directory unless `terminal` is set."""
 
     terminal: bool = False
-    """The rank keeps the launcher's own terminal."""
+    """Whether the rank writes directly to the launcher's terminal."""
     copied: bool = True
-    """Copied to the launcher's output as it is written."""
+    """Whether the output is copied to the launcher's output as it is written."""
     prefixed: bool = False
-    """Each copied line begins with its rank."""
+    """Whether each copied line starts with the rank."""
 
 
 def read_nproc(text: str, *, num_gpus: int, num_cores: int) -> int:
-    """Read --nproc-per-node: a number, gpu, cpu or auto (GPUs where there are some, else cores)."""
+    """Parse --nproc-per-node: a number, gpu, cpu, or auto (the number of GPUs, or of cores if no GPU is visible)."""
     if text == "gpu" and not num_gpus:
         raise LaunchError(
-            "--nproc-per-node gpu, but no NVIDIA GPU is visible", code="launch.no-gpu", fix="use a number, cpu or auto"
+            "--nproc-per-node gpu requires a visible NVIDIA GPU", code="launch.no-gpu", fix="use a number, cpu or auto"
         )
     named = {"gpu": num_gpus, "cpu": num_cores, "auto": num_gpus or num_cores}
     if text in named:
         return named[text]
     if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
         raise LaunchError(
-            f"--nproc-per-node is {text!r}",
+            f"--nproc-per-node must be a positive integer, gpu, cpu or auto, got {text!r}",
             code="launch.nproc-invalid",
             fix="use a number of at least 1, gpu, cpu or auto",
         )
     if num_gpus and int(text) > num_gpus:
         raise LaunchError(
-            f"--nproc-per-node {text} is more than the {num_gpus} GPUs that are visible",
+            f"--nproc-per-node {text} exceeds the {num_gpus} visible GPUs",
             code="launch.nproc-exceeds-gpus",
-            fix=f"use {num_gpus}, or export CUDA_VISIBLE_DEVICES= for ranks on the CPU",
+            fix=f"use {num_gpus}, or export CUDA_VISIBLE_DEVICES= to run on the CPU",
         )
     return int(text)
 
 
 def read_nodes(text: str) -> tuple[int, int]:
-    """Read --nnodes: N, or MIN:MAX for elastic worlds."""
+    """Parse --nnodes: N, or MIN:MAX for an elastic run; return (min, max)."""
     match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
         raise LaunchError(
-            f"--nnodes is {text!r}", code="launch.nnodes-invalid", fix="use a number of nodes, or MIN:MAX"
+            f"--nnodes must be N or MIN:MAX, got {text!r}", code="launch.nnodes-invalid", fix="use 2, or 2:4"
         )
     return least, most
 
@@ -58,45 +58,58 @@ def read_nodes(text: str) -> tuple[int, int]:
 def read_endpoint(
     *, rdzv_backend: str, rdzv_endpoint: str, master_addr: str | None, master_port: int | None
 ) -> tuple[str, int]:
-    """Read the rendezvous endpoint of the nodes: --rdzv-endpoint HOST[:PORT], else --master-addr and --master-port."""
+    """Return (host, port) of the rendezvous from --rdzv-endpoint HOST[:PORT], or --master-addr and --master-port."""
     host, port = _split(rdzv_endpoint) if rdzv_endpoint else (master_addr or "", None)
     if not host:
         raise LaunchError(
-            "several nodes, and no rendezvous endpoint",
+            "a run on several nodes requires a rendezvous endpoint",
             code="launch.endpoint-missing",
             fix="add --master-addr <address of node 0>",
         )
     if rdzv_endpoint and master_addr and master_addr != host:
         raise LaunchError(
-            f"--rdzv-endpoint names {host} and --master-addr {master_addr}",
+            f"--rdzv-endpoint {host} and --master-addr {master_addr} are different hosts",
             code="launch.endpoint-contradicts",
-            fix="leave one of them out",
+            fix="pass only one of them",
         )
+    _check_same_port(port, master_port)
+    return host, _checked_port(port or master_port or DEFAULT_PORTS[rdzv_backend], least=1)
+
+
+def _check_same_port(port: int | None, master_port: int | None) -> None:
     if port and master_port and port != master_port:
         raise LaunchError(
-            f"--rdzv-endpoint names port {port} and --master-port {master_port}",
+            f"--rdzv-endpoint has port {port}, but --master-port is {master_port}",
             code="launch.endpoint-contradicts",
-            fix="leave one of them out",
+            fix="pass only one of them",
         )
-    chosen = port or master_port or DEFAULT_PORTS[rdzv_backend]
-    if not 0 < chosen < 1 << 16:
-        raise LaunchError(f"port {chosen} is not a port", code="launch.port-invalid", fix="use 1 to 65535")
-    return host, chosen
+
+
+def _checked_port(port: int, *, least: int) -> int:
+    if not least <= port < 1 << 16:
+        raise LaunchError(
+            f"the port must be between 1 and 65535, got {port}", code="launch.port-invalid", fix="change --master-port"
+        )
+    return port
 
 
 DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
-"""torchrun's, for each of its rendezvous."""
+"""torchrun's default port of each rendezvous backend."""
 
 
 def _split(endpoint: str) -> tuple[str, int | None]:
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^:\[\]\s]+))(?::([0-9]+))?", endpoint)
     if match is None:
-        raise LaunchError(f"--rdzv-endpoint is {endpoint!r}", code="launch.endpoint-invalid", fix="write HOST:PORT")
+        raise LaunchError(
+            f"--rdzv-endpoint must be HOST:PORT, got {endpoint!r}",
+            code="launch.endpoint-invalid",
+            fix="write HOST:PORT",
+        )
     return match[1] or match[2], int(match[3]) if match[3] else None
 
 
 def read_rdzv_conf(text: str) -> dict[str, float]:
-    """Read the waits, in seconds, of --rdzv-conf KEY=VALUE,...; torchrun's other keys have no meaning here."""
+    """Parse the timeouts of --rdzv-conf KEY=VALUE,... in seconds; other keys of torchrun are ignored."""
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     names = {"join_timeout": "join_s", "timeout": "join_s", "last_call_timeout": "last_call_s"}
     found = {}
@@ -104,9 +117,9 @@ def read_rdzv_conf(text: str) -> dict[str, float]:
         name = names.get(key.strip())
         if not equals or (name and not re.fullmatch(r"[0-9]+(\.[0-9]+)?", value.strip())):
             raise LaunchError(
-                f"--rdzv-conf has {key}{equals}{value}",
+                f"--rdzv-conf entry {key}{equals}{value} is not KEY=VALUE with a time in seconds",
                 code="launch.rdzv-conf-invalid",
-                fix="write KEY=VALUE,KEY=VALUE, times in seconds",
+                fix="write join_timeout=600,last_call_timeout=5",
             )
         if name:
             found[name] = float(value)
@@ -114,44 +127,36 @@ def read_rdzv_conf(text: str) -> dict[str, float]:
 
 
 def check_nodes(nodes: tuple[int, int], node_rank: int | None, rdzv_backend: str) -> None:
-    """Refuse node options that contradict each other."""
+    """Raise LaunchError if --node-rank is not below --nnodes or --rdzv-backend is unknown."""
     _, most = nodes
     if node_rank is not None and not 0 <= node_rank < most:
         raise LaunchError(
-            f"--node-rank {node_rank} is not below --nnodes {most}",
+            f"--node-rank must be below --nnodes {most}, got {node_rank}",
             code="launch.node-rank-invalid",
             fix=f"use 0 to {most - 1}",
         )
     if rdzv_backend not in DEFAULT_PORTS:
         raise LaunchError(
-            f"--rdzv-backend is {rdzv_backend!r}", code="launch.rdzv-backend-unknown", fix="use static or c10d"
+            f"--rdzv-backend {rdzv_backend!r} is unknown", code="launch.rdzv-backend-unknown", fix="use static or c10d"
         )
 
 
 def read_port(endpoint: str, master_port: int | None, *, standalone: bool) -> int:
-    """Read the port of the store: --master-port, else the one of --rdzv-endpoint, else 0 for a free one."""
+    """Return the port of the store: --master-port, that of --rdzv-endpoint, or 0 to select a free port."""
     _, colon, port = endpoint.rpartition(":")
     given = int(port) if colon and port.isdigit() else None
     if standalone and (given or master_port):
         raise LaunchError(
-            f"--standalone finds a port by itself, and {given or master_port} is named",
+            f"--standalone selects a free port and cannot be combined with port {given or master_port}",
             code="launch.standalone-with-port",
-            fix="leave one of them out",
+            fix="pass only one of them",
         )
-    if given and master_port and given != master_port:
-        raise LaunchError(
-            f"--rdzv-endpoint names port {given} and --master-port {master_port}",
-            code="launch.endpoint-contradicts",
-            fix="leave one of them out",
-        )
-    chosen = master_port or given or 0
-    if not 0 <= chosen < 1 << 16:
-        raise LaunchError(f"port {chosen} is not a port", code="launch.port-invalid", fix="use 1 to 65535")
-    return chosen
+    _check_same_port(given, master_port)
+    return _checked_port(master_port or given or 0, least=0)
 
 
 def read_streams(option: str, text: str, nproc: int) -> list[tuple[bool, bool]]:
-    """Read --redirects or --tee, as torchrun does: 0 none, 1 stdout, 2 stderr, 3 both, or RANK:N,RANK:N."""
+    """Parse --redirects or --tee (0 none, 1 stdout, 2 stderr, 3 both, or RANK:N,...); return flags per rank."""
     values = dict.fromkeys(range(nproc), 0)
     if re.fullmatch(r"[0-3]", text):
         values = dict.fromkeys(values, int(text))
@@ -161,29 +166,31 @@ def read_streams(option: str, text: str, nproc: int) -> list[tuple[bool, bool]]:
         unknown = [rank for rank in named if rank not in values]
         if unknown:
             raise LaunchError(
-                f"--{option} names rank {unknown[0]}", code="launch.stream-rank-unknown", fix=f"use 0 to {nproc - 1}"
+                f"--{option} has rank {unknown[0]}, but the ranks of this node are 0 to {nproc - 1}",
+                code="launch.stream-rank-unknown",
+                fix=f"use 0 to {nproc - 1}",
             )
         values.update(named)
     else:
         raise LaunchError(
-            f"--{option} is {text!r}", code="launch.streams-invalid", fix="use 0, 1, 2 or 3, or RANK:N,RANK:N"
+            f"--{option} must be 0, 1, 2, 3 or RANK:N,..., got {text!r}", code="launch.streams-invalid", fix="use 3"
         )
     return [(bool(value & 1), bool(value & 2)) for _, value in sorted(values.items())]
 
 
 def read_ranks(text: str, nproc: int) -> frozenset[int]:
-    """Read --local-ranks-filter: ranks whose output is shown; empty shows all."""
+    """Parse --local-ranks-filter, the ranks whose output is displayed; an empty text selects all ranks."""
     if not text:
         return frozenset(range(nproc))
     try:
         ranks = frozenset(int(part) for part in text.split(","))
     except ValueError:
         raise LaunchError(
-            f"--local-ranks-filter is {text!r}", code="launch.rank-filter-invalid", fix="use ranks such as 0,1"
+            f"--local-ranks-filter must be RANK,..., got {text!r}", code="launch.rank-filter-invalid", fix="use 0,1"
         ) from None
     if not ranks <= frozenset(range(nproc)):
         raise LaunchError(
-            f"--local-ranks-filter {text} names ranks beyond {nproc - 1}",
+            f"--local-ranks-filter {text} has a rank outside of 0 to {nproc - 1}",
             code="launch.rank-filter-unknown",
             fix=f"use 0 to {nproc - 1}",
         )
@@ -191,10 +198,10 @@ def read_ranks(text: str, nproc: int) -> frozenset[int]:
 
 
 def shown(*, redirects: str | None, tee: str, ranks_filter: str, nproc: int) -> list[tuple[Shown, Shown]]:
-    """Return how (stdout, stderr) of each rank are shown.
+    """Return how (stdout, stderr) of each rank are displayed.
 
-    By default every rank's output is copied to the terminal and kept in the run directory; --redirects keeps it
-    there alone, --redirects 0 leaves the rank on the terminal, --tee copies with the rank before each line.
+    By default, every rank's output is logged to the run directory and copied to the terminal. --redirects disables the
+    copy, --redirects 0 attaches the rank to the terminal, and --tee prefixes each copied line with its rank.
     """
     hidden = read_streams("redirects", redirects or "0", nproc)
     teed = read_streams("tee", tee, nproc)

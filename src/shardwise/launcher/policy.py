@@ -1,4 +1,4 @@
-"""Pure decisions of the launcher: which exit was the root cause, and whether to try again."""
+"""Decisions of the launcher as pure functions: which exit is the root cause, and whether to restart all ranks."""
 
 from __future__ import annotations
 
@@ -20,52 +20,52 @@ class RankExit:
 
     rank: int
     returncode: int
-    """Negative: ended by that signal."""
+    """The exit code, or the negated number of the signal that terminated the process."""
     failure: Failure | None = None
     stopped: bool = False
-    """It ended after the launcher had asked it to stop, so its end explains nothing."""
+    """Whether the rank exited after the launcher requested a stop, so that it cannot be the root cause."""
     at: float = 0.0
-    """Seconds on the launcher's clock when the end was seen."""
+    """Time at which the launcher observed the exit, in seconds of its monotonic clock."""
     node_name: str = ""
-    """Node that it ran on; empty when there is one node."""
+    """Node of the rank; empty in a run on one node."""
     log: tuple[str, ...] = ()
-    """Last lines of its standard error, if it could not write its failure down."""
+    """Last lines of standard error of a rank that failed without recording its exception."""
     calls: LastCalls | None = None
-    """Its last collectives, where they were recorded and a failure is to be explained."""
+    """Last collectives of the rank; None if they were not recorded or no rank failed."""
 
     @property
     def failed(self) -> bool:
-        """Whether this rank ended badly by itself."""
+        """Whether the rank exited with an error before the launcher requested a stop."""
         return self.returncode != 0 and not self.stopped
 
     @property
     def is_certain(self) -> bool:
-        """Whether no other rank's exit could explain this one: it was killed, or raised an error of its own.
+        """Whether the rank was killed or raised an error that a failure of a different rank cannot have caused.
 
-        An abort may follow from a peer: gloo aborts the rank that receives more than it expects, NCCL's watchdog one
-        whose peer is gone. Where that peer was shows in its exception, which it needs time to write.
+        An abort may be caused by a peer: gloo aborts the rank that receives more bytes than it expects, and NCCL's
+        watchdog aborts a rank whose peer exited. The peer may still be writing its exception.
         """
         return self.failed and _kind(self) <= _RAISED and self.returncode != -signal.SIGABRT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finish:
-    """All ranks are done; the launch ends with this exit code."""
+    """The decision to end the launch with this exit code, because all ranks exited without a failure."""
 
     exit_code: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """Start all ranks again, as attempt number `attempt`."""
+    """The decision to restart all ranks as attempt number `attempt`."""
 
     attempt: int
     cause: RankExit | None
-    """None when a verdict stopped the ranks, such as one on a hang."""
+    """Exit of the rank that failed first; None if an observer, such as the hang detector, stopped the ranks."""
 
     @property
     def why(self) -> str:
-        """What happened, as a sentence."""
+        """The reason for the restart."""
         if self.cause is None:
             return "a verdict stopped the ranks"
         where = f" on {self.cause.node_name}" if self.cause.node_name else ""
@@ -74,7 +74,7 @@ class Restart:
 
 @dataclass(frozen=True, kw_only=True)
 class GiveUp:
-    """The launch failed because of this exit; None when no rank was to blame."""
+    """The decision to end the launch as failed; `cause` is None if the failure was not that of a rank."""
 
     cause: RankExit | None
 
@@ -85,45 +85,45 @@ Decision = Finish | Restart | GiveUp
 def decide(
     exits: Sequence[RankExit], *, max_restarts: int, restarts: int, stop_requested: bool, by_verdict: bool = False
 ) -> Decision:
-    """Return what follows when the last rank of an attempt has ended; `by_verdict` if an observer stopped the ranks."""
-    if stop_requested:
-        # Ranks were asked to stop: those that saved report it by their exit code, and the others did not fail.
-        return Finish(exit_code=PREEMPTED if any(exit_.returncode == PREEMPTED for exit_ in exits) else 0)
-    if exits and not by_verdict and all(exit_.returncode == PREEMPTED for exit_ in exits):
-        return Finish(exit_code=PREEMPTED)  # somebody asked the ranks themselves
+    """Decide what to do after all ranks of an attempt have exited; `by_verdict` if an observer stopped the ranks."""
+    num_preempted = sum(exit_.returncode == PREEMPTED for exit_ in exits)
+    if stop_requested:  # exits after a requested stop are not failures
+        return Finish(exit_code=PREEMPTED if num_preempted else 0)
+    if exits and not by_verdict and num_preempted == len(exits):
+        return Finish(exit_code=PREEMPTED)  # the stop signal was sent to the ranks directly
     cause = root_cause(exits)
     if cause is None and not any(exit_.stopped for exit_ in exits):
         return Finish()
-    is_worth_it = by_verdict if cause is None else not _is_hopeless(cause)
-    if restarts < max_restarts and is_worth_it:
+    may_succeed = by_verdict if cause is None else not _is_bad_input(cause)
+    if restarts < max_restarts and may_succeed:
         return Restart(attempt=restarts + 1, cause=cause)
     return GiveUp(cause=cause)
 
 
 def root_cause(exits: Sequence[RankExit]) -> RankExit | None:
-    """Return the exit that explains the others: by kind first, then by time; None when all went well."""
+    """Return the exit that caused the other failures, ranked by kind and then by time; None if no rank failed."""
     failed = [exit_ for exit_ in exits if exit_.failed]
     cause = min(failed, key=lambda exit_: (_kind(exit_), _when(exit_), exit_.rank), default=None)
     if cause is None or _kind(cause) != _PEER_LOST:
         return cause
-    # All that failed report that a peer went away: the first that left before them, with exit code 0, is the one.
-    left = [exit_ for exit_ in exits if exit_.returncode == 0 and not exit_.stopped and exit_.at <= cause.at]
-    return min(left, key=lambda exit_: (exit_.at, exit_.rank), default=cause)
+    # Every failed rank lost a peer, so the cause is the first rank that exited before them with exit code 0.
+    exited = [exit_ for exit_ in exits if exit_.returncode == 0 and not exit_.stopped and exit_.at <= cause.at]
+    return min(exited, key=lambda exit_: (exit_.at, exit_.rank), default=cause)
 
 
-def _is_hopeless(cause: RankExit) -> bool:
-    """Bad input stays bad however often it is tried."""
+def _is_bad_input(cause: RankExit) -> bool:
+    """Return whether the failure is an input error, which a restart cannot fix."""
     return cause.failure is not None and cause.failure.exit_code == BAD_INPUT
 
 
-_KILLED, _RAISED, _LEFT, _PEER_LOST = range(4)
-"""Kinds of ends, those that explain the others first: by a signal or for lack of memory; by an exception of its own;
-without a record; by an error that only reports that a peer went away."""
+_KILLED, _RAISED, _UNRECORDED, _PEER_LOST = range(4)
+"""Kinds of failures, the most likely root cause first: terminated by a signal; an exception; an exit code without a
+recorded exception; an error that only reports that a peer disconnected."""
 
 
 def _kind(exit_: RankExit) -> int:
     if exit_.failure is None:
-        return _KILLED if exit_.returncode < 0 else _LEFT
+        return _KILLED if exit_.returncode < 0 else _UNRECORDED
     return _PEER_LOST if exit_.failure.peer_lost else _RAISED
 
 

@@ -1,4 +1,4 @@
-"""SLURM: the batch script of a launch, its submission, and the nodes of an allocation or a step."""
+"""SLURM support: the batch script of a launch, its submission, and the nodes of an allocation or a job step."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
 
 EXAMPLE = "--slurm time=2:00:00,partition=gpu,gpus-per-node=8"
 _FLAGS = frozenset({"contiguous", "exclusive", "hold", "no-requeue", "overcommit", "oversubscribe", "spread-job"})
-"""Options of sbatch that need no value."""
-_NOT_THESE = {
+"""Options of sbatch that do not have a value."""
+_RESERVED = {
     "nodes": "use --nnodes",
-    "ntasks": "use --nnodes for machines and --nproc for ranks on each",
-    "ntasks-per-node": "use --nproc: SLURM starts one launcher per node, which starts the ranks",
-    "gpus-per-task": "use gpus-per-node: SLURM's tasks are launchers, one per node",
-    "array": "submit each of these jobs by itself: they would share one run directory",
-    "wrap": "the script is ours to write",
+    "ntasks": "use --nnodes for the number of nodes and --nproc for the ranks per node",
+    "ntasks-per-node": "use --nproc, because SLURM starts one launcher per node, which starts the ranks",
+    "gpus-per-task": "use gpus-per-node, because SLURM starts one launcher per node as its task",
+    "array": "submit each job separately, because the jobs of an array would share one run directory",
+    "wrap": "remove it, because shardwise generates the script",
 }
-"""Options of sbatch that would contradict the script, and what to do instead."""
+"""Options of sbatch that conflict with the generated script, with the fix."""
 _SPARE_S = 30
-"""Between the end of the ranks and the end of the time: for the launchers to end and for the requeue."""
+"""Seconds between the exit of the ranks and the time limit of the job, for the launchers and the requeue."""
 _BEFORE_START = 128 + signal.SIGUSR1
-"""How a launcher ends that was asked to stop before it could catch the signal."""
+"""Exit code of a launcher that received SIGUSR1 before it installed its signal handler."""
 _SCRIPT = """\
 #!/bin/bash
 {directives}
 
-# By this the launchers of the job know each other; ranks never see it.
+# The launchers of the job authenticate each other with this secret; it is not passed to ranks.
 SHARDWISE_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
 export SHARDWISE_SECRET
 
-# SLURM sends USR1 before the time is over, to this shell alone, which handles it only while it waits.
+# SLURM sends USR1 before the time limit to this shell only; bash runs the trap while it waits.
 trap 'asked=yes; kill -USR1 "$step"' USR1
 
-# One launcher per node. It finds its node rank and the others by SLURM's variables.
+# One launcher per node, which reads its node rank and the address of node 0 from SLURM's variables.
 {srun} \\
     {command} &
 step=$!
@@ -59,37 +59,37 @@ code=$?
 {requeue}exit "$code"
 """
 _REQUEUE = f"""
-# {PREEMPTED}: the ranks have saved; {_BEFORE_START}: they had not started yet. The job continues when it runs again.
+# {PREEMPTED}: the ranks saved a checkpoint; {_BEFORE_START}: they had not started. The requeued job resumes.
 if [ -n "$asked" ] && [ "$code" = {PREEMPTED} -o "$code" = {_BEFORE_START} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
-    """What to submit, settled."""
+    """The resolved settings of a SLURM batch job."""
 
     name: str
     nodes: tuple[int, int]
-    """Machines, at least and at most."""
+    """Minimum and maximum number of nodes."""
     command: tuple[str, ...]
-    """What runs on each node: a launcher, which finds its node rank in SLURM's variables."""
+    """The launcher's command line on each node; it reads its node rank from SLURM's variables."""
     nproc: int | None
-    """Ranks of each node; None where only the node can count them."""
+    """Ranks per node; None if it depends on the hardware of the node."""
     run: str
-    """Folder of the run, absolute: there the output goes, and there a requeued job continues."""
+    """Absolute path of the run directory, which contains the job's output and from which a requeued job resumes."""
     directives: Mapping[str, str]
-    """The user's, by sbatch's long names; empty values are flags."""
+    """The user's sbatch options by long name; the value of a flag is empty."""
     grace_s: float
-    """What the launcher gives ranks to save."""
+    """Seconds that ranks get to save a checkpoint after a stop request."""
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the run continues without some of its nodes."""
+        """Whether the run may continue with fewer nodes."""
         return self.nodes[0] < self.nodes[1]
 
 
 def read_directives(text: str) -> dict[str, str]:
-    """Read --slurm KEY=VALUE,...: sbatch's long options; a comma begins a new one only where KEY= or a flag follows."""
+    """Parse --slurm KEY=VALUE,... with sbatch's long options; a comma without KEY= or a flag is part of the value."""
     found: dict[str, str] = {}
     key = ""
     for part in text.split(",") if text else ():
@@ -104,18 +104,18 @@ def read_directives(text: str) -> dict[str, str]:
             found[key] += f",{part}"  # partition=a,b
         else:
             raise LaunchError(
-                f"--slurm has {part!r}, which is not KEY=VALUE",
+                f"--slurm entry {part!r} is not KEY=VALUE",
                 code="launch.slurm-syntax",
-                fix=f"write {EXAMPLE}, or --slurm -- SCRIPT for none",
+                fix=f"write {EXAMPLE}, or --slurm -- SCRIPT without options",
             )
     for key in found:
-        if key in _NOT_THESE:
+        if key in _RESERVED:
             raise LaunchError(
-                f"--slurm {key}= is not for this script", code="launch.slurm-key-reserved", fix=_NOT_THESE[key]
+                f"--slurm {key}= conflicts with the batch script", code="launch.slurm-key-reserved", fix=_RESERVED[key]
             )
     if "signal" in found and not re.fullmatch(r"B:(SIG)?USR1@[0-9]+", found["signal"]):
         raise LaunchError(
-            f"--slurm signal={found['signal']} would not reach the script, which requeues the job",
+            f"--slurm signal={found['signal']} does not signal the batch script, which requeues the job",
             code="launch.slurm-signal-invalid",
             fix="write signal=B:USR1@SECONDS",
         )
@@ -123,38 +123,41 @@ def read_directives(text: str) -> dict[str, str]:
 
 
 def gpus_per_node(directives: Mapping[str, str]) -> int | None:
-    """Return the GPUs of each node that are asked for, as in gpus-per-node=h100:4 or gres=gpu:4; None for none."""
-    asked = directives.get("gpus-per-node")
-    if asked is None:
+    """Return the number of GPUs per node that gpus-per-node=h100:4 or gres=gpu:4 requests; None without either."""
+    requested = directives.get("gpus-per-node")
+    if requested is None:
         generic = [part for part in directives.get("gres", "").split(",") if part.partition(":")[0] == "gpu"]
-        asked = ",".join(generic) or None
-    if asked is None:
+        requested = ",".join(generic) or None
+    if requested is None:
         return None
-    counts = [part.rpartition(":")[2] for part in asked.split(",")]
-    return sum(int(count) if count.isdigit() else 1 for count in counts)
+    num_gpus = 0
+    for part in requested.split(","):
+        count = part.rpartition(":")[2]
+        num_gpus += int(count) if count.isdigit() else 1
+    return num_gpus
 
 
-def settle_nproc(asked: str | None, directives: Mapping[str, str]) -> int | None:
-    """Return the ranks of each node from --nproc (None: not typed) and the GPUs; None where only the node can count.
+def resolve_nproc(nproc: str | None, directives: Mapping[str, str]) -> int | None:
+    """Return the ranks per node from --nproc, which may be None, and the requested GPUs.
 
-    Refused where there are more ranks than GPUs.
+    Returns None if the number depends on the hardware of the node. Raises LaunchError for more ranks than GPUs.
     """
     gpus = gpus_per_node(directives)
-    if asked is None:
+    if nproc is None:
         return gpus or 1
-    if not asked.isdigit():
-        return gpus if asked in ("gpu", "auto") else None
-    if gpus and int(asked) > gpus:
+    if not nproc.isdigit():
+        return gpus if nproc in ("gpu", "auto") else None
+    if gpus and int(nproc) > gpus:
         raise LaunchError(
-            f"--nproc {asked} is more than the {gpus} GPUs that each node is asked for",
+            f"--nproc {nproc} exceeds the {gpus} GPUs per node that --slurm requests",
             code="launch.nproc-exceeds-gpus",
-            fix=f"use --nproc {gpus}, or --slurm gpus-per-node={asked}",
+            fix=f"use --nproc {gpus}, or --slurm gpus-per-node={nproc}",
         )
-    return int(asked)
+    return int(nproc)
 
 
 def batch_script(spec: BatchSpec) -> str:
-    """Return the script that sbatch gets."""
+    """Return the batch script to submit with sbatch."""
     directives = [f"#SBATCH --{key}{'=' if value else ''}{value}" for key, value in _directives(spec).items()]
     return _SCRIPT.format(
         directives="\n".join(directives),
@@ -165,84 +168,84 @@ def batch_script(spec: BatchSpec) -> str:
 
 
 def srun_argv(num_nodes: int | str, *, elastic: bool = False, inside: bool = False) -> list[str]:
-    """Return the argv before a launcher that starts it once on each node of an allocation.
+    """Return the srun command that starts one launcher on each node of an allocation.
 
-    `elastic` runs outlive a node. `inside` another step, as by srun --pty, the cores of that step are shared.
+    An `elastic` run continues after a node fails. `inside` an existing step, such as srun --pty, it shares the cores.
     """
     return [
         "srun",
         f"--nodes={num_nodes}",
         f"--ntasks={num_nodes}",
         "--ntasks-per-node=1",
-        "--cpu-bind=none",  # a task's own share would be one core, and all ranks of the node would be on it
-        "--export=ALL",  # also where the job was submitted without the environment
-        "--kill-on-bad-exit=0",  # launchers end together, and with a report
+        "--cpu-bind=none",  # by default all ranks of the node would share the single core of the task
+        "--export=ALL",  # also if the job was submitted with --export=NONE
+        "--kill-on-bad-exit=0",  # launchers exit together and report the root cause
         *(["--no-kill"] if elastic else []),
         *(["--overlap"] if inside else []),
     ]
 
 
 def _directives(spec: BatchSpec) -> dict[str, str]:
-    """Return all directives in the order of the script; the user's win."""
+    """Return the directives of the script in order; the user's options override the defaults."""
     least, most = spec.nodes
     ours = {
         "job-name": spec.name,
         "nodes": str(most) if least == most else f"{least}-{most}",
         "ntasks-per-node": "1",
         "output": f"{spec.run}/slurm-%j.out",
-        "open-mode": "append",  # a requeued job continues in the same file
+        "open-mode": "append",  # a requeued job appends to the same file
         "signal": f"B:USR1@{math.ceil(spec.grace_s) + _SPARE_S}",
         "requeue": "",
     }
     if spec.nproc and not {"exclusive", "cpus-per-task", "cpus-per-gpu"} & set(spec.directives):
-        ours["cpus-per-task"] = str(spec.nproc)  # SLURM would give the launcher, and so all ranks, one core
+        ours["cpus-per-task"] = str(spec.nproc)  # by default the launcher and all ranks would share one core
     if spec.is_elastic:
-        ours["no-kill"] = ""  # SLURM ends a job of which a node is lost
-        del ours["ntasks-per-node"]  # with it SLURM takes as few nodes as it may, else as many as it can
+        ours["no-kill"] = ""  # by default SLURM ends a job when one of its nodes fails
+        del ours["ntasks-per-node"]  # with it SLURM allocates the minimum number of nodes, without it the maximum
     if "no-requeue" in spec.directives:
         del ours["requeue"]
     return ours | dict(spec.directives)
 
 
-# Inside SLURM: the nodes of a step or an allocation, checked against what was asked for; pure.
+# Inside SLURM: the nodes of a job step or an allocation, checked against the options; pure functions.
 
 
 _WHERE = frozenset({"rdzv_endpoint", "master_addr"})
 
 
 def is_step(variables: Mapping[str, str]) -> bool:
-    """Return whether this process is a task that srun started, by SLURM's `variables`."""
+    """Return whether the environment `variables` are those of a task that srun started."""
     return identify(variables).source == "slurm"
 
 
 def num_tasks(variables: Mapping[str, str]) -> int:
-    """Return how many tasks the step around this process has; 1 outside of a step, as in a shell by srun --pty."""
+    """Return the number of tasks of the job step of this process; 1 outside of a step or in srun --pty."""
     return identify(variables).world_size
 
 
 def nodes_of_step(variables: Mapping[str, str], options: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
-    """Return the options about nodes that the srun step around this launcher implies; those in `typed` stay.
+    """Return the node options that this launcher's srun step implies, except those in `typed`, which the user passed.
 
-    A step of several tasks is one launcher per node. Any other shape is refused with the directive that is right.
+    A step of several tasks must run one launcher per node; otherwise LaunchError names the srun option to use.
     """
     if not is_step(variables) or options.get("standalone"):
         return {}
     step = identify(variables)
     if step.local_world_size > 1:
         raise LaunchError(
-            f"SLURM started {step.local_world_size} tasks on this node, and each would start the --nproc ranks again",
+            f"SLURM started {step.local_world_size} launchers on this node, but one starts all --nproc ranks of a node",
             code="launch.slurm-tasks-per-node",
-            fix="use srun --ntasks-per-node=1 with --nproc, or as many tasks as ranks without a launcher",
+            fix="use srun --ntasks-per-node=1 with --nproc, or one task per rank without a launcher",
         )
     least, most = read_nodes(options["nnodes"]) if "nnodes" in typed else (step.world_size, step.world_size)
     if not least <= step.world_size <= most:
         raise LaunchError(
-            f"SLURM started {step.world_size} launchers, and --nnodes is {options['nnodes']}",
+            f"SLURM started {step.world_size} launchers, but --nnodes is {options['nnodes']}",
             code="launch.slurm-nnodes-mismatch",
             fix=f"use srun --nodes={most} --ntasks-per-node=1, or --nnodes {step.world_size}",
         )
     if step.world_size == 1:
-        return {"nnodes": "1"}  # also of MIN:MAX: no node can join a step later
+        return {"nnodes": "1"}  # also for MIN:MAX, because no node can join a step later
     found: dict[str, Any] = {"nnodes": f"{least}:{step.world_size}"}
     if not _WHERE & set(typed):
         found |= {"master_addr": step.master_addr, "node_rank": step.node_rank}
@@ -256,9 +259,9 @@ def nodes_of_step(variables: Mapping[str, str], options: Mapping[str, Any], type
 
 
 def nodes_of_allocation(variables: Mapping[str, str], nodes: tuple[int, int] | None, nproc: int | None) -> int | None:
-    """Return on how many nodes of the allocation around this shell to run; None when it is in none.
+    """Return the number of nodes of this shell's SLURM allocation to run on; None outside of an allocation.
 
-    `nodes` is what --nnodes asks for, None when it was not typed. An allocation that is too small is refused.
+    `nodes` is the (min, max) of --nnodes, or None. Raises LaunchError if the allocation is too small.
     """
     if "SLURM_JOB_ID" not in variables:
         return None
@@ -266,68 +269,68 @@ def nodes_of_allocation(variables: Mapping[str, str], nodes: tuple[int, int] | N
     least, most = nodes or (have, have)
     if have < least:
         raise LaunchError(
-            f"--nnodes {least} is more than the {have} nodes of SLURM's allocation {job}",
+            f"--nnodes {least} exceeds the {have} nodes of SLURM allocation {job}",
             code="launch.slurm-too-few-nodes",
             fix=f"use --nnodes {have}, or salloc --nodes={least}",
         )
     gpus = re.search(r"[0-9]+$", variables.get("SLURM_GPUS_PER_NODE") or "")
     if nproc is not None and gpus is not None and nproc > int(gpus[0]) > 0:
         raise LaunchError(
-            f"--nproc {nproc} is more than the {gpus[0]} GPUs that SLURM's allocation {job} has on each node",
+            f"--nproc {nproc} exceeds the {gpus[0]} GPUs per node of SLURM allocation {job}",
             code="launch.nproc-exceeds-gpus",
             fix=f"use --nproc {gpus[0]}, or salloc --gpus-per-node={nproc}",
         )
     return min(have, most)
 
 
-# Handing a batch script to SLURM, with one sentence for each refusal.
+# Submission of a batch script to SLURM.
 
 
-_ANSWER_S = 60.0
-_LOOK_S = 3.0
-_HOPELESS = frozenset({"BadConstraints", "PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit"})
-"""Reasons to wait that no end of other jobs will change."""
+_COMMAND_TIMEOUT_S = 60.0
+_PENDING_TIMEOUT_S = 3.0
+_PERMANENT_REASONS = frozenset({"BadConstraints", "PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit"})
+"""Pending reasons of squeue that do not change when other jobs end."""
 
 
 def require_slurm(program: str) -> None:
-    """Refuse where there is no SLURM."""
+    """Raise LaunchError if this SLURM command is not on the PATH."""
     if shutil.which(program) is None:
         raise LaunchError(
-            f"--slurm, but this machine has no {program}",
+            f"--slurm requires {program}, which is not on the PATH",
             code="launch.slurm-not-found",
-            fix="run it where SLURM's commands are, or add --dry-run to see the script",
+            fix="run on a host with SLURM, or add --dry-run to print the script",
         )
 
 
 def submit(script: Path) -> str:
-    """Submit a batch script and return the job's id; what SLURM would never start is refused."""
+    """Submit a batch script and return the job id; raise LaunchError for a job that SLURM rejects or cannot start."""
     done = _slurm("sbatch", "--parsable", str(script))
     if done.returncode != 0:
         raise LaunchError(
-            f"SLURM refuses the job ({_reason(done.stderr)})",
+            f"SLURM rejected the job ({_reason(done.stderr)})",
             code="launch.slurm-refused",
             fix="change --slurm or --nnodes",
         )
     job = done.stdout.strip().partition(";")[0]
-    waiting_for = _why_it_waits(job)
-    if waiting_for in _HOPELESS:
+    reason = _pending_reason(job)
+    if reason in _PERMANENT_REASONS:
         _slurm("scancel", job)
         raise LaunchError(
-            f"SLURM would never start the job ({waiting_for})",
+            f"SLURM cannot start the job ({reason}), so it was cancelled",
             code="launch.slurm-never-starts",
             fix="change --slurm or --nnodes",
         )
     return job
 
 
-def _why_it_waits(job: str) -> str:
-    """Return the reason why a job waits in SLURM's terms, once its scheduler has looked at it; empty when unknown."""
-    deadline = time.monotonic() + _LOOK_S
+def _pending_reason(job: str) -> str:
+    """Wait for squeue to show why a job is pending and return that reason; empty if it is unknown."""
+    deadline = time.monotonic() + _PENDING_TIMEOUT_S
     while time.monotonic() < deadline:
         try:
             found = _slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T %r")
         except LaunchError:
-            return ""  # the job is queued, whether squeue answers or not
+            return ""  # the job is queued even if squeue does not respond
         state, _, reason = found.stdout.strip().partition(" ")
         if state != "PENDING" or reason != "None":
             return reason
@@ -337,16 +340,19 @@ def _why_it_waits(job: str) -> str:
 
 def _slurm(*argv: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(list(argv), capture_output=True, text=True, check=False, timeout=_ANSWER_S)
+        return subprocess.run(list(argv), capture_output=True, text=True, check=False, timeout=_COMMAND_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"{argv[0]} has not answered for {_ANSWER_S:g} s",
+            f"{argv[0]} did not respond within {_COMMAND_TIMEOUT_S:g} s",
             code="launch.slurm-timeout",
-            fix="see whether SLURM is up",
+            fix="check that the SLURM controller is running",
         ) from None
 
 
 def _reason(errors: str) -> str:
-    """Return the most telling line of what sbatch wrote: the first, without its own name."""
-    lines = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in errors.splitlines()]
-    return next((line for line in lines if line), "it gives no reason")
+    """Return the first non-empty line of sbatch's standard error, without the prefix "sbatch: error: "."""
+    for line in errors.splitlines():
+        text = line.removeprefix("sbatch: ").removeprefix("error: ").strip()
+        if text:
+            return text
+    return "no reason given"

@@ -1,4 +1,4 @@
-"""What `launch` is asked, and the sections that it shares with `train`: nodes, submission, hangs, replicas, device."""
+"""The Spec of `launch` and its sections, some shared with `train`: rendezvous, submission, hang detection, device."""
 
 from __future__ import annotations
 
@@ -15,69 +15,69 @@ from shardwise.spec import NonNegativeFloat, NonNegativeInt, Option, Spec, argum
 
 
 class RendezvousSpec(Spec, frozen=True, kw_only=True):
-    """torchrun's options about the nodes of a run and where they join it."""
+    """torchrun's options for runs on several nodes: number of nodes, node rank and rendezvous endpoint."""
 
     nnodes: str | None = None
-    """Nodes: N, or MIN:MAX to continue with any number between them (default: 1)."""
+    """Number of nodes: N, or MIN:MAX for an elastic run (default: 1)."""
     node_rank: int | None = None
-    """Which node this is; the rendezvous is on node 0."""
+    """Rank of this node; node 0 runs the rendezvous."""
     rdzv_backend: str = "static"
-    """static, or c10d, where --node-rank may be left out."""
+    """static, or c10d, which does not require --node-rank."""
     rdzv_endpoint: Annotated[str, option("--rdzv-endpoint", metavar="HOST:PORT")] = ""
     """Address of the rendezvous: node 0."""
     rdzv_id: str = "none"
-    """Name of the run, the same on all nodes."""
+    """Run id, the same on all nodes."""
     rdzv_conf: str = ""
-    """join_timeout=S,last_call_timeout=S: how long to wait for nodes."""
+    """join_timeout=S,last_call_timeout=S: timeouts for nodes to join."""
     master_addr: str | None = None
     """Host name or address of node 0."""
     master_port: int | None = None
-    """Port of node 0 (default: 29500; on one node a free one)."""
+    """Port of node 0 (default: 29500; on one node a free port)."""
     local_addr: str | None = None
-    """Address of this node, where the route to node 0 does not give it."""
+    """Address of this node (default: that of the route to node 0)."""
 
 
 class SubmitSpec(Spec, frozen=True, kw_only=True):
-    """Where else the command runs: as a SLURM job, on hosts over ssh, on Kubernetes."""
+    """Where to submit the command: to SLURM, to hosts over ssh, or to Kubernetes."""
 
     slurm: Annotated[str | None, Option(metavar="KEY=VALUE,...", bare="")] = None
-    """Submit the command to SLURM with these options of sbatch; inside an allocation, run it there."""
+    """Submit the command to SLURM with these sbatch options; inside an allocation, run it there."""
     hosts: Annotated[str | None, option(metavar="A,B:8|FILE")] = None
     """Run one node on each of these hosts, started over ssh."""
     kubernetes: Annotated[str | None, option(metavar="image=I,...")] = None
-    """Print manifests that run the command on Kubernetes."""
+    """Print Kubernetes manifests that run the command."""
 
     def __post_init__(self) -> None:
-        """Refuse directives that cannot be read: a script in their place would be missed as the script otherwise."""
+        """Validate the directives first: in "--slurm train.py" the script is read as their value."""
         super().__post_init__()
         if self.slurm is not None:
             read_directives(self.slurm)
 
 
 class HangSpec(Spec, frozen=True, kw_only=True):
-    """When ranks that others wait for are named, and what follows."""
+    """The hang detector: after which time it reports a hang, and whether it stops the ranks."""
 
     after_s: Annotated[NonNegativeFloat, option("--hang-after", metavar="SECONDS")] = 10.0
-    """Name the ranks that others have waited for so long; 0 turns recording and detection off."""
+    """Report ranks that others have waited for this long; 0 disables recording and hang detection."""
     on_hang: Literal["report", "stop"] = "report"
-    """After a verdict: continue, or stop all ranks."""
+    """After a hang is reported: continue, or stop all ranks."""
 
     @property
     def stops(self) -> bool:
-        """Whether a verdict stops the ranks."""
+        """Whether a detected hang stops all ranks."""
         return self.on_hang == "stop"
 
 
 class DeviceSpec(Spec, frozen=True, kw_only=True):
-    """Where ranks compute, and which library their collectives use."""
+    """The device of the ranks and the backend of their collectives."""
 
     device: Literal["cpu", "cuda"] | None = None
-    """Device of the ranks (default: cuda where there is one)."""
+    """Device of the ranks (default: cuda if available)."""
     backend: Annotated[str | None, option(metavar="NAME")] = None
     """gloo, nccl, mpi, ucc or cpu:gloo,cuda:nccl (default: by device)."""
 
     def __post_init__(self) -> None:
-        """Write the backend in small letters; mpi carries tensors of the CPU alone."""
+        """Convert the backend name to lowercase and check that the backend supports the device."""
         super().__post_init__()
         if self.backend is None:
             return
@@ -87,61 +87,61 @@ class DeviceSpec(Spec, frozen=True, kw_only=True):
             return
         if self.device not in (None, only):
             raise LaunchError(
-                f"--device {self.device}, but --backend {self.backend} carries tensors of the CPU alone",
+                f"--backend {self.backend} supports CPU tensors only, got --device {self.device}",
                 code="world.backend-device-mismatch",
-                fix="leave --device out, or use --backend nccl",
+                fix="remove --device, or use --backend nccl",
             )
         msgspec.structs.force_setattr(self, "device", only)
 
 
 class LaunchSpec(Spec, frozen=True, kw_only=True):
-    """A script on many processes, with torchrun's options."""
+    """The request to run a script on several processes, with torchrun's options."""
 
     command: ClassVar[str] = "launch"
 
     nproc: Annotated[str | int | None, option("--nproc-per-node", "--nproc")] = None
-    """Processes of this node: a number, gpu, cpu or auto (default: 1)."""
+    """Number of processes on this node: a number, gpu, cpu or auto (default: 1)."""
     max_restarts: NonNegativeInt = 0
-    """How often all ranks are started again after a failure."""
+    """Maximum number of restarts of all ranks after a failure."""
     standalone: bool = False
-    """One node, any free port (the default)."""
+    """Run on one node with a free port (the default)."""
     rendezvous: RendezvousSpec = RendezvousSpec()
     submit: SubmitSpec = SubmitSpec()
     role: str = "default"
-    """Accepted because torchrun has it."""
+    """Ignored; accepted for compatibility with torchrun."""
     monitor_interval: float | None = None
-    """Accepted because torchrun has it: exits are seen at once."""
+    """Ignored, because exits are detected at once; accepted for compatibility with torchrun."""
     start_method: Literal["fork", "spawn"] = "fork"
-    """fork shares one import of torch between all ranks."""
+    """fork: all ranks share one import of torch; spawn: each imports it."""
     grace_s: Annotated[NonNegativeFloat, option("--shutdown-timeout")] = 30.0
-    """Seconds from a stop request to a kill."""
+    """Seconds from SIGTERM to SIGKILL when ranks are stopped."""
     preset: Annotated[str | None, option(metavar="NAME")] = None
-    """Environment variables for a kind of cluster: gcp, infiniband, aws-efa, azure-nd ..."""
+    """Environment variables for a type of cluster: gcp, infiniband, aws-efa, azure-nd ..."""
     run_dir: Annotated[Path | None, option("--log-dir", "--run-dir")] = None
     """Run directory (default: runs/NAME-TIME)."""
     redirects: Annotated[str | None, option("-r", "--redirects")] = None
-    """Output to files only: 0-3 or RANK:N,...; 0 keeps the terminal."""
+    """Write output to files only: 0-3 or RANK:N,...; 0 uses the terminal."""
     tee: Annotated[str, option("-t", "--tee")] = "0"
-    """Output to files and, after its rank, to the terminal: 0-3 or RANK:N,..."""
+    """Write output to files and, prefixed by the rank, to the terminal: 0-3 or RANK:N,..."""
     local_ranks_filter: str = ""
-    """Show only these ranks, such as 0,1."""
+    """Display the output of these ranks only, such as 0,1."""
     module: Annotated[bool, option("-m", "--module")] = False
-    """SCRIPT is a module, as with python -m."""
+    """SCRIPT is a Python module, as in python -m."""
     no_python: bool = False
-    """SCRIPT is any program."""
+    """SCRIPT is an executable, not a Python file."""
     hang: HangSpec = HangSpec()
     replicas: ReplicaSpec = ReplicaSpec()
     deterministic: bool = False
-    """The same bits in every run; operations that cannot do that are refused."""
+    """Use deterministic algorithms; operations without one raise an error."""
     dry_run: bool = False
-    """Print what would run."""
+    """Print the resolved command without running it."""
     script: Annotated[str, argument("SCRIPT")]
     arguments: Annotated[tuple[str, ...], argument("[ARGUMENTS]...")] = ()
 
     def __post_init__(self) -> None:
-        """Refuse options that exclude each other."""
+        """Raise LaunchError if both --module and --no-python are set."""
         super().__post_init__()
         if self.module and self.no_python:
             raise LaunchError(
-                "--module and --no-python contradict each other", code="cli.options-conflict", fix="use one of them"
+                "--module and --no-python are mutually exclusive", code="cli.options-conflict", fix="pass one of them"
             )

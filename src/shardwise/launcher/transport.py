@@ -1,13 +1,13 @@
 """Messages between processes of a launch: one JSON object per line over a socket or a pipe.
 
-A launcher and its fork parent, the nodes of a run and their hub, and a launcher and its guards on other hosts all
-exchange msgspec structs, and this module alone frames them. The invariant is that one line is one message, so reads may
-return any number of bytes, and that no read blocks: whoever waits gives `receive` a time.
+A launcher and its fork parent, the nodes of a run and their hub, and a launcher and its guards on remote hosts exchange
+msgspec structs, which are framed in this module only. Each line is one message, so a read may return any number of
+bytes. Reads do not block; callers that wait pass a timeout to `receive`.
 
-Arguments and variables of the operating system are bytes. Python shows those that are not UTF-8 as lone surrogates,
-which the standard library's JSON escapes and restores. That is wanted between processes of one user and unsafe between
-machines, where a stranger could send such a string before it has shown the secret, and `str.encode` raises on it. Nodes
-therefore use strict streams: msgspec's own JSON, which has neither lone surrogates nor numbers that are not finite.
+Command-line arguments and environment variables are bytes. Python decodes those that are not UTF-8 to lone surrogates,
+which the standard library's JSON escapes and restores. Processes of one user rely on that. Between hosts it is unsafe:
+a peer could send such a string before it is authenticated, and `str.encode` raises on it. Nodes therefore use strict
+streams: msgspec's JSON, which has neither lone surrogates nor non-finite numbers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 Message = TypeVar("Message")
 _READ_BYTES = 1 << 16
-_MOST_DESCRIPTORS = 8
+_MAX_DESCRIPTORS = 8
 
 
 class MessageStream(Generic[Message]):
-    """One end of a stream: sends any struct, receives those of one kind; selectors can wait for it."""
+    """One end of a message stream, which sends any struct and receives structs of one type; works with selectors."""
 
     def __init__(
         self, end: socket.socket | IO[bytes], kind: Any, *, strict: bool = False, limit_bytes: int | None = None
     ) -> None:
-        """Take over `end`; `kind` is the type, or union of types, that the other end sends.
+        """Wrap `end` and own it; `kind` is the type, or union of types, of the received messages.
 
-        `strict` is for peers that are not trusted. More than `limit_bytes` unread ends the stream.
+        `strict` is for untrusted peers. The stream is closed if more than `limit_bytes` arrive without a line end.
         """
         os.set_blocking(end.fileno(), False)
         if isinstance(end, socket.socket):
@@ -45,7 +45,7 @@ class MessageStream(Generic[Message]):
         self.end = end
         self.limit_bytes = limit_bytes
         self.heard_at = time.monotonic()
-        """When the last byte came, or the stream was made."""
+        """Monotonic time at which the last byte arrived, or the stream was created."""
         self._kind = kind
         self._strict = strict
         self._unread = b""
@@ -54,21 +54,21 @@ class MessageStream(Generic[Message]):
         self._descriptors: list[int] = []
 
     def fileno(self) -> int:
-        """Return the descriptor of this end."""
+        """Return the file descriptor of this end."""
         return self.end.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether there is something left for `flush`."""
+        """Whether queued bytes have not been sent yet."""
         return bool(self._unsent)
 
     def queue(self, message: Any) -> None:
-        """Queue a message, and send what can be sent now."""
+        """Queue a message and send as much as possible without blocking."""
         self._unsent += encode_line(message, strict=self._strict)
         self.flush()
 
     def flush(self) -> None:
-        """Send what can be sent now; drop it when the other end is gone, which `receive` reports."""
+        """Send queued bytes without blocking; drop them if the peer disconnected, which `receive` reports."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[os.write(self.fileno(), self._unsent) :]
@@ -78,7 +78,7 @@ class MessageStream(Generic[Message]):
             self._unsent = b""
 
     def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
-        """Send one message whole, with open descriptors beside it over a Unix socket; `receive` reports a lost end."""
+        """Send one message, blocking until it is sent, with file descriptors if the stream is a Unix socket."""
         self._drain()
         line = encode_line(message, strict=self._strict)
         if descriptors and isinstance(self.end, socket.socket):
@@ -96,9 +96,9 @@ class MessageStream(Generic[Message]):
             self.flush()
 
     def receive(self, timeout_s: float | None = 0.0) -> list[Message] | None:
-        """Return the messages that have come, waiting up to `timeout_s` for the first; None waits without limit.
+        """Return the messages that arrived, waiting up to `timeout_s` for the first; None waits without limit.
 
-        Returns None when the other end is gone, or has sent what is not a message.
+        Returns None if the peer disconnected or sent an invalid message.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -118,11 +118,11 @@ class MessageStream(Generic[Message]):
             self._wait(select.POLLIN, left_s)
 
     def put_back(self, messages: Sequence[Message]) -> None:
-        """Have the next `receive` return these first."""
+        """Queue messages for the next `receive` to return first."""
         self._put_back = list(messages)
 
     def take_descriptor(self) -> int:
-        """Return the next descriptor that came beside a message; the caller closes it."""
+        """Return the next file descriptor that was received with a message; the caller closes it."""
         return self._descriptors.pop(0)
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class MessageStream(Generic[Message]):
         self.end.close()
 
     def _read(self) -> bool:
-        """Read all that is there; False at the end of the stream, or beyond the limit."""
+        """Read all available bytes; return False at the end of the stream or beyond the limit."""
         try:
             while data := self._read_some():
                 self._unread += data
@@ -147,7 +147,7 @@ class MessageStream(Generic[Message]):
     def _read_some(self) -> bytes:
         if not isinstance(self.end, socket.socket):
             return os.read(self.fileno(), _READ_BYTES)
-        data, descriptors, _, _ = socket.recv_fds(self.end, _READ_BYTES, _MOST_DESCRIPTORS)
+        data, descriptors, _, _ = socket.recv_fds(self.end, _READ_BYTES, _MAX_DESCRIPTORS)
         self._descriptors += descriptors
         return data
 
@@ -158,14 +158,14 @@ class MessageStream(Generic[Message]):
 
 
 def encode_line(message: Any, *, strict: bool = False) -> bytes:
-    """Return one message as a line with its end."""
+    """Return a message as one line of JSON."""
     if strict:
         return msgspec.json.encode(message) + b"\n"
     return json.dumps(msgspec.to_builtins(message), separators=(",", ":")).encode() + b"\n"
 
 
 def decode_line(line: bytes, kind: Any, *, strict: bool = False) -> Any:
-    """Return the message in a line; msgspec.DecodeError when it is not one of `kind`, a type or union of types."""
+    """Decode one line to a message of `kind`, a type or union of types; raise msgspec.DecodeError if it is not one."""
     try:
         if strict:
             return msgspec.json.decode(line, type=kind)

@@ -1,1 +1,1 @@
-"""Measuring this machine: collectives, operators, memory, and whole steps of a job."""
+"""Benchmarks of this machine: collectives, operators, memory, and complete training steps of a job."""

@@ -1,4 +1,4 @@
-"""Calibrating a plan's figures: what this machine does, measured in under a minute."""
+"""Calibration of the planner: measures the rates of this machine in under a minute."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from shardwise.hardware.calibration import (
     write_calibration,
 )
 from shardwise.hardware.cluster import this_machine
-from shardwise.measurement import operators
-from shardwise.measurement.ranks import on_ranks
+from shardwise.measurement import timing
+from shardwise.measurement.specs import on_ranks
 from shardwise.measurement.timing import measure_collective
 
 if TYPE_CHECKING:
@@ -38,29 +38,29 @@ if TYPE_CHECKING:
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send")
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
-"""Bytes: a norm's weight to a bucket of gradients."""
+"""Bytes, from the weight of a norm to a gradient bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What is measured on one kind of device."""
+    """The measurements on one kind of device."""
 
     layers: dict[str, tuple[tuple[int, int, int], ...]]
     """dtype -> linear layers as (rows, inner, columns)."""
     uneven: dict[str, tuple[tuple[int, int, int], ...]]
-    """The same, where columns are not a whole number of 16 bytes."""
+    """Linear layers whose columns are not a multiple of 16 bytes."""
     attentions: dict[str, tuple[tuple[int, int], ...]]
-    """dtype -> (length, head width)."""
+    """dtype -> (sequence length, head dim)."""
     tokens: int
-    """Of a batch of attention."""
+    """Tokens of a batch of attention."""
     numels: tuple[int, ...]
-    """Of tensors that memory-bound operators read."""
+    """Elements of the tensors that memory-bound operators read."""
     low: torch.dtype
-    """Which those are in."""
+    """dtype of these tensors."""
     parameters: int
-    """That the optimizer moves."""
+    """Parameters of the optimizer step."""
     budget_s: float
-    """For one point."""
+    """Seconds per point."""
 
 
 _WIDE = (
@@ -111,7 +111,7 @@ CPU = Grid(
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """What one rank measured, while the others measured the same."""
+    """The measurements of one rank, while the other ranks measured the same."""
 
     figures: dict[str, Figure]
     """Field of Calibration -> value."""
@@ -121,10 +121,10 @@ class RankFigures:
 
 
 def calibrate(ranks: int | None = None, *, folder: Path | None = None, grid: Grid | None = None) -> Calibration:
-    """Measure this machine, keep the result in `folder` for plans, and return it; starts its own ranks.
+    """Measure this machine on new ranks, store the result in `folder` for the planner, and return it.
 
-    With `ranks`, that many measure at once, as they will train, and the collectives between them too; on a CPU they
-    share its cores, so that what each loses to the others is in every figure. `grid` is by default that of the device.
+    With `ranks`, that many ranks measure at once, as in a training, including the collectives between them; on a CPU
+    they share its cores, so that every figure includes the contention. `grid` defaults to that of the device.
     """
     node = this_machine(ranks).node
     on_cpu = node.device.kind == "cpu"
@@ -135,7 +135,7 @@ def calibrate(ranks: int | None = None, *, folder: Path | None = None, grid: Gri
 
 
 def combine(found: Sequence[RankFigures], node: NodeType) -> Calibration:
-    """Return the calibration that ranks measured together; what none of them measured stays the catalogue's."""
+    """Return the calibration from the measurements of all ranks; values that were not measured are the catalogue's."""
     base = default_calibration(node)
     names = found[0].figures
     return replace(
@@ -145,7 +145,7 @@ def combine(found: Sequence[RankFigures], node: NodeType) -> Calibration:
         torch=str(torch.__version__),
         matmuls=_mean_points([point for rank in found for point in rank.matmuls], ("flops",)),
         attentions=_mean_points([point for rank in found for point in rank.attentions], ("forward", "backward")),
-        collectives=found[0].collectives,  # every rank has the slowest one's
+        collectives=found[0].collectives,  # times of the slowest rank, equal on every rank
         **{name: _mean([rank.figures[name] for rank in found]) for name in names},  # type: ignore[arg-type]
     )
 
@@ -157,7 +157,7 @@ def _mean(figures: Sequence[Figure]) -> Figure:
 
 
 def _mean_points(points: Sequence[Any], rates: tuple[str, ...]) -> tuple[Any, ...]:
-    """Join points of the same shape into one, with the mean of their rates."""
+    """Merge points of the same shape into one with the mean of their rates."""
     alike: dict[Any, list[Any]] = defaultdict(list)
     for point in points:
         alike[replace(point, **dict.fromkeys(rates, 0.0))].append(point)
@@ -168,17 +168,17 @@ def _mean_points(points: Sequence[Any], rates: tuple[str, ...]) -> tuple[Any, ..
 
 
 def measure_rank(grid: Grid, device: str) -> RankFigures:
-    """Measure as one rank among those that the environment names; communicates over all of them."""
+    """Measure as one rank of the world of the environment; communicates over the world."""
     used = _memory_in_use(identify().local_rank) if device == "cuda" else 0
     with world(device=device) as here:
         matmuls: list[MatmulPoint] = []
         for dtype, layers in _present(grid.layers, here.device) + _present(grid.uneven, here.device):
-            here.barrier()  # so that all ranks are at the same work
-            matmuls += operators.matmul_points(layers, dtype, here.device, budget_s=grid.budget_s)
+            here.barrier()  # so that all ranks measure the same at the same time
+            matmuls += timing.matmul_points(layers, dtype, here.device, budget_s=grid.budget_s)
         attentions: list[AttentionPoint] = []
         for dtype, shapes in _present(grid.attentions, here.device):
             here.barrier()
-            attentions += operators.attention_points(
+            attentions += timing.attention_points(
                 shapes, dtype, here.device, tokens=grid.tokens, budget_s=grid.budget_s
             )
         figures = _figures(here, grid)
@@ -194,7 +194,7 @@ def measure_rank(grid: Grid, device: str) -> RankFigures:
 
 
 def _present(table: dict[str, Any], device: torch.device) -> list[tuple[str, Any]]:
-    """Leave out dtypes that the device has no units for."""
+    """Return the entries of dtypes that the device supports in hardware."""
     if device.type == "cpu":
         return list(table.items())
     major = torch.cuda.get_device_capability(device)[0]
@@ -202,7 +202,7 @@ def _present(table: dict[str, Any], device: torch.device) -> list[tuple[str, Any
 
 
 def _together(here: World, work: Callable[[], Any]) -> Any:
-    """Begin with all ranks at once; communicates over the world."""
+    """Run `work` on all ranks at the same time; communicates over the world."""
     here.barrier()
     return work()
 
@@ -210,16 +210,16 @@ def _together(here: World, work: Callable[[], Any]) -> Any:
 def _figures(here: World, grid: Grid) -> dict[str, Figure]:
     device, budget_s, host = here.device, grid.budget_s, torch.device("cpu")
     steps: dict[str, Callable[[], Figure]] = {
-        "memory_bandwidth": lambda: operators.memory_bandwidth(grid.numels, device, low=grid.low, budget_s=budget_s),
-        "operator_s": lambda: operators.operator_seconds(device),
-        "kernel_s": lambda: operators.kernel_seconds(device, budget_s=budget_s),
-        "optimizer_bandwidth": lambda: operators.optimizer_bandwidth(grid.parameters, device, budget_s=2 * budget_s),
+        "memory_bandwidth": lambda: timing.memory_bandwidth(grid.numels, device, low=grid.low, budget_s=budget_s),
+        "operator_s": lambda: timing.operator_seconds(device),
+        "kernel_s": lambda: timing.kernel_seconds(device, budget_s=budget_s),
+        "optimizer_bandwidth": lambda: timing.optimizer_bandwidth(grid.parameters, device, budget_s=2 * budget_s),
     }
     figures: dict[str, Figure] = {name: _together(here, step) for name, step in steps.items()}
     if device.type == "cpu":
         return {**figures, "host_optimizer_bandwidth": figures["optimizer_bandwidth"]}
-    to_host, from_host = _together(here, lambda: operators.copy_bandwidths(device, budget_s=5 * budget_s))
-    on_host = _together(here, lambda: operators.optimizer_bandwidth(CPU.parameters, host, budget_s=CPU.budget_s))
+    to_host, from_host = _together(here, lambda: timing.copy_bandwidths(device, budget_s=5 * budget_s))
+    on_host = _together(here, lambda: timing.optimizer_bandwidth(CPU.parameters, host, budget_s=CPU.budget_s))
     return {**figures, "host_optimizer_bandwidth": on_host, "to_host": to_host, "from_host": from_host}
 
 
@@ -236,7 +236,7 @@ def _collectives(here: World, budget_s: float) -> tuple[CollectivePoints, ...]:
 
 
 def _memory_in_use(local_rank: int) -> float:
-    """Return bytes that the driver has given away on this rank's GPU, without starting CUDA."""
+    """Return the bytes in use on this rank's GPU as the driver reports them, without initializing CUDA."""
     import pynvml
 
     pynvml.nvmlInit()

@@ -28,49 +28,49 @@ if TYPE_CHECKING:
 
 
 OUTSIDE = "outside"
-"""Who made a storage that was there before it was watched."""
+"""Operator of a storage that existed before it was watched."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveMemory:
-    """Storages alike in all but their bytes' values, alive at the peak."""
+    """Storages with the same operator, module, phase, shape and dtype that were alive at the peak."""
 
     num_bytes: int
-    """Of all of them together."""
+    """Total bytes of these storages."""
     count: int
     operator: str
-    """Which made them, such as "aten.mm.default"; else the name passed to `watch`, or "outside"."""
+    """The operator that allocated them, such as "aten.mm.default"; or the label of `watch`, or "outside"."""
     module: str
-    """Qualified name of the module at work, "" for none."""
+    """Qualified name of the module that was running, empty for none."""
     phase: str
-    """Of the graph: "forward", "backward" (recomputing is part of it), "" outside modules and backward."""
+    """"forward", "backward" (which includes recomputation), or empty outside of modules and backward."""
     shape: tuple[int, ...]
-    """Of the first tensor seen on the storage."""
+    """Shape of the first tensor seen on the storage."""
     dtype: torch.dtype
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensor storages alive on a device, each once, from first sight until the last view dies.
+    """Counts the bytes of all live tensor storages on a device, each once, until its last view is freed.
 
     >>> with LiveBytes("cpu") as live:
     ...     live.watch("parameters", model.parameters())
-    ...     step(batch)              # optimizer states are made
+    ...     step(batch)              # allocates optimizer states
     ...     live.reset_peak()
     ...     step(batch)
     >>> live.peak_bytes, live.at_peak()[:10]
 
-    A storage is seen when an operator reads, makes or resizes it, in forward, backward, hooks and optimizers alike.
-    DDP's buckets are seen where they are made while this is open. Not seen: what a kernel uses inside itself, and what
-    C++ takes from the allocator without an operator.
+    A storage is counted from the first operator that reads, allocates or resizes it, in forward, backward, hooks and
+    optimizers. DDP's buckets are counted if they are allocated inside of this context. Not counted: workspaces of
+    kernels, and memory that C++ allocates without an operator.
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        """Count storages on `device`, one without an index means all of its kind; fake tensors lie on meta."""
+        """Count storages on `device`; a device without an index means all of its type, and fake tensors are on meta."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = torch.device(device)
         self._live: dict[int, _Storage] = {}
         self._gone: list[_Storage] = []
-        """Were alive at the peak and are not any more."""
+        """Storages that were alive at the peak and were freed since."""
         self._clock = 0
         self._peak_at = 0
         self._modules = ModuleStack()
@@ -78,7 +78,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak_bytes = 0
 
     def __enter__(self) -> Self:
-        """Begin to watch."""
+        """Start counting."""
         # FSDP2 frees and refills gathered parameters through this method, which is not an operator.
         self._resize = resize = torch.UntypedStorage.resize_
 
@@ -95,15 +95,15 @@ class LiveBytes(TorchDispatchMode):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End; figures stay readable, and storages that die later are still taken off."""
+        """Stop counting; the figures stay readable, and storages that are freed later are still subtracted."""
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._modules.close()
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator and look at what it read and made."""
+        """Run one operator and count the storages of its inputs and outputs."""
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # it unwraps itself (DTensor), and the tensors inside come by here
+            return NotImplemented  # a subclass such as DTensor unwraps itself, and its inner tensors arrive here
         kwargs = kwargs or {}
         for tensor in _tensors((args, tuple(kwargs.values()))):
             self._see(tensor, OUTSIDE)
@@ -113,43 +113,41 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def watch(self, label: str, tensors: Iterable[Tensor]) -> None:
-        """Count these from now on, under `label` unless they are known already."""
+        """Count these tensors from now on, with `label` unless they were counted before."""
         with torch.no_grad():
             for tensor in tensors:
                 self._see(local_tensor(tensor), label)
 
     def reset_peak(self) -> None:
-        """Begin a new peak at what is alive now."""
+        """Start a new peak at the current bytes."""
         self._gone.clear()
         self.peak_bytes, self._peak_at = self.current_bytes, self._clock
 
     def at_peak(self) -> list[LiveMemory]:
-        """Return what was alive at the peak, alike storages together, largest first; adds up to `peak_bytes`."""
+        """Return the live storages at the peak, grouped and largest first; they add up to `peak_bytes`."""
         groups: dict[tuple[Any, ...], list[int]] = {}
         for storage in (*self._live.values(), *self._gone):
             if storage.born <= self._peak_at and storage.num_bytes:
                 groups.setdefault(storage.maker, []).append(storage.num_bytes)
-        return sorted(
-            (
-                LiveMemory(
-                    num_bytes=sum(sizes),
-                    count=len(sizes),
-                    operator=str(operator),
-                    module=module,
-                    phase=phase,
-                    shape=tuple(shape),
-                    dtype=dtype,
-                )
-                for (operator, module, phase, shape, dtype), sizes in groups.items()
-            ),
-            key=lambda holding: -holding.num_bytes,
-        )
+        found = []
+        for (operator, module, phase, shape, dtype), sizes in groups.items():
+            memory = LiveMemory(
+                num_bytes=sum(sizes),
+                count=len(sizes),
+                operator=str(operator),
+                module=module,
+                phase=phase,
+                shape=tuple(shape),
+                dtype=dtype,
+            )
+            found.append(memory)
+        return sorted(found, key=lambda memory: -memory.num_bytes)
 
     def _see(self, tensor: Tensor, operator: Any) -> None:
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
-        where = storage.device  # not the tensor's: DTensor works out shapes with fake tensors that claim to be here
+        where = storage.device  # not the tensor's: DTensor infers shapes with fake tensors that report this device
         if where.type != self._device.type or self._device.index not in (None, where.index):
             return
         key = storage_id(storage)
@@ -161,7 +159,7 @@ class LiveBytes(TorchDispatchMode):
         self._update(known, storage.nbytes())
 
     def _update(self, storage: _Storage, num_bytes: int) -> None:
-        """Give a storage its size: one that changes counts as gone and born again."""
+        """Set the size of a storage; a storage whose size changes counts as freed and allocated again."""
         if num_bytes == storage.num_bytes:
             return
         self._leave(storage)
@@ -184,7 +182,7 @@ class LiveBytes(TorchDispatchMode):
 @dataclass(slots=True)
 class _Storage:
     ref: weakref.ref[torch.UntypedStorage] | None
-    """Calls back at the end; kept for that alone."""
+    """Has the callback that runs when the storage is freed."""
     maker: tuple[Any, ...]
     num_bytes: int = 0
     born: int = 0
@@ -198,32 +196,32 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-# Which module of a model is at work, in forward and in backward, without touching the graph.
+# The module that is running, in forward and in backward, without a change of the autograd graph.
 
 
 class ModuleStack:
-    """Knows the module at work: by hooks in forward, by the number of the autograd node in backward.
+    """Tracks the running module: by hooks in forward, by the sequence number of the autograd node in backward.
 
-    Hooks on tensors would give the same, but add nodes to the graph and so change what is measured.
+    Hooks on tensors would work as well, but they add nodes to the graph and thereby change the measurement.
     """
 
     def __init__(self) -> None:
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._stack: list[str] = []
         self._numbers: list[int] = []
-        """Of the first node after each entry and exit, rising; `_owners` has whose nodes follow."""
+        """Ascending sequence numbers of the first node after each entry and exit; `_owners` has their modules."""
         self._owners: list[str] = []
         self._handles: list[Any] = []
 
     def open(self) -> None:
-        """Begin to listen to every module of this process."""
+        """Register hooks for every module of this process."""
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
 
     def close(self) -> None:
-        """Listen no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._stack.clear()
@@ -252,6 +250,6 @@ class ModuleStack:
         self._mark()
 
     def _mark(self) -> None:
-        if not is_in_backward():  # recomputed nodes are never run backward: the first ones are
+        if not is_in_backward():  # nodes of a recomputation do not run in backward, those of the first forward do
             self._numbers.append(next_sequence_number())
             self._owners.append(self._stack[-1] if self._stack else "")

@@ -1,4 +1,4 @@
-"""How much of a step's communication overlaps with compute, measured under settings of a plan."""
+"""Overlap of a step's communication with compute, measured for several settings of a plan."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.dist import world
+from shardwise.engines.engine import require_supported
 from shardwise.errors import PlanError
 from shardwise.job import load_job
-from shardwise.job.overrides import replace_at
-from shardwise.measurement.ranks import rank_zero
+from shardwise.job.load import replace_at
+from shardwise.measurement.specs import rank_zero
 from shardwise.measurement.split import MeasuredTurns, Split, measure_turns, pool, split
 from shardwise.measurement.switch import SwitchedWorld
-from shardwise.parallel.support import require_supported, uses_ddp
+from shardwise.parallel.support import uses_ddp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,42 +35,42 @@ SOURCE = "bench overlap"
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much is measured of each setting."""
+    """The number of measurements of each setting."""
 
     rounds: int
-    """Times that every setting is built anew, in turns: what a busy machine slows, it slows in all of them."""
+    """How often every setting is built; settings alternate, so that load on the machine affects all of them."""
     turns: int = 3
-    """Of each round, in which step, compute and communication alternate."""
+    """Turns per round, in which step, compute and communication alternate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What was measured of one setting."""
+    """The measurements of one setting."""
 
     values: dict[str, Any]
     """Dotted field of the plan -> its value."""
     split: Split
     rounds: tuple[float, ...]
-    """Median seconds of a step, by round."""
+    """Median seconds of a step by round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Whether another setting than the plan's own is worth taking."""
+    """The recommended setting."""
 
     chosen: int
-    """Which of the settings; 0 is the plan's own."""
+    """Index of the setting; 0 is the plan's own."""
     gain_s: float
-    """Of the chosen, else of the best of the others; below 0 where none is faster. No more than what the step waits
-    less for communication: a gain in compute is the machine's, not the setting's."""
+    """Gain of the chosen setting, otherwise of the best other one; negative if none is faster. It is at most the
+    reduction of exposed communication: a gain in compute comes from the machine, not from the setting."""
     spread_s: float
-    """What a gain must exceed: the spreads of both, added."""
+    """The sum of both spreads, which a gain must exceed."""
 
 
 def vary(
     plan: Plan, *, buckets: Sequence[float] = BUCKETS_MB, prefetches: Sequence[int] = PREFETCHES
 ) -> list[dict[str, Any]]:
-    """Return the settings to measure, the plan's own first: all that its kind of communication can be set to."""
+    """Return the settings to measure, the plan's own first: all combinations that apply to its communication."""
     choices: dict[str, Sequence[Any]] = {}
     if uses_ddp(plan):
         choices[BUCKET] = buckets
@@ -78,20 +79,22 @@ def vary(
     if plan.accumulation > 1 and (uses_ddp(plan) or plan.zero >= 2):
         choices[SYNC] = ("last", "every")
     own = {name: value_at(plan, name) for name in choices}
-    others = (dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
-    return [own, *(values for values in others if values != own and _is_possible(with_values(plan, values)))]
+    settings = [own]
+    for combination in itertools.product(*choices.values()):
+        values = dict(zip(choices, combination, strict=True))
+        if values != own and _is_possible(with_values(plan, values)):
+            settings.append(values)
+    return settings
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse a plan of which there is nothing to measure."""
+    """Refuse a plan whose overlap cannot be measured."""
     require_supported(plan)
     if plan.layout.world_size == 1:
-        raise PlanError(
-            "one rank has nobody to communicate with", code="bench.too-few-ranks", fix="use --nproc 2 or more"
-        )
+        raise PlanError("one rank does not communicate", code="bench.too-few-ranks", fix="use --nproc 2 or more")
     if plan.layout.pp > 1:
         raise PlanError(
-            f"plan {plan.layout} has stages, which wait for what the others send: without it there is no step",
+            f"plan {plan.layout} has pipeline stages, which cannot run without communication",
             code="bench.overlap-pipeline",
             fix="use a plan without pp",
         )
@@ -130,9 +133,9 @@ def measure_overlap(
     device: str | None = None,
     backend: str | None = None,
 ) -> list[Overlap] | None:
-    """Measure a job under settings of a plan on fresh ranks, or on those of the world that this process is a rank of.
+    """Measure a job under settings of a plan on new ranks, or on the ranks of this process's world.
 
-    Returns what was measured of each setting, without those that come to the same; None on ranks other than 0.
+    Return the measurements of each setting, without settings of equal effect; None on ranks other than 0.
     """
     measured = rank_zero(
         _measure_rank,
@@ -156,13 +159,13 @@ def _measure_rank(
     effort: Effort,
     opening: dict[str, Any],
 ) -> list[tuple[dict[str, Any], list[list[MeasuredTurns]]]]:
-    """Measure all settings in turns, called on every rank; returns by setting and round what each rank measured."""
+    """Measure all settings in turns, called on every rank; return the turns of each rank by setting and round."""
     with world(**opening) as opened:
         here, job = SwitchedWorld.around(opened), load_job(reference)
 
         def measure(values: dict[str, Any]) -> list[MeasuredTurns]:
             turns = measure_turns(job, with_values(plan, values), here, turns=effort.turns, reads=False)
-            gc.collect()  # the model, before the next one is built
+            gc.collect()  # frees the model before the next one is built
             if here.device.type == "cuda":
                 torch.cuda.empty_cache()
             return opened.gather(turns)
@@ -179,7 +182,7 @@ def _measure_rank(
 
 
 def distinct(others: Sequence[dict[str, Any]], own: dict[str, Any], num_bytes: int) -> list[dict[str, Any]]:
-    """Leave out what differs from one before only by buckets that hold all that is sent, `num_bytes`."""
+    """Return the settings of different effect: bucket sizes of at least `num_bytes` have the same effect."""
     seen, kept = [_effect(own, num_bytes)], []
     for values in others:
         effect = _effect(values, num_bytes)
@@ -196,14 +199,14 @@ def _effect(values: dict[str, Any], num_bytes: int) -> dict[str, Any]:
 
 
 def summarise(values: dict[str, Any], rounds: Sequence[Sequence[MeasuredTurns]]) -> Overlap:
-    """Return what all ranks measured of a setting in all rounds."""
+    """Return the measurements of a setting over all ranks and rounds."""
     return Overlap(values=values, split=split(pool(rounds)), rounds=tuple(split(each).step.median_s for each in rounds))
 
 
 def advise(measured: Sequence[Overlap]) -> Advice:
-    """Choose the fastest setting if it gains more than the spread, and in every round; else keep the plan's own.
+    """Return the fastest setting if it gains more than the spread and in every round, otherwise the plan's own.
 
-    One round chooses nothing: settings are not measured in turns then.
+    After a single round the plan's own setting is kept, since settings did not alternate.
     """
     own, *others = measured
     if not others:
@@ -234,11 +237,11 @@ def _spread_s(measured: Overlap) -> float:
 
 
 def advised_plan(plan: Plan, measured: Sequence[Overlap], advice: Advice) -> Plan:
-    """Return the plan with the advised values, each saying that it was measured."""
+    """Return the plan with the advised values and their measurement as source."""
     own, chosen = measured[0], measured[advice.chosen]
     saved = advice.gain_s / own.split.step.median_s
-    sources = {
-        name: f"{SOURCE}: a step takes {saved:.1%} less" if value != own.values[name] else f"{SOURCE}: kept"
-        for name, value in chosen.values.items()
-    }
+    sources = {}
+    for name, value in chosen.values.items():
+        reason = "kept" if value == own.values[name] else f"a step takes {saved:.1%} less"
+        sources[name] = f"{SOURCE}: {reason}"
     return dataclasses.replace(with_values(plan, chosen.values), sources={**plan.sources, **sources})

@@ -1,4 +1,4 @@
-"""`bench overlap`: from the Spec to measured settings, and the report with what to set."""
+"""`bench overlap`: measures the settings of a Spec, and reports the recommended one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from shardwise.environment import identify
 from shardwise.errors import InputError
+from shardwise.measurement.findings import Findings, Section, machine_facts
 from shardwise.measurement.overlap import (
     BUCKETS_MB,
     PREFETCHES,
@@ -22,14 +23,12 @@ from shardwise.measurement.overlap import (
     measure_overlap,
     vary,
 )
-from shardwise.measurement.ranks import bench_device, load_torch_job, warn_if_busy
-from shardwise.measurement.report.findings import Findings, Section, machine_facts
-from shardwise.measurement.report.write import BenchReport
+from shardwise.measurement.report import BenchReport
+from shardwise.measurement.specs import bench_device, load_torch_job, warn_if_busy
 from shardwise.parallel.support import uses_ddp
 from shardwise.planner.settle import settle, split_settings
 from shardwise.plans import Plan  # noqa: TC001 - read at run time by msgspec
-from shardwise.plots.figures import Bars, Table
-from shardwise.plots.text import table_lines
+from shardwise.plots.figures import Bars, Table, table_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,14 +39,14 @@ if TYPE_CHECKING:
 
 
 class OverlapReport(BenchReport, frozen=True, kw_only=True):
-    """What was measured of each setting, and which to take."""
+    """The measurements of each setting, and the recommended one."""
 
     title: str
     settings: tuple[Overlap, ...]
     """The plan's own first."""
     advice: Advice
     plan: Plan
-    """With the advised values."""
+    """The plan with the recommended values."""
     device: str
 
     def to_json(self) -> str:
@@ -61,18 +60,18 @@ class OverlapReport(BenchReport, frozen=True, kw_only=True):
         return msgspec.json.encode(document).decode()
 
     def to_text(self) -> str:
-        """Return one row a setting, and what to set."""
+        """Return one row per setting, and the recommendation."""
         table = overlap_table(self.settings, self.advice)
         return "\n".join([self.title, *table_lines(table), verdict(self.settings, self.advice)])
 
     def findings(self) -> Findings:
-        """Return what a page or a Markdown file shows."""
+        """Return the content of the HTML or Markdown report."""
         facts = machine_facts(torch.device(self.device))
         return overlap_findings(self.settings, self.advice, title=f"Overlap: {self.title}", facts=facts)
 
 
 def measure(spec: OverlapSpec) -> OverlapReport | None:
-    """Measure a job under settings of a plan; None on ranks other than 0 of a world that somebody else started."""
+    """Measure a job under settings of a plan; None on ranks other than 0 of an existing world."""
     buckets = read_numbers("--buckets", spec.buckets)
     prefetch = read_numbers("--prefetch", spec.prefetch)
     reference, overrides = split_settings(spec.job, spec.settings)
@@ -101,7 +100,7 @@ def measure(spec: OverlapSpec) -> OverlapReport | None:
 
 
 def read_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
-    """Read positive numbers with commas between them; None where the option was not given."""
+    """Parse comma-separated positive numbers; None without the option."""
     if text is None:
         return None
     try:
@@ -110,7 +109,9 @@ def read_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
         values = ()
     if not values or not all(0 < value < float("inf") for value in values):
         raise InputError(
-            f"{option} is {text!r}", code="cli.number-list-invalid", fix="write numbers above 0, such as 1,5,25"
+            f"{option} must be a list of positive numbers, got {text!r}",
+            code="cli.number-list-invalid",
+            fix="use comma-separated numbers above 0, such as 1,5,25",
         )
     return values
 
@@ -122,45 +123,47 @@ def _settings(
     kind = f"plan {plan.layout} (zero {plan.zero})"
     if buckets is not None and not uses_ddp(plan):
         raise InputError(
-            f"--buckets are DDP's, and {kind} has none",
+            f"--buckets applies to DDP, which {kind} does not use",
             code="bench.buckets-without-ddp",
-            fix="use --plan ddp, or leave it out",
+            fix="use --plan ddp, or omit --buckets",
         )
     if prefetch is not None and plan.zero < 2:
         raise InputError(
-            f"--prefetch is for sharded weights, and {kind} keeps them whole",
+            f"--prefetch applies to sharded parameters, but {kind} does not shard them",
             code="bench.prefetch-without-shards",
             fix="use --plan fsdp",
         )
     if prefetch is not None and not all(depth == int(depth) for depth in prefetch):
         raise InputError(
-            "--prefetch counts blocks", code="bench.prefetch-not-whole", fix="use whole numbers, such as 1,2,4"
+            f"--prefetch must be integers, got {', '.join(f'{depth:g}' for depth in prefetch)}",
+            code="bench.prefetch-not-whole",
+            fix="use integers, such as 1,2,4",
         )
     return vary(plan, buckets=buckets or BUCKETS_MB, prefetches=tuple(int(depth) for depth in prefetch or PREFETCHES))
 
 
-# What was found, as text, as a table and as bars.
+# The results as text, as a table and as bars.
 
 
 _TOO_NOISY = 0.5
-"""Half the quartiles' distance of a share, above which the share is noise."""
+"""Half the interquartile range of a share above which the share is noise."""
 METHOD = (
-    "Each setting is built anew in every round, and settings take turns: what a busy machine slows, it slows in all.",
-    "The step is timed whole; then with every collective left out, which returns at once with its tensors as they are.",
-    "That is compute. Then its collectives alone, with tensors of the same shapes, one after the other.",
-    "All ranks begin a timed piece together, and the slowest counts. Data is read before; the optimizer is included.",
-    "hidden = 1 - (step - compute) / communication, from medians; the spread is half the distance of the quartiles.",
-    "Where hidden is below 0, communication also slows compute.",
-    "A value is recommended if its step is shorter by more than the spreads of both, and in every round of several.",
-    "What it gains is at most what the step waits less for communication: compute is the same work in all settings.",
+    "Each setting is built again in every round, and settings alternate, so that load on the machine affects all.",
+    "step is the complete step; compute is the step with every collective skipped, leaving tensors unchanged.",
+    "communication is the collectives of the step alone, with tensors of the same shapes, one after the other.",
+    "All ranks start a timed block together, and the slowest counts. Data is read before; the optimizer is included.",
+    "hidden = 1 - (step - compute) / communication, from medians; the spread is half the interquartile range.",
+    "If hidden is negative, communication also slows compute down.",
+    "A value is recommended if its step is shorter by more than the spreads of both, in every one of several rounds.",
+    "Its gain is at most the reduction of exposed communication: compute is the same work in all settings.",
 )
 
 
 def hidden_text(measured: Overlap) -> str:
-    """Return which share of communication is hidden, or that the times are too noisy."""
+    """Return the share of communication that is hidden, or that the times are too noisy."""
     split = measured.split
     if split.hidden is None:
-        return "nothing sent"
+        return "no communication"
     if split.hidden_spread > _TOO_NOISY:
         return "too noisy"
     return f"{split.hidden:.0%} ± {split.hidden_spread:.0%}"
@@ -173,11 +176,15 @@ def setting_text(measured: Overlap) -> str:
 
 
 def overlap_table(measured: Sequence[Overlap], advice: Advice) -> Table:
-    """Return one row a setting; the chosen one has a star."""
+    """Return one row per setting; the chosen one has a star."""
     rows = []
     for number, each in enumerate(measured):
         split = each.split
-        name = ("plan: " if number == 0 else "") + setting_text(each) + (" *" if number == advice.chosen else "")
+        name = setting_text(each)
+        if number == 0:
+            name = f"plan: {name}"
+        if number == advice.chosen:
+            name = f"{name} *"
         rows.append(
             (
                 name,
@@ -195,31 +202,31 @@ def overlap_table(measured: Sequence[Overlap], advice: Advice) -> Table:
 
 
 def verdict(measured: Sequence[Overlap], advice: Advice) -> str:
-    """Return the one sentence to read: what to change, and what it saves."""
+    """Return the recommendation and its gain in one sentence."""
     own, chosen = measured[0], measured[advice.chosen]
     step_s = own.split.step.median_s
     if len(measured) == 1:
-        reason = "nothing else of this plan can be set, or it would come to the same"
+        reason = "this plan has no other setting of different effect"
         return f"{setting_text(own)}: communication hidden {hidden_text(own)}; {reason}."
     if advice.chosen:
         return (
             f"{setting_text(chosen)} takes {advice.gain_s / step_s:.1%} less than {setting_text(own)}"
-            f" (spread {advice.spread_s / step_s:.1%}): take it."
+            f" (spread {advice.spread_s / step_s:.1%}): use it."
         )
-    best = f"the best of the others gains {advice.gain_s / step_s:+.1%}, the spread is {advice.spread_s / step_s:.1%}"
+    best = f"the best other setting gains {advice.gain_s / step_s:+.1%}, the spread is {advice.spread_s / step_s:.1%}"
     if len(own.rounds) == 1:
-        best = f"one round is not enough to recommend another ({best})"
+        best = f"one round is not enough to recommend another setting ({best})"
     return f"Keep {setting_text(own)}: {best}."
 
 
 def overlap_findings(
     measured: Sequence[Overlap], advice: Advice, *, title: str, facts: tuple[tuple[str, str], ...]
 ) -> Findings:
-    """Return what a report shows."""
+    """Return the content of the report."""
     bars = Bars(
         title="A step",
         unit="ms",
-        parts=("compute", "compute that hides communication", "waiting for communication"),
+        parts=("compute", "compute that overlaps communication", "exposed communication"),
         rows=tuple((setting_text(each), tuple(1e3 * part for part in _parts(each.split))) for each in measured),
     )
     return Findings(
@@ -232,7 +239,7 @@ def overlap_findings(
 
 
 def _parts(split: Split) -> tuple[float, float, float]:
-    """Return seconds of a step: compute alone, compute beside communication, and waiting for communication."""
+    """Return seconds of a step: compute alone, compute that overlaps communication, and exposed communication."""
     step = split.step.median_s
     waiting = min(step, max(0.0, split.exposed_s))
     hiding = min(step - waiting, max(0.0, split.communication.median_s - waiting))

@@ -1,4 +1,4 @@
-"""A few steps under torch's profiler: which kernels take the time, what communication hides, and a trace to look at."""
+"""A few steps under torch's profiler: the kernels that take the time, hidden communication, and a trace file."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 Interval = tuple[float, float]
 
 TOP = 12
-"""Kernels that are named."""
+"""Maximum number of kernels in a report."""
 _COMMUNICATION = ("nccl", "gloo:")
-"""How names of NCCL's kernels and of gloo's work begin."""
+"""Prefixes of the names of NCCL's kernels and gloo's operations."""
 _AROUND = ("c10d::", "_c10d_functional::", "autograd::engine", "torch::autograd::AccumulateGrad")
-"""Operators on a CPU that hold others, or wait for communication."""
+"""CPU operators that contain other operators or wait for communication."""
 _TRACES = (".json", ".json.gz")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSpec:
-    """What to profile: so many steps, and where to leave the trace."""
+    """The number of steps to profile, and the path of the trace."""
 
     steps: int = 3
     trace: Path | None = None
-    """One file; where there are several ranks, one for each beside it."""
+    """One file; with several ranks, one file per rank next to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,13 @@ class Kernel:
     name: str
     calls: float
     seconds: float
-    """Its own, without those of operators it calls."""
+    """Self time, without the operators that it calls."""
     communicates: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """Where the time of profiled steps went, in seconds per step; the profiler itself makes them slower."""
+    """The time of profiled steps, in seconds per step; the profiler itself slows them down."""
 
     kind: str
     """"kernels" of a GPU, or "operators" of a CPU."""
@@ -60,29 +60,29 @@ class StepProfile:
     seconds: float
     """From the start of one step to the start of the next."""
     compute_s: float
-    """While something computed."""
+    """Time with compute."""
     communication_s: float
-    """While something was communicated."""
+    """Time with communication."""
     exposed_s: float
-    """Of that, while nothing computed."""
+    """Time with communication and without compute."""
     top: tuple[Kernel, ...]
-    """By their own time, longest first."""
+    """By self time, longest first."""
     trace: str | None = None
-    """Where the trace of this rank is."""
+    """Path of this rank's trace."""
 
     @property
     def idle_s(self) -> float:
-        """While nothing computed and nothing was communicated: the host was not quick enough, or waited for data."""
+        """Time without compute and communication: the host was too slow, or waited for data."""
         return max(0.0, self.seconds - self.compute_s - self.exposed_s)
 
 
 def check_trace_path(path: Path) -> None:
-    """Refuse a path that no trace can be written to; call it before measuring."""
+    """Refuse a path to which a trace cannot be written; call it before measuring."""
     if not path.name.endswith(_TRACES):
         raise InputError(
-            f"--trace {path} is of no known kind",
+            f"--trace {path} has an unknown extension",
             code="bench.trace-extension",
-            fix="end its name with .json or .json.gz",
+            fix="use .json or .json.gz",
         )
     if not path.parent.is_dir():
         raise InputError(
@@ -93,7 +93,7 @@ def check_trace_path(path: Path) -> None:
 
 
 def trace_path(path: Path, rank: int, num_files: int) -> Path:
-    """Return the file of one rank: `path` itself where there is but one, else trace.rank0.json and so on."""
+    """Return the file of one rank: `path` itself for a single file, otherwise trace.rank0.json and so on."""
     if num_files == 1:
         return path
     ending = next(ending for ending in reversed(_TRACES) if path.name.endswith(ending))
@@ -101,7 +101,7 @@ def trace_path(path: Path, rank: int, num_files: int) -> Path:
 
 
 def profiler_ranges() -> Ranges:
-    """Return a listener of phases that shows them in the trace."""
+    """Return a listener that records phases as ranges in the trace."""
 
     def begin(name: str) -> Any:
         entered = record_function(name)
@@ -112,7 +112,7 @@ def profiler_ranges() -> Ranges:
 
 
 def profile_steps(run: Callable[[], object], device: torch.device, *, steps: int, trace: Path | None) -> StepProfile:
-    """Profile `steps` calls of `run`, after one more that starts the profiler; called on every rank at once."""
+    """Profile `steps` calls of `run` after one warm-up call; called on every rank at once."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     seconds = 0.0
@@ -147,16 +147,16 @@ def profile_steps(run: Callable[[], object], device: torch.device, *, steps: int
 
 @dataclass(frozen=True, kw_only=True)
 class _Summary:
-    """What a profiler saw, in seconds."""
+    """The events of a profiler, in seconds."""
 
     compute: Sequence[Interval]
     communication: Sequence[Interval]
     own: dict[str, tuple[int, float]]
-    """Name -> calls and seconds of its own."""
+    """Name -> number of calls and self time."""
 
 
 def summarize(events: Iterable[Any], *, on_gpu: bool) -> _Summary:
-    """Sort a profiler's events into compute and communication; ranges that only name what is inside are left out."""
+    """Divide a profiler's events into compute and communication, without user annotations."""
     compute: list[Interval] = []
     communication: list[Interval] = []
     own: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
@@ -180,12 +180,12 @@ def summarize(events: Iterable[Any], *, on_gpu: bool) -> _Summary:
 
 
 def _exposed(found: _Summary) -> float:
-    """Seconds of communication during which nothing computed."""
+    """Return the time of communication that does not overlap with compute, in seconds."""
     return _length([*found.compute, *found.communication]) - _length(found.compute)
 
 
 def _length(intervals: Iterable[Interval]) -> float:
-    """Seconds that at least one of the intervals covers."""
+    """Return the seconds that at least one of the intervals covers."""
     total, reached = 0.0, float("-inf")
     for began, ended in sorted(intervals):
         total += max(0.0, ended - max(began, reached))

@@ -1,4 +1,4 @@
-"""Throughput of a job, or of any script, on more and more ranks: strong and weak scaling, and where the time goes."""
+"""Throughput of a job or script on increasing numbers of ranks: strong and weak scaling, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwise.launcher.explain import explain_outcome
 from shardwise.launcher.local.attempts import LocalLaunch, launch, starter_for
 from shardwise.launcher.local.target import Module, Script
 from shardwise.launcher.policy import root_cause
-from shardwise.measurement.ranks import PRELOAD, on_ranks
+from shardwise.measurement.specs import PRELOAD, on_ranks
 from shardwise.measurement.split import MeasuredTurns, measure_turns, pool, split
 from shardwise.measurement.switch import SwitchedWorld
 from shardwise.measurement.timing import Timing
@@ -44,56 +44,56 @@ if TYPE_CHECKING:
 Mode = Literal["strong", "weak"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 _TURNS = 3
-"""Of each round: times that a step is measured each way."""
+"""Turns per round, each with all measurements of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingPoint:
-    """What so many ranks did."""
+    """The measurement of one number of ranks."""
 
     ranks: int
     per_s: float
-    """Samples a second of the whole world; of a script, what it prints, or how often its work was done."""
+    """Samples per second of the world; for a script, the printed throughput or how often its work is done."""
     spread: float | None
-    """Half the distance of the quartiles, as a fraction of `per_s`; None where it was measured once."""
+    """Half the interquartile range, as a fraction of `per_s`; None for a single measurement."""
     batch_size: int | None = None
-    """Samples a step of the whole world; None for a script."""
+    """Global batch size; None for a script."""
     plan: str = ""
     parts: Mapping[str, float] | None = None
-    """Seconds a step of a rank: compute, communication (exposed), data, idle; None where they were not measured."""
+    """Seconds per step of a rank: compute, communication (exposed), data, idle; None if they were not measured."""
     predicted_per_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingCurve:
-    """One way to grow, over numbers of ranks."""
+    """Strong or weak scaling over numbers of ranks."""
 
     mode: str
     unit: str
     points: tuple[ScalingPoint, ...]
-    """By number of ranks; the first is what the others are compared with."""
+    """In ascending order of ranks; the first is the reference of the others."""
     note: str = ""
-    """What else must be known to read it."""
+    """A remark about the measurement."""
 
     @property
     def title(self) -> str:
-        """Say which way it is."""
+        """The title of the curve."""
         return f"{self.mode} scaling" if self.mode in MODES else self.mode
 
     def efficiency(self, point: ScalingPoint) -> float:
-        """Return throughput over what the first point's ranks would give if each added rank gave as much."""
+        """Return the throughput per rank divided by that of the first point."""
         first = self.points[0]
         return point.per_s / point.ranks / (first.per_s / first.ranks)
 
     def efficiency_spread(self, point: ScalingPoint) -> float | None:
-        """Return the spread of `efficiency`, as a share of one: both spreads, added; None where it is not known."""
+        """Return the spread of `efficiency`, the sum of both spreads; None if unknown."""
         first = self.points[0]
         if point is first or point.spread is None or first.spread is None:
             return None
         return self.efficiency(point) * (point.spread + first.spread)
 
     def growth(self, point: ScalingPoint) -> dict[str, float] | None:
-        """Return by how many seconds each part of a step is above what ideal scaling would make of the first's."""
+        """Return the seconds by which each part of a step exceeds ideal scaling of the first point."""
         first = self.points[0]
         if point.parts is None or first.parts is None:
             return None
@@ -103,23 +103,23 @@ class ScalingCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingCase:
-    """What is to be measured on so many ranks."""
+    """A plan to measure on a number of ranks."""
 
     ranks: int
     plan: Plan
 
     @property
     def batch_size(self) -> int:
-        """Samples a step of the whole world."""
+        """The global batch size."""
         return self.plan.batch_size
 
 
 def plan_for(
     spec: str, mode: Mode, ranks: int, *, batch_size: int, device: LocalDevice, overrides: Mapping[str, str]
 ) -> Plan:
-    """Return the plan of so many ranks: strong keeps the global batch, weak gives every rank `batch_size`.
+    """Return the plan of `ranks` ranks: strong scaling keeps the global batch size, weak the batch size per rank.
 
-    A plan file is refitted; weak scaling keeps the samples of each of its data-parallel ranks.
+    A plan file is refitted; weak scaling keeps the batch size of each of its data-parallel ranks.
     """
     if not spec.endswith(".toml"):
         wanted = batch_size * ranks if mode == "weak" else batch_size
@@ -145,11 +145,12 @@ def measure_job(
     opening: Mapping[str, str | None],
     predict: Callable[[Job, Plan], float | None],
 ) -> list[ScalingCurve]:
-    """Measure a job on fresh ranks of this machine, all numbers of ranks in turns; `opening` is how a world opens.
+    """Measure a job on new ranks of this machine, alternating numbers of ranks; `opening` has the world's arguments.
 
-    `predict` returns the seconds that a step is predicted to take, or None.
+    `predict` returns the predicted seconds of a step, or None.
     """
-    distinct = {(case.ranks, case.plan): case for each in cases.values() for case in each}  # one rank: strong is weak
+    # Strong and weak scaling have the same case for one rank, which is measured once.
+    distinct = {(case.ranks, case.plan): case for mode_cases in cases.values() for case in mode_cases}
     found: dict[Any, list[list[MeasuredTurns]]] = {key: [] for key in distinct}
     with fork_parent() as starter:
         for _ in range(rounds):
@@ -177,7 +178,7 @@ def measure_job(
 
 @contextlib.contextmanager
 def fork_parent(preload: tuple[str, ...] = PRELOAD) -> Iterator[Starter]:
-    """Start what forks the ranks of many launches: its imports are paid for once, and are in no measured time."""
+    """Start the process that forks the ranks of many launches, so that no measured time includes imports."""
     spec = LocalLaunch(target=Module("shardwise.launcher.local.call"), nproc=1, preload=preload)
     environ = base_environment(local_world_size=1, cores=usable_cores())
     with starter_for(spec, environ, lambda _: None) as starter:
@@ -185,13 +186,13 @@ def fork_parent(preload: tuple[str, ...] = PRELOAD) -> Iterator[Starter]:
 
 
 def _measure_rank(reference: JobReference, plans: list[Plan], opening: dict[str, Any]) -> list[list[MeasuredTurns]]:
-    """Measure the job under each plan, called on every rank; returns by plan what each rank measured."""
+    """Measure the job under each plan, called on every rank; return the turns of each rank by plan."""
     with world(**opening) as opened:
         here, job, found = SwitchedWorld.around(opened), load_job(reference), []
         for plan in plans:
             mine = dataclasses.replace(job, batch_size=plan.batch_size)
             found.append(opened.gather(measure_turns(mine, plan, here, turns=_TURNS, reads=True)))
-            gc.collect()  # the model, before the next one is built
+            gc.collect()  # frees the model before the next one is built
             if here.device.type == "cuda":
                 torch.cuda.empty_cache()
         return found
@@ -213,18 +214,18 @@ def _point(
     )
 
 
-# Throughput of any script on more and more ranks: what it prints, or how soon it is done.
+# Throughput of a script on increasing numbers of ranks: the printed value, or from its duration.
 
 
 _EMPTY = """import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.destroy_process_group()
 """
-"""A script that only starts: ranks meet and leave. Of one that does not use torch, nothing but the process is left."""
+"""A script that only starts: ranks join a process group and exit. It is empty for a script that does not use torch."""
 
 
 def read_pattern(text: str) -> re.Pattern[str]:
-    """Return the pattern that finds a throughput in what a script writes: its one group is the number."""
+    """Return the pattern that finds a throughput in the output of a script: its single group is the number."""
     try:
         pattern = re.compile(text)
     except re.error as error:
@@ -235,15 +236,15 @@ def read_pattern(text: str) -> re.Pattern[str]:
         ) from None
     if pattern.groups != 1:
         raise InputError(
-            f"--pattern {text!r} has {pattern.groups} groups",
+            f"--pattern {text!r} must have one group, got {pattern.groups}",
             code="bench.pattern-group-count",
-            fix=r"put one around the number, as in '([0-9.]+) samples/s'",
+            fix=r"put a group around the number, as in '([0-9.]+) samples/s'",
         )
     return pattern
 
 
 def find_rates(pattern: re.Pattern[str], text: str) -> list[float]:
-    """Return the numbers that the pattern finds, without the first where there are three or more: it warms up."""
+    """Return the numbers that the pattern finds; of three or more, the first is dropped as warm-up."""
     found = []
     for number in pattern.findall(text):
         try:
@@ -252,7 +253,7 @@ def find_rates(pattern: re.Pattern[str], text: str) -> list[float]:
             raise InputError(
                 f"--pattern found {number!r}, which is not a number",
                 code="bench.pattern-not-number",
-                fix="let its group hold digits",
+                fix="use a group that matches digits",
             ) from None
     return found[1:] if len(found) > 2 else found
 
@@ -260,10 +261,10 @@ def find_rates(pattern: re.Pattern[str], text: str) -> list[float]:
 def measure_script(
     script: Script, ranks: Sequence[int], *, rounds: int, mode: str, pattern: re.Pattern[str] | None
 ) -> ScalingCurve:
-    """Launch a script on each number of ranks of this machine, all in turns, and return its throughput.
+    """Launch a script on each number of ranks of this machine, alternating, and return its throughput.
 
-    Without a pattern that is how often a second its work would be done: by the wall clock, less what a script takes
-    that only starts. Work is one for all ranks in strong scaling, one for each rank in weak scaling.
+    Without a pattern, the throughput is the inverse of the wall time minus the start-up time of an empty script. The
+    work counts once for all ranks in strong scaling, once for each rank in weak scaling.
     """
     values: dict[int, list[float]] = {number: [] for number in ranks}
     startup: dict[int, list[float]] = {number: [] for number in ranks}
@@ -294,8 +295,9 @@ def measure_script(
         )
         for number in ranks
     ]
-    taken = ", ".join(f"{1e3 * start_s[number]:.0f} ms for {number}" for number in ranks)
-    return ScalingCurve(mode=mode, unit="times/s", points=tuple(points), note=f"start-up of ranks taken off: {taken}")
+    startups = ", ".join(f"{1e3 * start_s[number]:.0f} ms for {number}" for number in ranks)
+    note = f"start-up time of ranks subtracted: {startups}"
+    return ScalingCurve(mode=mode, unit="times/s", points=tuple(points), note=note)
 
 
 def _script_point(ranks: int, seconds: Sequence[float], *, work: int) -> ScalingPoint:
@@ -304,20 +306,20 @@ def _script_point(ranks: int, seconds: Sequence[float], *, work: int) -> Scaling
 
 
 def _rates(pattern: re.Pattern[str], output: list[str], script: Script, ranks: int) -> list[float]:
-    """Return the throughputs that the first rank to print any has printed."""
+    """Return the throughputs of the first rank that printed any."""
     for text in output:
         rates = [rate for rate in find_rates(pattern, text) if rate > 0]
         if rates:
             return rates
     raise InputError(
-        f"--pattern {pattern.pattern!r} matches no number above 0 in what {script.path} wrote on {ranks} ranks",
+        f"--pattern {pattern.pattern!r} matches no number above 0 in the output of {script.path} on {ranks} ranks",
         code="bench.pattern-unmatched",
-        fix=f"look at it: shardwise launch --nproc {ranks} {script.path}",
+        fix=f"check its output: shardwise launch --nproc {ranks} {script.path}",
     )
 
 
 def _run(script: Script, ranks: int, starter: Starter) -> tuple[float, list[str]]:
-    """Return the seconds from the start of ranks that need no imports to their end, and what each rank wrote."""
+    """Return the seconds from the start of the forked ranks to their end, and the output of each rank."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         run = create_run(Path(name) / "run", script.name)
         began = time.perf_counter()

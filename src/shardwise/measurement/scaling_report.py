@@ -1,4 +1,4 @@
-"""`bench scaling`: from the Spec to throughput on more and more ranks, and the report with what limits it."""
+"""`bench scaling`: measures throughput on increasing numbers of ranks, and reports what limits it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shardwise.engines.engine import require_supported
 from shardwise.environment import num_threads
 from shardwise.errors import InputError
 from shardwise.hardware import probe_gpus, usable_cores
 from shardwise.launcher.local.target import Script, check_target
 from shardwise.launcher.options import read_nproc
-from shardwise.measurement.ranks import bench_device, load_torch_job, warn_if_busy
-from shardwise.measurement.report.findings import Findings, Section, machine_facts
-from shardwise.measurement.report.write import BenchReport
+from shardwise.measurement.findings import Findings, Section, machine_facts
+from shardwise.measurement.report import BenchReport
 from shardwise.measurement.scaling import (
     MODES,
     Mode,
@@ -30,13 +30,12 @@ from shardwise.measurement.scaling import (
     powers_of_two,
     read_pattern,
 )
+from shardwise.measurement.specs import bench_device, load_torch_job, warn_if_busy
 from shardwise.measurement.step_findings import predict_step
-from shardwise.parallel.support import require_supported
 from shardwise.planner.search.subject import describe_job
 from shardwise.planner.settle import split_settings
-from shardwise.plots.figures import Bars, Plot, Series, Table
-from shardwise.plots.text import table_lines
-from shardwise.runs.console import echo_error
+from shardwise.plots.figures import Bars, Plot, Series, Table, table_lines
+from shardwise.runs.console import counted, echo_error
 from shardwise.units import format_rate
 
 if TYPE_CHECKING:
@@ -48,28 +47,28 @@ if TYPE_CHECKING:
 
 
 _CLOSE = 0.95
-"""From this efficiency on, no limit is reported."""
+"""Efficiency from which no limit is reported."""
 _TOO_NOISY = 0.3
-"""A spread of efficiency above which the curve is too noisy for a verdict."""
+"""Spread of efficiency above which the curve is too noisy for a verdict."""
 PARTS = {
     "compute": "compute",
-    "communication": "communication that steps wait for",
+    "communication": "exposed communication",
     "data": "reading data",
     "idle": "waiting for the slowest rank",
 }
 JOB_METHOD = (
-    "Ranks are fresh processes, with the threads a training would give them; numbers of ranks take turns.",
-    "Strong scaling keeps the global batch, weak scaling keeps the batch of every rank.",
-    "Throughput is of steps that read their data.",
-    "The same steps are timed again on data that is there, and once more with every collective left out.",
-    "compute: without collectives, mean of all ranks; idle: what the slowest of them takes longer.",
-    "communication: what the whole step takes longer than the slowest rank's compute; data: what reading adds.",
-    "efficiency = throughput / (ranks x throughput of one); medians, with half the distance of the quartiles of both.",
-    "predicted: what `shardwise plan` predicts for the same plan on this machine.",
+    "Ranks are new processes with the number of threads of a training; numbers of ranks alternate.",
+    "Strong scaling keeps the global batch size, weak scaling keeps the batch size per rank.",
+    "Throughput is that of steps that read their data.",
+    "The same steps are timed again on data in memory, and once more with every collective skipped.",
+    "compute: the step without collectives, mean of all ranks; idle: additional time of the slowest rank.",
+    "communication: additional time of the complete step over the slowest rank's compute; data: time for reading.",
+    "efficiency = throughput / (ranks x throughput of one); medians, with half the interquartile range of both.",
+    "predicted: the prediction of `shardwise plan` for the same plan on this machine.",
 )
 SCRIPT_METHOD = (
-    "The script is started as by `shardwise launch`, by a process with torch imported; numbers of ranks take turns.",
-    "efficiency = throughput / (ranks x throughput of one); medians, with half the distance of the quartiles of both.",
+    "The script is started as by `shardwise launch`, from a process with torch imported; numbers of ranks alternate.",
+    "efficiency = throughput / (ranks x throughput of one); medians, with half the interquartile range of both.",
 )
 
 
@@ -97,32 +96,27 @@ def scaling_table(curve: ScalingCurve) -> Table:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedResources:
-    """What ranks on this machine have to share."""
+    """The resources of this machine that ranks share."""
 
     cores: int | None = None
-    """Of a CPU that they compute on; None for ranks on GPUs."""
+    """Cores of the CPU on which ranks compute; None for ranks on GPUs."""
     threads: int | None = None
-    """That each rank is set to use; None divides the cores."""
+    """Threads that each rank is set to use; None divides the cores."""
     gpus: int = 0
 
     def contention(self, ranks: int, first: int) -> str:
-        """Say how so many ranks stand in each other's way where the `first` ones did not; empty if they do not."""
+        """Return the resources that `ranks` ranks share and the `first` ranks did not; empty without contention."""
         if self.cores is None:
-            return f"they share {self.gpus} GPU" + "s" * (self.gpus > 1) if ranks > self.gpus else ""
+            return f"they share {counted(self.gpus, 'GPU')}" if ranks > self.gpus else ""
         if self.threads is None:
-            return (
-                f"they share {self.cores} cores, which {'one had to itself' if first == 1 else f'{first} had before'}"
-            )
-        crowded = ranks * self.threads > self.cores
-        return (
-            f"they share {self.cores} cores, with {self.threads} thread{'s' * (self.threads > 1)} each"
-            if crowded
-            else ""
-        )
+            return f"they share {self.cores} cores, which {counted(first, 'rank')} had before"
+        if ranks * self.threads <= self.cores:
+            return ""
+        return f"they share {self.cores} cores, with {counted(self.threads, 'thread')} each"
 
 
 def limits(curve: ScalingCurve, shared: SharedResources) -> list[str]:
-    """Say, for each number of ranks after the first, what keeps it from the ideal."""
+    """Return a sentence about the limit of each number of ranks after the first."""
     return [f"{point.ranks} ranks: {_limit(curve, point, shared)}" for point in curve.points[1:]]
 
 
@@ -132,11 +126,11 @@ def _limit(curve: ScalingCurve, point: ScalingPoint, shared: SharedResources) ->
     growth = curve.growth(point) or {}
     worst = max(growth, key=lambda name: growth[name], default=None)
     if (curve.efficiency_spread(point) or 0.0) > _TOO_NOISY:
-        reasons.append("times vary too much for more")
+        reasons.append("times vary too much for an analysis")
     elif curve.efficiency(point) >= _CLOSE:
         reasons.append("close to ideal")
     elif worst is not None and growth[worst] > 0:
-        reasons.append(f"most is lost to {PARTS[worst]} ({1e3 * growth[worst]:+.1f} ms a step)")
+        reasons.append(f"the largest loss is {PARTS[worst]} ({1e3 * growth[worst]:+.1f} ms per step)")
     return f"{_efficiency(curve, point)} of ideal" + "".join(f"; {reason}" for reason in reasons)
 
 
@@ -146,7 +140,7 @@ def _efficiency(curve: ScalingCurve, point: ScalingPoint) -> str:
 
 
 def verdict(curves: Sequence[ScalingCurve]) -> str:
-    """Return the one sentence to read: what the most ranks gave."""
+    """Return the speedup of the largest number of ranks in one sentence."""
     return "; ".join(_gain(curve) for curve in curves) + "."
 
 
@@ -154,41 +148,37 @@ def _gain(curve: ScalingCurve) -> str:
     first, last = curve.points[0], curve.points[-1]
     if (curve.efficiency_spread(last) or 0.0) > _TOO_NOISY:
         return f"{curve.mode}: times vary too much (efficiency {_efficiency(curve, last)} on {last.ranks} ranks)"
-    words = f"{curve.mode}: {last.ranks} ranks do {last.per_s / first.per_s:.2f} times the work of {first.ranks}"
-    return f"{words} (efficiency {_efficiency(curve, last)})"
+    speedup = f"{last.ranks} ranks have {last.per_s / first.per_s:.2f} times the throughput of {first.ranks}"
+    return f"{curve.mode}: {speedup} (efficiency {_efficiency(curve, last)})"
 
 
 def scaling_findings(
     curves: Sequence[ScalingCurve], *, title: str, facts: tuple[tuple[str, str], ...], notes: Sequence[Sequence[str]]
 ) -> Findings:
-    """Return what a report shows; `notes` have what limits each curve."""
+    """Return the content of the report; `notes` has the sentences about the limits of each curve."""
     is_job = any(point.batch_size is not None for curve in curves for point in curve.points)
     return Findings(
         title=title,
         verdict=verdict(curves),
         facts=facts,
         method=JOB_METHOD if is_job else SCRIPT_METHOD,
-        sections=tuple(_section(curve, words) for curve, words in zip(curves, notes, strict=True)),
+        sections=tuple(_section(curve, sentences) for curve, sentences in zip(curves, notes, strict=True)),
     )
 
 
-def _section(curve: ScalingCurve, words: Sequence[str]) -> Section:
+def _section(curve: ScalingCurve, sentences: Sequence[str]) -> Section:
     parts: list[Plot | Bars | Table] = [scaling_table(curve), _throughput(curve)]
-    split = [
-        (f"{point.ranks} rank{'s' * (point.ranks > 1)}", point.parts)
-        for point in curve.points
-        if point.parts is not None
-    ]
+    split = [(counted(point.ranks, "rank"), point.parts) for point in curve.points if point.parts is not None]
     if split:
         parts.append(
             Bars(
-                title="Where the time of a step goes",
+                title="Time of a step by part",
                 unit="ms",
                 parts=tuple(PARTS.values()),
                 rows=tuple((label, tuple(1e3 * values[name] for name in PARTS)) for label, values in split),
             )
         )
-    text = " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in (*words, curve.note) if sentence)
+    text = " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in (*sentences, curve.note) if sentence)
     return Section(title=curve.title.capitalize(), text=text, parts=tuple(parts))
 
 
@@ -212,7 +202,7 @@ def _throughput(curve: ScalingCurve) -> Plot:
 
 
 class ScalingReport(BenchReport, frozen=True, kw_only=True):
-    """Throughput over numbers of ranks, and what limits each."""
+    """Throughput over numbers of ranks, and the limit of each."""
 
     title: str
     curves: tuple[ScalingCurve, ...]
@@ -225,7 +215,7 @@ class ScalingReport(BenchReport, frozen=True, kw_only=True):
         return msgspec.json.encode({"title": self.title, "curves": curves}).decode()
 
     def to_text(self) -> str:
-        """Return a table for each curve, what limits it, and the verdict."""
+        """Return a table for each curve with its limits, and the verdict."""
         lines = [self.title]
         for curve, sentences in zip(self.curves, self.limits, strict=True):
             lines += ["", curve.title, *table_lines(scaling_table(curve))]
@@ -233,13 +223,13 @@ class ScalingReport(BenchReport, frozen=True, kw_only=True):
         return "\n".join([*lines, "", verdict(self.curves)])
 
     def findings(self) -> Findings:
-        """Return what a page or a Markdown file shows."""
+        """Return the content of the HTML or Markdown report."""
         title = f"Scaling: {self.title}"
         return scaling_findings(self.curves, title=title, facts=machine_facts(None), notes=self.limits)
 
 
 def _plain(curve: ScalingCurve, sentences: Sequence[str]) -> dict[str, Any]:
-    """Return a curve for programs, with what follows from its points."""
+    """Return a curve as builtins, with the efficiencies of its points."""
     points = []
     for point in curve.points:
         derived = {"efficiency": curve.efficiency(point), "efficiency_spread": curve.efficiency_spread(point)}
@@ -248,7 +238,7 @@ def _plain(curve: ScalingCurve, sentences: Sequence[str]) -> dict[str, Any]:
 
 
 def measure(spec: ScalingSpec) -> ScalingReport:
-    """Measure a job, or any script, on more and more ranks of this machine."""
+    """Measure a job or a script on increasing numbers of ranks of this machine."""
     is_job = not spec.arguments and spec.pattern is None and has_job(spec.script)
     curves, on_cpu, title = _measure_job(spec) if is_job else _measure_script(spec)
     shared = SharedResources(cores=usable_cores() if on_cpu else None, threads=num_threads(), gpus=len(probe_gpus()))
@@ -257,12 +247,12 @@ def measure(spec: ScalingSpec) -> ScalingReport:
 
 
 def has_job(script: str) -> bool:
-    """Whether a file defines a Job to measure, by its syntax: a script must not run to find out."""
+    """Whether a file defines a Job, by its syntax, so that a script does not run."""
     path_text, colon, _ = script.partition(":")
     path = Path(path_text)
     if not path.is_file():
         raise InputError(
-            f"{path_text} does not exist", code="cli.file-not-found", fix="name a Python file: a job or a script"
+            f"{path_text} does not exist", code="cli.file-not-found", fix="pass a Python file: a job or a script"
         )
     if colon:
         return True
@@ -270,7 +260,7 @@ def has_job(script: str) -> bool:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         raise InputError(
-            f"{path_text} is not Python", code="cli.not-python", fix="name a Python file: a job or a script"
+            f"{path_text} is not Python", code="cli.not-python", fix="pass a Python file: a job or a script"
         ) from None
     assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
     assigned = [target for node in assignments for target in node.targets]
@@ -278,18 +268,20 @@ def has_job(script: str) -> bool:
 
 
 def _read_ranks(spec: ScalingSpec) -> tuple[int, ...]:
-    """Return the numbers of ranks, in order."""
+    """Return the numbers of ranks in ascending order."""
     text, nproc = spec.ranks, spec.nproc
     if text is None:
         return powers_of_two(nproc or len(probe_gpus()) or usable_cores())
     if nproc is not None:
         raise InputError(
-            f"--ranks {text} and --nproc {nproc} both set the ranks", code="cli.options-conflict", fix="leave one out"
+            f"--ranks {text} and --nproc {nproc} both set the ranks", code="cli.options-conflict", fix="use one of them"
         )
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise InputError(
-            f"--ranks is {text!r}", code="cli.number-list-invalid", fix="write numbers of ranks, such as 1,2,4"
+            f"--ranks must be a list of positive integers, got {text!r}",
+            code="cli.number-list-invalid",
+            fix="use numbers of ranks, such as 1,2,4",
         )
     return tuple(sorted({int(part) for part in parts}))
 
@@ -314,7 +306,7 @@ def _measure_job(spec: ScalingSpec) -> tuple[list[ScalingCurve], bool, str]:
 
 
 def _predictor() -> Callable[[Job, Plan], float | None]:
-    """Return what predicts the seconds of a step; where it cannot, that is reported once."""
+    """Return a function that predicts the seconds of a step; the reason of a failure is printed once."""
     reported: set[str] = set()
 
     def predict(job: Job, plan: Plan) -> float | None:
@@ -323,29 +315,29 @@ def _predictor() -> Callable[[Job, Plan], float | None]:
         except InputError as error:
             if str(error) not in reported:
                 reported.add(str(error))
-                echo_error(f"shardwise: nothing predicted: {error}")
+                echo_error(f"shardwise: no prediction: {error}")
             return None
 
     return predict
 
 
 def _measure_script(spec: ScalingSpec) -> tuple[list[ScalingCurve], bool, str]:
-    """Return the curve of a script, whether it has no GPUs to run on, and a title."""
+    """Return the curve of a script, whether it runs on the CPU, and a title."""
     of_a_job = {"--plan": spec.plan, "--set": spec.settings}
     of_a_job |= {"--backend": spec.place.backend, "--device": spec.place.device}
     for option, value in of_a_job.items():
         if value:
             raise InputError(
-                f"{option} is for a job, and {spec.script} is run as a script",
+                f"{option} applies to a job, but {spec.script} is run as a script",
                 code="cli.option-not-applicable",
-                fix="write it after the script",
+                fix="pass it after the script",
             )
     pattern = read_pattern(spec.pattern) if spec.pattern is not None else None
     if pattern is not None and spec.mode:
         raise InputError(
-            f"--mode {spec.mode} is for wall times, and --pattern reads a throughput",
+            f"--mode {spec.mode} applies to wall times, but --pattern reads a throughput",
             code="cli.options-conflict",
-            fix="leave one out",
+            fix="use one of them",
         )
     ranks, cores, gpus = _read_ranks(spec), usable_cores(), len(probe_gpus())
     read_nproc(str(max(ranks)), num_gpus=gpus, num_cores=cores)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: with its data, without, without its communication, and that communication alone."""
+"""Decomposition of a step's time: with data, without data, without communication, and communication alone."""
 
 from __future__ import annotations
 
@@ -26,64 +26,64 @@ if TYPE_CHECKING:
     from shardwise.training.step.step import Step
 
 _LEAST_S = 0.02
-"""Shorter steps are timed a few in a row, so that leaving the barrier apart does not show."""
+"""Shorter steps are timed in blocks, so that the skew after the barrier does not matter."""
 _MOST_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredTurn:
-    """Seconds a step of one rank, each of one or a few steps in a row; all within one turn, one after the other."""
+    """Seconds per step of one rank, from blocks of one or a few steps, measured one after the other."""
 
     trained: float | None
-    """Reading data and training on it; None where that was not asked for."""
+    """Reading data and training on it; None if it was not requested."""
     whole: float
-    """Training on data that is there."""
+    """Training on data in memory."""
     compute: float | None
-    """The same with every collective left out; None where that cannot be: stages of a pipeline send to each other."""
+    """Training with every collective skipped; None for pipeline stages, which cannot run without messages."""
     communication: float
     """The collectives of a step alone, one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredTurns:
-    """What one rank measured of a job under a plan."""
+    """The measurements of a job under a plan on one rank."""
 
     turns: tuple[MeasuredTurn, ...]
     collectives: int
-    """Of one step."""
+    """Number of collectives of one step."""
     num_bytes: int
-    """That they move, counted as `bench comm` counts sizes."""
+    """Their bytes, counted like the sizes of `bench comm`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A step's seconds over all ranks: what the slowest takes, and what for."""
+    """The seconds of a step on the slowest rank, and their parts."""
 
     period: Timing
-    """From one step to the next; data included, where it was asked for."""
+    """From one step to the next, with data if it was requested."""
     step: Timing
-    """Without data."""
+    """The step without data."""
     compute: Timing | None
-    """The slowest rank's, without communication."""
+    """The step of the slowest rank without communication."""
     communication: Timing
-    """Alone."""
+    """The communication alone."""
     exposed: tuple[float, ...]
-    """By turn: what the step takes longer than its compute."""
+    """By turn: additional time of the step over its compute."""
     parts: dict[str, float] | None
-    """compute, communication (exposed), data, idle of a rank on average: they add up to the period, but for noise."""
+    """Mean over ranks of compute, communication (exposed), data, idle; up to noise they add up to the period."""
     collectives: int
     num_bytes: int
 
     @property
     def exposed_s(self) -> float:
-        """Return the median of `exposed`, 0 where it is not known."""
+        """Return the median of `exposed`, 0 if unknown."""
         return statistics.median(self.exposed) if self.exposed else 0.0
 
     @property
     def hidden(self) -> float | None:
-        """Return the share of communication that costs the step nothing; None where there is none.
+        """Return the share of communication that compute hides; None without communication.
 
-        Below 0 where communication also slows compute down.
+        It is negative if communication also slows compute down.
         """
         if self.compute is None or not self.communication.median_s:
             return None
@@ -91,7 +91,7 @@ class Split:
 
     @property
     def hidden_spread(self) -> float:
-        """Return half the distance of the quartiles of `hidden`, turn by turn."""
+        """Return half the interquartile range of `hidden` over turns."""
         if not self.communication.median_s or len(self.exposed) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.exposed, n=4)
@@ -99,18 +99,18 @@ class Split:
 
 
 def measure_turns(job: Job, plan: Plan, here: SwitchedWorld, *, turns: int, reads: bool) -> MeasuredTurns:
-    """Train `job` a little under `plan`, `turns` times each way; communicates, on every rank.
+    """Train a few steps of `job` under `plan` and measure `turns` turns; communicates, on every rank.
 
     `reads` also times steps that read their data, as training does.
     """
     can_switch = plan.layout.pp == 1
-    # What collectives that are left out would have filled is whatever memory held.
+    # The outputs of skipped collectives have uninitialized values.
     is_garbled = can_switch and (plan.zero >= 2 or plan.layout.tp > 1)
     if is_garbled and here.device.type == "cpu":
-        torch.set_flush_denormal(True)  # numbers of that kind compute at a hundredth of the speed
+        torch.set_flush_denormal(True)  # denormal numbers compute at a hundredth of the speed
     made: list[Step] = []
     step = build_step(
-        # A schedule wants to know how many steps there will be.
+        # Learning rate schedules need the number of steps.
         dataclasses.replace(job, steps=WARM_UP + 3 + 3 * turns * _MOST_STEPS, epochs=None, tokens=None),
         plan,
         here if can_switch else here.plain,
@@ -138,7 +138,7 @@ def measure_turns(job: Job, plan: Plan, here: SwitchedWorld, *, turns: int, read
 
 @dataclass(frozen=True, kw_only=True)
 class _Ways:
-    """The ways to run a few steps, each returning seconds a step; all communicate, on every rank."""
+    """Ways to run a few steps, each returning seconds per step; all communicate, on every rank."""
 
     step: Step
     play: Callable[[], None] | None
@@ -158,7 +158,9 @@ class _Ways:
 
     def communicate(self) -> float:
         play = self.play
-        return self.clock(lambda: [play() for _ in range(self.steps)]) / self.steps if play is not None else 0.0
+        if play is None:
+            return 0.0
+        return self.clock(lambda: [play() for _ in range(self.steps)]) / self.steps
 
 
 def _keep(batches: Iterator[StepBatch], kept: list[StepBatch], number: int) -> Iterator[StepBatch]:
@@ -168,7 +170,7 @@ def _keep(batches: Iterator[StepBatch], kept: list[StepBatch], number: int) -> I
 
 
 class _Clock:
-    """Times a piece of work that all ranks begin together, until this rank's device is done with it."""
+    """Times work that all ranks start together, until this rank's device has finished it."""
 
     def __init__(self, here: World) -> None:
         self._here = here
@@ -184,7 +186,7 @@ class _Clock:
 
 
 def pool(rounds: Sequence[Sequence[MeasuredTurns]]) -> list[MeasuredTurns]:
-    """Return what each rank measured over all rounds, given by round and rank."""
+    """Return the turns of each rank over all rounds; `rounds` is by round and rank."""
     return [
         dataclasses.replace(parts[0], turns=tuple(turn for part in parts for turn in part.turns))
         for parts in zip(*rounds, strict=True)

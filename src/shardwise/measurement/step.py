@@ -1,4 +1,4 @@
-"""Measuring a step of a job under a plan: time by phase, throughput, utilization and memory; ranks may be fake."""
+"""Measurement of a training step under a plan: time by phase, throughput, utilization and memory, or on fake ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from shardwise.errors import InputError, PlanError
 from shardwise.job import load_job
 from shardwise.measurement.memory import LiveBytes
 from shardwise.measurement.profile import StepProfile, profile_steps, profiler_ranges, trace_path
-from shardwise.measurement.ranks import rank_zero
+from shardwise.measurement.specs import rank_zero
 from shardwise.measurement.timing import Timing, time_calls, wait_for
 from shardwise.parallel.sharded import DTYPES
 from shardwise.training.build import build_step
-from shardwise.training.step.step import tell
+from shardwise.training.step.step import combine_marks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardwise.data.feed import StepBatch
     from shardwise.dist import World
     from shardwise.job import Job, JobReference
+    from shardwise.measurement.memory import LiveMemory
     from shardwise.measurement.profile import ProfileSpec
     from shardwise.planner.model.shape import ModelShape, Part
     from shardwise.plans import Plan
@@ -39,46 +40,46 @@ if TYPE_CHECKING:
 
 
 WARM_UP = 3
-"""Steps before the first that counts: the first holds gradients back to look at them, the second finds the allocator's
-blocks, a compiled one may compile twice."""
+"""Warm-up steps: the first has additional checks of gradients, the second fills the allocator's cache, and a compiled
+step may compile twice."""
 _MEMORY_STEPS = 2
-"""On a CPU, steps whose tensors are counted: the first finds them, the second has the peak."""
+"""On a CPU, steps whose tensors are counted: the first finds the storages, the second has the peak."""
 _TOP = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasurement:
-    """What one rank measured over a few steps."""
+    """The measurements of one rank over a few steps."""
 
     plan: str
     rank: int
     world_size: int
     backend: str
-    """"fake" where the other ranks were not there: communication then costs nothing."""
+    """"fake" if the other ranks were fake, so that communication cost nothing."""
     device: str
     step: Timing
-    """From the first forward pass to the end of the optimizer."""
+    """From the first forward pass to the end of the optimizer step."""
     phases: dict[str, float]
     """Median seconds of data, forward, backward (with gradient sync) and optimizer."""
     samples_per_s: float
-    """Of the whole world, data included."""
+    """Of the world, with the time for data."""
     tokens_per_s: float | None
-    """None where samples are not rows of whole numbers."""
+    """None if samples are not rows of integers."""
     peak_bytes: int
-    """Allocated at the highest moment of a step."""
+    """Peak of allocated memory in a step."""
     first_peak_bytes: int
-    """The same from the start of building to the end of the first step; on a CPU that is not known, and 0."""
+    """Peak from the start of building to the end of the first step; 0 on a CPU, where it is unknown."""
     reserved_bytes: int
-    """That the allocator took from a GPU; 0 elsewhere."""
+    """Memory that the allocator reserved on a GPU; 0 on a CPU."""
     matmul_flops: float = 0.0
-    """Multiplications and additions per second of a large product in the plan's dtype, timed before the steps."""
+    """FLOP/s of a large matrix product in the plan's dtype, timed before the steps."""
     at_peak: tuple[tuple[str, int], ...] = field(default=())
-    """On a CPU, the largest of what lived at the peak: words, bytes."""
+    """On a CPU, the largest tensors at the peak: description, bytes."""
     profile: StepProfile | None = None
-    """Of a few more steps, where it was asked for."""
+    """Profile of a few more steps, if it was requested."""
 
     def figures(self) -> dict[str, float]:
-        """Return what can be predicted, by name; units are in the names."""
+        """Return the values that can be predicted, by name; the names contain the units."""
         found = {
             "step_s": self.step.median_s,
             **{f"{phase}_s": seconds for phase, seconds in self.phases.items()},
@@ -95,7 +96,7 @@ class StepMeasurement:
 def rehearse(
     job: Job, plan: Plan, *, rank: int = 0, steps: int = 5, device: str = "cpu", profile: ProfileSpec | None = None
 ) -> StepMeasurement:
-    """Run `rank` of the plan's world for a few steps on the device at hand; the other ranks are fake."""
+    """Run `rank` of the plan's world for a few steps on `device`; the other ranks are fake."""
     size = plan.layout.world_size
     if not 0 <= rank < size:
         raise InputError(
@@ -103,7 +104,7 @@ def rehearse(
         )
     if plan.layout.pp > 1:
         raise PlanError(
-            f"plan {plan.layout} has stages, which send each other shapes, and a fake world has nobody to answer",
+            f"plan {plan.layout} has pipeline stages, whose messages a fake world cannot answer",
             code="bench.fake-world-pipeline",
             fix=f"use a plan without pp, or real ranks: --nproc {size}",
         )
@@ -120,10 +121,10 @@ def measure_ranks(
     backend: str | None = None,
     profile: ProfileSpec | None = None,
 ) -> list[StepMeasurement]:
-    """Run a few steps on the plan's ranks, and return what each measured.
+    """Run a few steps on the plan's ranks, and return the measurements of each rank.
 
-    They are started on this machine; in a world that torchrun, srun or `shardwise launch` has started this process is
-    one of them, and ranks other than 0 return nothing.
+    The ranks are started on this machine. In a world that torchrun, srun or `shardwise launch` started, this process
+    is one of the ranks, and ranks other than 0 return an empty list.
     """
     nproc = plan.layout.world_size if identify().world_size == 1 else None
     return rank_zero(_measure_world, nproc, reference, plan, (device, backend), steps, profile, backend=backend) or []
@@ -136,7 +137,7 @@ def _measure_world(
     steps: int,
     profile: ProfileSpec | None,
 ) -> list[StepMeasurement]:
-    """Measure as one rank of those that are there; `where` is device and backend. Communicates over all of them."""
+    """Measure as one rank of the world, over which it communicates; `where` is device and backend."""
     device, backend = where
     with world(device=device, backend=backend) as here:
         found: list[StepMeasurement] = here.gather(
@@ -150,14 +151,18 @@ def measure_step(
 ) -> StepMeasurement:
     """Train a few steps of `job` and measure them; called on every rank of the world, over which it communicates."""
     on_gpu = here.device.type == "cuda"
-    here.barrier()  # so that ranks that share cores or a GPU are at the same work
+    here.barrier()  # so that ranks that share cores or a GPU measure at the same time
     rate = matmul_rate(here.device, plan.precision.compute)
     here.barrier()
     if on_gpu:
-        gc.collect()  # a step holds itself in circles, and what an earlier measurement left is not this one's
+        gc.collect()  # frees the reference cycles of a step of an earlier measurement
         torch.cuda.empty_cache()
         _peak(here.device)
-    needed = WARM_UP + steps + (profile.steps + 1 if profile else 0) + (0 if on_gpu else _MEMORY_STEPS)
+    needed = WARM_UP + steps
+    if profile is not None:
+        needed += profile.steps + 1
+    if not on_gpu:
+        needed += _MEMORY_STEPS
     job = dataclasses.replace(job, steps=needed, epochs=None, tokens=None)
     clock = PhaseClock(here.device)
     step = _build(job, plan, here, clock)
@@ -199,11 +204,11 @@ def measure_step(
 
 
 def _build(job: Job, plan: Plan, here: World, clock: PhaseClock) -> Step:
-    """Make the step, with the clock as its listener; called on every rank."""
+    """Build the step with the clock as its listener; called on every rank."""
     made: list[Step] = []
 
     def settle() -> None:
-        clock.mark("settle", made[0].number)  # no phase of a step
+        clock.mark("settle", made[0].number)  # not a phase of a step
         settle_gradients(made[0])
 
     before_update = settle if here.backend == "fake" else None
@@ -212,11 +217,11 @@ def _build(job: Job, plan: Plan, here: World, clock: PhaseClock) -> Step:
 
 
 def _profile(step: Step, batches: Iterator[StepBatch], here: World, spec: ProfileSpec) -> StepProfile:
-    """Profile a few steps, whose phases are ranges in the trace; called on every rank."""
+    """Profile a few steps, with their phases as ranges in the trace; called on every rank."""
     num_files = 1 if here.backend == "fake" else here.size
     trace = None if spec.trace is None else trace_path(spec.trace, here.rank, num_files)
     unwatched, ranges = step.mark, profiler_ranges()
-    step.mark = tell(unwatched, ranges)
+    step.mark = combine_marks(unwatched, ranges)
     try:
         return profile_steps(lambda: step(next(batches)), here.device, steps=spec.steps, trace=trace)
     finally:
@@ -225,7 +230,7 @@ def _profile(step: Step, batches: Iterator[StepBatch], here: World, spec: Profil
 
 
 def _peak(device: torch.device) -> int:
-    """Return the most bytes that tensors took on a GPU since the last call, 0 elsewhere; waits for the device."""
+    """Return the peak bytes of tensors on a GPU since the last call, 0 on a CPU; synchronizes with the device."""
     if device.type != "cuda":
         return 0
     wait_for(device)
@@ -235,7 +240,7 @@ def _peak(device: torch.device) -> int:
 
 
 def _live_peak(step: Step, batches: Iterator[StepBatch]) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """Count live tensors over two steps; return the peak of the second, and what was the most of it."""
+    """Count live tensors over two steps; return the peak of the second step and its largest tensors."""
     with LiveBytes("cpu") as live:
         live.watch("parameters", (parameter for _, parameter in step.named_parameters()))
         states = (value for state in step.optimizer.state.values() for value in state.values())
@@ -244,19 +249,24 @@ def _live_peak(step: Step, batches: Iterator[StepBatch]) -> tuple[int, tuple[tup
         live.reset_peak()
         step(next(batches))
     top = live.at_peak()[:_TOP]
-    words = (
-        f"{holding.operator.removeprefix('aten.')}"
-        + (f" of {holding.module}" if holding.module else "")
-        + (f" in {holding.phase}" if holding.phase else "")
-        + f" {list(holding.shape)}"
-        + (f" x {holding.count}" if holding.count > 1 else "")
-        for holding in top
-    )
-    return live.peak_bytes, tuple(zip(words, (holding.num_bytes for holding in top), strict=True))
+    return live.peak_bytes, tuple((_describe(memory), memory.num_bytes) for memory in top)
+
+
+def _describe(memory: LiveMemory) -> str:
+    """Return operator, module, phase, shape and count of live tensors as text."""
+    text = memory.operator.removeprefix("aten.")
+    if memory.module:
+        text += f" of {memory.module}"
+    if memory.phase:
+        text += f" in {memory.phase}"
+    text += f" {list(memory.shape)}"
+    if memory.count > 1:
+        text += f" x {memory.count}"
+    return text
 
 
 def settle_gradients(step: Step) -> None:
-    """Make gradients finite: where communication is left out they may be anything, and NaN skips the optimizer."""
+    """Make gradients finite: without communication they may have any value, and NaN would skip the optimizer."""
     for _, parameter in step.named_parameters():
         if parameter.grad is not None:
             grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -264,7 +274,7 @@ def settle_gradients(step: Step) -> None:
 
 
 def _tokens_per_sample(batch: StepBatch) -> int | None:
-    """Return the length of rows of whole numbers, None where the batch has none."""
+    """Return the length of rows of integers, None if the batch has none."""
     found = batch.micro_batches[0].batch
     values = found.values() if isinstance(found, dict) else found
     rows = (value for value in values if isinstance(value, torch.Tensor) and value.ndim == 2)
@@ -272,25 +282,25 @@ def _tokens_per_sample(batch: StepBatch) -> int | None:
 
 
 def compare(measured: StepMeasurement, predicted: Mapping[str, float] | None) -> list[tuple[str, float, float | None]]:
-    """Return (name, measured, predicted) of every figure that was measured."""
+    """Return (name, measured, predicted) of every measured value."""
     return [(name, value, (predicted or {}).get(name)) for name, value in measured.figures().items()]
 
 
-# Where the time of a step goes: data, forward, backward and optimizer, without waiting for the device.
+# The time of a step by phase: data, forward, backward and optimizer, without device synchronization.
 
 
 PHASES = ("data", "forward", "backward", "optimizer")
 
 
 class PhaseClock:
-    """Listens to a Step's marks and notes when each was made: in the queue of a GPU, by the host's clock elsewhere."""
+    """Records the time of a Step's marks: by CUDA events on a GPU, by the host's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[str, int, Any]] = []
 
     def mark(self, phase: str, step: int) -> None:
-        """End the phase before and begin this one; one that is not in PHASES is not counted."""
+        """End the previous phase and begin this one; phases that are not in PHASES are not counted."""
         if self._device.type != "cuda":
             self._marks.append((phase, step, time.perf_counter()))
             return
@@ -299,9 +309,9 @@ class PhaseClock:
         self._marks.append((phase, step, event))
 
     def finish(self) -> list[dict[str, float]]:
-        """Wait for the device; return seconds by phase of each step marked since the last call, in order.
+        """Synchronize with the device; return seconds by phase of each step since the last call, in order.
 
-        The last mark ends the phase before it and begins none.
+        The last mark only ends the previous phase.
         """
         wait_for(self._device)
         marks, self._marks = self._marks, []
@@ -313,17 +323,17 @@ class PhaseClock:
         return list(steps.values())
 
 
-# How much of what a device can multiply a step makes use of.
+# Utilization: the share of the device's matrix multiplication rate that a step reaches.
 
 
 _WIDTHS = {"cuda": 8192, "cpu": 512}
-"""Of the square product: wide enough that a device reaches its rate, small enough for a fraction of a second."""
+"""Width of the square product: large enough to reach the rate of a device, small enough for a fraction of a second."""
 
 
 def matmul_rate(device: torch.device, compute: DType) -> float:
-    """Time a large square product; returns multiplications and additions per second.
+    """Time a large square matrix product; return FLOP/s.
 
-    In fp32 as torch is set now, in full or in tf32. Called on every rank at once, ranks that share a device share it.
+    fp32 uses tf32 if torch is set to. Call it on every rank at once, since ranks may share a device.
     """
     width = _WIDTHS[device.type] // (2 if compute == "fp64" else 1)  # many GPUs have few units for fp64
     x, y = (torch.randn(width, width, device=device).to(DTYPES[compute]) for _ in range(2))
@@ -331,21 +341,21 @@ def matmul_rate(device: torch.device, compute: DType) -> float:
 
 
 def training_flops(shape: ModelShape) -> float:
-    """Return the multiplications and additions that one sample needs, forward and backward, without recomputation."""
+    """Return the FLOPs of one sample in forward and backward, without recomputation."""
     return sum(part.count * _part_flops(part) for part in shape.parts)
 
 
 def _part_flops(part: Part) -> float:
-    """Each product asks for one more in backward for its input, and one for its weight unless that is frozen."""
+    """Return the FLOPs of a part: in backward each product needs one for its input, and one for a trained weight."""
     trained = sum(weight.numel for weight in part.weights if weight.trained) / max(1, part.numel)
     products = sum(item.flops for item in part.work.matmuls)
     return (2 + trained) * products + 3 * sum(item.flops for item in part.work.attentions)
 
 
 def utilisation(found: Sequence[StepMeasurement], flops_per_sample: float) -> float:
-    """Return the share of the matmul rate, measured beside the steps, that the whole world's work came to.
+    """Return the share of the measured matmul rate that the steps of the world reach.
 
-    `found` is of all ranks, or of the one rank of a fake world.
+    `found` has the measurements of all ranks, or of the one rank of a fake world.
     """
     rate = statistics.mean(measured.matmul_flops for measured in found) * found[0].world_size
     return min(measured.samples_per_s for measured in found) * flops_per_sample / rate

@@ -1,4 +1,4 @@
-"""A world whose collectives can be written down, left out and played back: what a step is without its communication."""
+"""A world whose collectives can be recorded, skipped and replayed, to measure a step without its communication."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _METHODS = (
     "scatter",
     "barrier",
 )
-"""Of a process group; send and recv are not among them: a rank cannot continue without what they bring."""
+"""Methods of a process group, without send and recv: a rank cannot continue without the received data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchedCall:
-    """One collective as a step called it: on which group, with tensors of which shapes."""
+    """One recorded collective: its group and the shapes of its tensors."""
 
     group: dist.ProcessGroup
     method: str
@@ -59,18 +59,18 @@ class SwitchedCall:
 
     @property
     def num_bytes(self) -> int:
-        """Of the largest tensors of the call: what is gathered, what is scattered, what is reduced."""
+        """Bytes of the largest tensors of the call: the gathered, scattered or reduced tensor."""
         sizes = [_bytes(arg) for arg in self.args]
         return max(sizes, default=0)
 
 
 @dataclass(kw_only=True)
 class CommunicationSwitch:
-    """Whether the collectives of a switched world happen, and whether they are written down."""
+    """Whether the collectives of a switched world run, and whether they are recorded."""
 
     on: bool = True
     calls: list[SwitchedCall] | None = None
-    """Where calls are written down, None where they are not."""
+    """The list of recorded calls, None if calls are not recorded."""
 
     def record(self, step: Callable[[], object]) -> list[SwitchedCall]:
         """Return the collectives that `step` calls, in order."""
@@ -84,18 +84,18 @@ class CommunicationSwitch:
 
 
 class SwitchedWorld(World):
-    """A world whose groups and meshes obey a switch; the groups of the host, and the world's own, stay as they are.
+    """A world whose groups and meshes have a switch, except the host groups and the world's own group.
 
-    The way through the switch is Python's, about 10 us a collective, and the same whether it is on or off.
+    The switch costs about 10 us per collective in Python, whether it is on or off.
     """
 
     switch: CommunicationSwitch
     plain: World
-    """The world inside, whose collectives always happen."""
+    """The wrapped world, whose collectives always run."""
 
     @classmethod
     def around(cls, here: World) -> SwitchedWorld:
-        """Return `here`, switched on; one is enough for all that is measured, and `here` is closed by its opener."""
+        """Return a wrapper of `here`, switched on; the caller closes `here`."""
         if _BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
         values = {part.name: getattr(here, part.name) for part in dataclasses.fields(World) if part.init}
@@ -105,7 +105,7 @@ class SwitchedWorld(World):
         return switched
 
     def axis_group(self, layout: Layout, axes: Sequence[str], *, on_host: bool = False) -> dist.ProcessGroup | None:
-        """Communicate to join this rank with those that differ from it along `axes`, called on every rank."""
+        """Communicate, called on every rank: return the group of the ranks that differ only along `axes`."""
         group = super().axis_group(layout, axes, on_host=on_host)
         if group is None or on_host:
             return group
@@ -120,7 +120,7 @@ class SwitchedWorld(World):
         return self._groups[key]
 
     def mesh(self, layout: Layout) -> DeviceMesh:
-        """Communicate to make the named mesh of `layout` from switched groups, called on every rank."""
+        """Communicate, called on every rank: return the named mesh of `layout` with switched groups."""
         split = [axis for axis, degree in zip(AXES, layout.degrees, strict=True) if degree > 1]
         groups: list[Any] = [self.axis_group(layout, (axis,)) for axis in split]
         ranks = torch.arange(self.size).reshape([getattr(layout, axis) for axis in split])
@@ -134,9 +134,9 @@ class SwitchedWorld(World):
 
 
 def replay(calls: Sequence[SwitchedCall]) -> Callable[[], None]:
-    """Return what makes the same collectives again, each waited for before the next; communicates, on every rank.
+    """Return a function that repeats the collectives one after the other; it communicates, on every rank.
 
-    Tensors of the same shape and place in a call are shared, so that they take the memory of one call of each shape.
+    Calls share tensors of the same shape and argument position, so that they need the memory of one call per shape.
     """
     buffers: dict[Any, Tensor] = {}
 
@@ -176,17 +176,17 @@ class _Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class _Inside:
-    """What a switched group is made from."""
+    """The options of a switched group."""
 
     group: dist.ProcessGroup
     switch: CommunicationSwitch
 
 
 class _SwitchedGroup(dist.ProcessGroup):
-    """Hands every collective to the group inside while the switch is on, else returns finished work."""
+    """Forwards every collective to the wrapped group while the switch is on, otherwise returns completed work."""
 
     def __init__(self, rank: int, size: int, name: str, inside: _Inside) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub knows the form with a store alone
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub has only the form with a store
         self._name = name
         self._group = inside.group
         self._switch = inside.switch
@@ -201,11 +201,11 @@ class _SwitchedGroup(dist.ProcessGroup):
         self._name = name
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]  # a NewType of str in torch 2.13, not there before
+    def group_name(self) -> str:  # type: ignore[override]  # a NewType of str since torch 2.13
         return self._name
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the backend inside: torch asks for it when it makes a group in a world that is bound to GPUs."""
+        """Return the wrapped backend, which torch needs to create a group in a world that is bound to GPUs."""
         return backend_of(self._group, device)
 
     def pass_on(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,7 +233,7 @@ def _create(options: Any, inside: _Inside) -> _SwitchedGroup:
 
 
 def _done(args: tuple[Any, ...]) -> Any:
-    """Return finished work whose result is the first argument as it stands: what DDP takes for the sum."""
+    """Return completed work whose result is the unchanged first argument, which DDP takes for the sum."""
     result = args[0] if args and isinstance(args[0], list | torch.Tensor) else []
     devices = {leaf.device for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.is_cuda}
     future: Future[Any] = Future(devices=list(devices))

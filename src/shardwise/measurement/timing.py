@@ -1,29 +1,35 @@
-"""Timing repeated calls on the device's own clock, and collectives by their slowest rank."""
+"""Timing of repeated calls on the device's clock, and rates of the operators of a training."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
+from shardwise.hardware.calibration import AttentionPoint, Figure, MatmulPoint, measured
 from shardwise.measurement.comm.collectives import MAKERS, CollectiveSpec, prepare, wait_for_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import Tensor
 
     from shardwise.measurement.comm.collectives import Collective
 
-
 _LEAST_SAMPLE_S = 1e-4
-"""Shorter work is repeated within one sample: clocks and events cost about a microsecond."""
+"""Shorter work is repeated within one sample, since clocks and events cost about a microsecond."""
 _FILLER = 8192
-"""Width of the matrix product that keeps a GPU busy while the host queues what is timed: over a millisecond."""
+"""Width of the matrix product, of over a millisecond, that keeps a GPU busy while the host queues the timed calls."""
 _MOST_QUEUED = 50
-"""Calls that the host can queue behind the filler."""
+"""Number of calls that the host can queue during the filler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +40,12 @@ class Timing:
     min_s: float
     p99_s: float
     spread: float
-    """Half the distance of the quartiles, as a fraction of the median."""
+    """Half the interquartile range, as a fraction of the median."""
     repeats: int
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
-        """Sum up samples, at least one."""
+        """Return the statistics of at least one sample."""
         ordered = sorted(samples)
         low, middle, high = statistics.quantiles(ordered, n=4) if len(ordered) > 1 else ordered * 3
         return cls(
@@ -52,13 +58,13 @@ class Timing:
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when `device` has done all that was asked of it."""
+    """Wait until `device` has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def time_calls(call: Callable[[], object], device: torch.device, *, budget_s: float = 0.1, most: int = 30) -> Timing:
-    """Time `call` within about `budget_s` seconds: on a GPU its kernels back to back, elsewhere by the host's clock."""
+    """Time `call` in about `budget_s` seconds: on a GPU its kernels back to back, on a CPU by the host's clock."""
     call()
     wait_for(device)
     began = time.perf_counter()
@@ -86,7 +92,7 @@ def _on_gpu(call: Callable[[], object], device: torch.device, inner: int, repeat
     pairs = []
     for _ in range(repeats):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        filler @ filler  # so that the host is ahead and no kernel waits to be launched
+        filler @ filler  # so that the host is ahead and no timed kernel waits for its launch
         first.record()
         for _ in range(inner):
             call()
@@ -96,27 +102,27 @@ def _on_gpu(call: Callable[[], object], device: torch.device, inner: int, repeat
     return [first.elapsed_time(last) / 1e3 for first, last in pairs]
 
 
-# Timed collectives: how long the slowest rank takes, in blocks of calls between barriers.
+# Timing of collectives on the slowest rank, in blocks of calls between barriers.
 
 
 COLLECTIVES = tuple(MAKERS)
-"""All that can be timed: what `bench comm` shows, and `send`, of which half a round trip counts."""
+"""Names that can be timed: the collectives of `bench comm`, and `send`, whose time is half a round trip."""
 _LEAST_BLOCK_S = 4e-3
-"""Calls are timed in blocks of at least this long: ranks leave a barrier up to 0.1 ms apart, which must not show."""
+"""Minimum duration of a block: ranks leave a barrier up to 0.1 ms apart, which must not affect the result."""
 _FEW, _FEW_S = 4, 0.1
-"""And of this many calls, if they take no longer than that: a rank that is done early begins the next call early, so
-that calls in a row take less than single ones do."""
-_QUICK_S = 5e-3
-"""A first call shorter than this is tried again, since one call may have met anything."""
+"""Minimum number of calls of a block, if they take no longer than this: a rank that finishes early starts the next call
+early, so successive calls take less time than single ones."""
+_SHORT_S = 5e-3
+"""A first call shorter than this is repeated, since a single call may have been disturbed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTiming:
-    """One collective on one group: what the slowest rank took."""
+    """The time of one collective of one group on its slowest rank."""
 
     name: str
     num_bytes: int
-    """Of the whole tensor: what is gathered, what is scattered, one rank's input of all_to_all; 0 for barrier."""
+    """Size of the whole tensor: the gathered or scattered tensor, one rank's input of all_to_all; 0 for barrier."""
     dtype: str
     ranks: int
     timing: Timing
@@ -132,10 +138,10 @@ def measure_collective(
     budget_s: float = 0.1,
     most: int = 30,
 ) -> CollectiveTiming:
-    """Communicate over `group`, called on all its ranks, to time a collective in about `budget_s` seconds.
+    """Communicate over `group`, called on all its ranks: time a collective in about `budget_s` seconds.
 
-    `send` goes from the group's first rank to its second and back, and half of that is its time. Sizes are rounded
-    down to whole elements on every rank, but never to none.
+    `send` goes from the group's first rank to its second and back, and its time is half of that. Sizes are rounded
+    down to whole elements on every rank, at least 1.
     """
     collective = prepare(CollectiveSpec(name=name, num_bytes=num_bytes, dtype=dtype), group, device)
     return CollectiveTiming(
@@ -148,14 +154,14 @@ def measure_collective(
 
 
 def time_collective(collective: Collective, together: dist.ProcessGroup, *, budget_s: float, most: int = 30) -> Timing:
-    """Communicate over `together`, called on all its ranks, to time a collective on each of their groups at once.
+    """Communicate over `together`, called on all its ranks: time a collective on each of their groups at once.
 
-    A sample is the mean call of a block on the slowest rank of all; there are at least three.
+    A sample is the mean time of a call in a block on the slowest rank; there are at least three samples.
     """
     device, call = collective.device, collective.call
     call()
     once_s = slowest([time_block(call, 1, device)], together, device)[0]
-    if once_s < _QUICK_S:
+    if once_s < _SHORT_S:
         once_s = statistics.median(slowest([time_block(call, 1, device) for _ in range(3)], together, device))
     inner = calls_in_block(once_s)
     repeats = max(3, min(most, round(budget_s / (inner * once_s))))
@@ -168,12 +174,13 @@ def time_collective(collective: Collective, together: dist.ProcessGroup, *, budg
 
 
 def calls_in_block(once_s: float) -> int:
-    """Return how many calls of so many seconds make a block."""
-    return max(min(1000, round(_LEAST_BLOCK_S / once_s)), _FEW if _FEW * once_s <= _FEW_S else 1)
+    """Return the number of calls of a block if one call takes `once_s` seconds."""
+    least = _FEW if _FEW * once_s <= _FEW_S else 1
+    return max(least, min(1000, round(_LEAST_BLOCK_S / once_s)))
 
 
 def time_block(call: Callable[[], object], times: int, device: torch.device) -> float:
-    """Return the seconds of so many calls, from an idle device to an idle device."""
+    """Return the seconds of `times` calls, with the device synchronized before and after."""
     wait_for(device)
     began = time.perf_counter()
     for _ in range(times):
@@ -183,8 +190,174 @@ def time_block(call: Callable[[], object], times: int, device: torch.device) -> 
 
 
 def slowest(seconds: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Communicate over `group`, called on all its ranks: return the largest value of each place among them."""
+    """Communicate over `group`, called on all its ranks: return the element-wise maximum over the ranks."""
     largest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     found: list[float] = largest.tolist()
     return found
+
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+LEAST_UNCERTAINTY = 0.03
+"""Minimum uncertainty of a rate that is measured within seconds: it varies as much from minute to minute."""
+ADAMW_BYTES = 28
+"""Bytes per fp32 parameter: reads of parameter, gradient and two states, writes of all but the gradient."""
+_HEADS = 16
+
+
+def matmul_points(
+    layers: Iterable[tuple[int, int, int]], dtype: str, device: torch.device, *, budget_s: float
+) -> list[MatmulPoint]:
+    """Time linear layers (rows, inner, columns) in forward and both products of backward, each in `budget_s`.
+
+    Layers are timed in ascending order of size, until one call takes twice `budget_s`.
+    """
+    points: list[MatmulPoint] = []
+    with _float32_as(dtype):
+        for rows, inner, columns in sorted(layers, key=lambda layer: layer[0] * layer[1] * layer[2]):
+            flops = 2.0 * rows * inner * columns
+            if points and flops / points[-1].flops > 2 * budget_s:
+                break
+            x, weight, gradient = (
+                torch.randn(shape, dtype=DTYPES[dtype], device=device)
+                for shape in ((rows, inner), (columns, inner), (rows, columns))
+            )
+            products = {
+                (rows, columns, inner): partial(torch.matmul, x, weight.t()),
+                (rows, inner, columns): partial(torch.matmul, gradient, weight),
+                (inner, columns, rows): partial(torch.matmul, gradient.t(), x),
+            }
+            for (m, n, k), call in products.items():
+                seconds = time_calls(call, device, budget_s=budget_s).median_s
+                points.append(MatmulPoint(m=m, n=n, k=k, dtype=dtype, flops=flops / seconds))
+    return points
+
+
+@contextmanager
+def _float32_as(dtype: str) -> Iterator[None]:
+    """Compute float32 products in tf32 or in full precision inside of this context."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def attention_points(
+    shapes: Iterable[tuple[int, int]], dtype: str, device: torch.device, *, tokens: int, budget_s: float
+) -> list[AttentionPoint]:
+    """Time causal attention of (sequence length, head dim), forward and backward, in batches of about `tokens`."""
+    points = []
+    for length, width in shapes:
+        batch = max(1, tokens // length)
+        query, key, value = (
+            torch.randn(batch, length, _HEADS, width, dtype=DTYPES[dtype], device=device)
+            .transpose(1, 2)
+            .requires_grad_()
+            for _ in range(3)
+        )
+
+        def forward(q: Tensor = query, k: Tensor = key, v: Tensor = value) -> Tensor:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        output = forward()
+        gradient = torch.randn_like(output)
+
+        def backward(
+            inputs: Sequence[Tensor] = (query, key, value), y: Tensor = output, g: Tensor = gradient
+        ) -> object:
+            return torch.autograd.grad(y, inputs, g, retain_graph=True)
+
+        half = batch * _HEADS * length**2 * width / 2
+        rates = [
+            count * half / time_calls(call, device, budget_s=budget_s).median_s
+            for count, call in ((4, forward), (10, backward))
+        ]
+        points.append(AttentionPoint(length=length, head_dim=width, dtype=dtype, forward=rates[0], backward=rates[1]))
+    return points
+
+
+def memory_bandwidth(numels: Iterable[int], device: torch.device, *, low: torch.dtype, budget_s: float) -> Figure:
+    """Time the memory-bound operators of transformers in forward (sums, gates, casts, norms); bytes per second."""
+    moved, seconds, rates = 0.0, 0.0, []
+    for numel in numels:
+        wide = torch.randn(numel // 1024, 1024, device=device)
+        x, y = wide.to(low), wide.to(low)
+        size, ones = low.itemsize, torch.ones(1024, dtype=low, device=device)
+        calls: list[tuple[int, Callable[[], object]]] = [
+            (3 * size, partial(torch.add, x, y)),
+            (3 * size, partial(torch.mul, x, y)),
+            (8, partial(torch.mul, wide, 0.5)),
+            (2 * size, partial(functional.silu, x)),
+            (2 * size, partial(functional.layer_norm, x, (1024,), ones, ones)),
+        ]
+        if low is not torch.float32:
+            calls.append((4 + size, partial(wide.to, low)))
+        for num_bytes, call in calls:
+            taken = time_calls(call, device, budget_s=budget_s).median_s
+            moved, seconds = moved + num_bytes * numel, seconds + taken
+            rates.append(num_bytes * numel / taken)
+    mean = moved / seconds
+    return measured(mean, _uncertainty([(rate - mean) / mean for rate in rates]))
+
+
+def _uncertainty(deviations: Sequence[float]) -> float:
+    """Return the root mean square of relative deviations, but at least the minimum uncertainty."""
+    return max(LEAST_UNCERTAINTY, math.sqrt(sum(d * d for d in deviations) / len(deviations)))
+
+
+def kernel_seconds(device: torch.device, *, budget_s: float) -> Figure:
+    """Time the smallest kernel on the device."""
+    one = torch.ones(1, device=device)
+    timing = time_calls(lambda: one.add_(1.0), device, budget_s=budget_s, most=200)
+    return measured(timing.median_s, max(LEAST_UNCERTAINTY, timing.spread))
+
+
+def operator_seconds(device: torch.device, *, repeats: int = 20) -> Figure:
+    """Time the host while it launches the operators of a tiny network, forward and backward; seconds per operator."""
+    depth, width = 40, 16
+    layers = torch.nn.Sequential(
+        *(part for _ in range(depth) for part in (torch.nn.Linear(width, width, bias=False), torch.nn.SiLU()))
+    ).to(device)
+    x = torch.randn(4, width, device=device, requires_grad=True)
+    operators = depth * (2 + 3)  # product and activation; in backward two products and the activation's
+    samples = []
+    for _ in range(repeats):
+        wait_for(device)
+        began = time.perf_counter()
+        loss = layers(x).sum()
+        loss.backward()
+        samples.append((time.perf_counter() - began) / operators)
+        layers.zero_grad()
+    ordered = sorted(samples)
+    middle = ordered[len(ordered) // 2]
+    return measured(middle, max(LEAST_UNCERTAINTY, (ordered[3 * len(ordered) // 4] - ordered[0]) / middle / 2))
+
+
+def optimizer_bandwidth(num_parameters: int, device: torch.device, *, budget_s: float) -> Figure:
+    """Time a fused AdamW step over fp32 tensors of a million elements each; bytes per second."""
+    tensor = 1 << 20
+    parameters = [torch.nn.Parameter(torch.randn(tensor, device=device)) for _ in range(num_parameters // tensor)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+    timing = time_calls(optimizer.step, device, budget_s=budget_s)
+    moved = ADAMW_BYTES * tensor * len(parameters)
+    return measured(moved / timing.median_s, max(LEAST_UNCERTAINTY, timing.spread))
+
+
+def copy_bandwidths(device: torch.device, *, budget_s: float) -> tuple[Figure, Figure]:
+    """Time pinned copies of 256 MiB to the host and from the host; bytes per second each."""
+    there = torch.ones(1 << 28, dtype=torch.uint8, device=device)
+    here = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: here.copy_(there, non_blocking=True),
+        lambda: there.copy_(here, non_blocking=True),
+    )
+    timings = [time_calls(call, device, budget_s=budget_s) for call in calls]
+    to_host, from_host = (
+        measured((1 << 28) / timing.median_s, max(LEAST_UNCERTAINTY, timing.spread)) for timing in timings
+    )
+    return to_host, from_host

@@ -1,4 +1,4 @@
-"""Models to train: residual networks, decoders of published sizes, encoder-decoders through transformers."""
+"""Models: residual networks, decoder-only transformers of published sizes, and T5 from transformers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ __all__ = [
     "t5",
 ]
 
-_OF_ENGINES = {"mlx": "shardwise.engines.mlx.models"}
-"""Models in other frameworks, imported at first use: those are extras, and do not survive a fork."""
+_ENGINE_MODELS = {"mlx": "shardwise.engines.mlx.models"}
+"""Modules with models of other frameworks. They are imported on first use, because the frameworks are optional and do
+not survive a fork."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_ENGINES:
-        return importlib.import_module(_OF_ENGINES[name])
+    if name in _ENGINE_MODELS:
+        return importlib.import_module(_ENGINE_MODELS[name])
     raise AttributeError(f"module 'shardwise.models' has no attribute {name!r}")

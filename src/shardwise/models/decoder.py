@@ -1,4 +1,4 @@
-"""The decoder: one small class that takes GPT-2's or Llama's shape."""
+"""Decoder-only transformer with the architecture of GPT-2 or Llama."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from torch import Tensor, nn
 
 from shardwise.errors import JobError
 from shardwise.plans.catalogue import DecoderConfig, decoder_config, override
-from shardwise.torch_private.runtime import graph_break
+from shardwise.torch_private.distributed import graph_break
 
 INIT_STD = 0.02
-"""Spread of fresh weights in the GPT-2 recipe; residual projections get it over sqrt(2 x layers)."""
+"""Standard deviation of initial weights in GPT-2; residual projections use it divided by sqrt(2 x layers)."""
 
 Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines, each [tokens, 1, head_width / 2]."""
+"""Cosines and sines of rotary position embeddings, each of shape [tokens, 1, head_width / 2]."""
 
 
 def decoder(name_or_config: str | DecoderConfig, **overrides: object) -> Decoder:
-    """Return a fresh decoder of a published size or of a config, with single fields replaced."""
+    """Return a newly initialized decoder of a published size or a config; `overrides` replace fields of the config."""
     if isinstance(name_or_config, DecoderConfig):
         return Decoder(override(name_or_config, **overrides))
     return Decoder(decoder_config(name_or_config, **overrides))
 
 
 class Decoder(nn.Module):
-    """Tokens int64 [batch, tokens] to logits [batch, tokens, vocab_size]; no dropout."""
+    """Maps int64 tokens [batch, tokens] to logits [batch, tokens, vocab_size]. It has no dropout."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -38,9 +38,10 @@ class Decoder(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Set every weight anew by the GPT-2 recipe and tie the head; there are no buffers."""
+        """Initialize all weights as GPT-2 does, and tie the output projection to the embedding if configured."""
         if self.config.tie_head:
-            self.head.weight = self.embed.weight  # here, because `to_empty` after a meta-device build unties it
+            # Tied here rather than in __init__, because `to_empty` unties the weights of a meta model.
+            self.head.weight = self.embed.weight
         residual_std = INIT_STD / (2 * self.config.num_layers) ** 0.5
         for name, module in self.named_modules():
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
@@ -52,7 +53,7 @@ class Decoder(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def tensor_rules(self) -> dict[str, str]:
-        """Return how tensor parallelism cuts this decoder: whole groups of heads, hidden units, and the vocabulary."""
+        """Return the tensor-parallel rules: attention is split by groups of heads, the MLP by hidden units."""
         gate = {"blocks.*.mlp.gate": "column"} if self.config.family == "llama" else {}
         return {
             "embed": "vocab",
@@ -69,26 +70,27 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Return the logits [batch, tokens, vocab_size] of tokens [batch, tokens].
 
-        `position_ids`, int64 [1, tokens], says where in longer sequences the tokens stand; None: at their beginning.
+        `position_ids`, int64 [1, tokens], are the positions of the tokens in the full sequence; None means 0 to
+        tokens - 1.
         """
         num_tokens = tokens.shape[1]
         if num_tokens > self.config.context:
             raise JobError(
-                f"sequences have {num_tokens} tokens, the decoder's context is {self.config.context}",
+                f"sequences have {num_tokens} tokens, but the decoder's context is {self.config.context}",
                 code="model.context-exceeded",
-                fix=f"use context={num_tokens} or shorter sequences",
+                fix=f"set context={num_tokens}, or use shorter sequences",
             )
         x = self.embed(tokens)
-        places = torch.arange(num_tokens, device=x.device) if position_ids is None else position_ids[0]
+        positions = torch.arange(num_tokens, device=x.device) if position_ids is None else position_ids[0]
         rotary = None
         if self.positions is None:
-            rotary = rotary_tables(self.config, places, x)
+            rotary = rotary_tables(self.config, positions, x)
             if torch.compiler.is_compiling():
-                # In one graph with the layers, every layer's kernels would compute the tables anew, cosines and all:
-                # 30 of the 273 ms that a compiled step of a 1.2-billion-parameter model takes (H200).
+                # In the same graph as the layers, inductor would fuse the tables into the kernels of every layer, which
+                # recompute the cosines: 30 of the 273 ms of a compiled step of a 1.2-billion-parameter model (H200).
                 graph_break()
         else:
-            x = x + self.positions(places)
+            x = x + self.positions(positions)
         for block in self.blocks:
             x = block(x, rotary)
         logits: Tensor = self.head(self.norm(x))
@@ -96,7 +98,7 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward part; each reads a normed x and adds to it."""
+    """Pre-norm transformer block: attention and an MLP, each with a residual connection."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -106,17 +108,17 @@ class Block(nn.Module):
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
-        """Return x [batch, tokens, width] after both parts."""
+        """Return the output of the block for x [batch, tokens, width], in the same shape."""
         x = x + self.attn(self.attn_norm(x), rotary)
-        change: Tensor = self.mlp(self.mlp_norm(x))
-        return x + change
+        residual: Tensor = self.mlp(self.mlp_norm(x))
+        return x + residual
 
 
 class Attention(nn.Module):
-    """Causal attention in which each key and value head serves a group of query heads.
+    """Causal grouped-query attention.
 
-    The rows of `qkv` are ordered by group: its query heads, its key head, its value head. So a plain cut of
-    the rows by ranks gives each rank whole groups; their number is read from the tensor.
+    The rows of `qkv` are ordered by group: query heads, key head, value head. Therefore tensor parallelism can shard
+    the rows evenly and every rank has whole groups. The number of groups is inferred from the tensor.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -129,26 +131,26 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=bias)
 
     def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
-        """Return x [batch, tokens, width] mixed over the tokens before each."""
+        """Return the attention output [batch, tokens, width] of x [batch, tokens, width]."""
         rows = self.qkv(x)
         groups = rows.view(*rows.shape[:-1], -1, self.queries_per_group + 2, self.head_width)
         q = groups[..., :-2, :].flatten(2, 3)
         k, v = groups[..., -2, :], groups[..., -1, :]
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        mixed = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             is_causal=True,
             enable_gqa=self.queries_per_group > 1,
         )
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return out
 
 
 class Mlp(nn.Module):
-    """down(gelu(up(x))) in GPT-2's shape, down(silu(gate(x)) * up(x)) in Llama's."""
+    """Feed-forward network: down(gelu(up(x))) for GPT-2, down(silu(gate(x)) * up(x)) for Llama."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -158,32 +160,32 @@ class Mlp(nn.Module):
         self.down = nn.Linear(config.hidden_width, config.width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x [batch, tokens, width] transformed token by token."""
+        """Return the output [batch, tokens, width] of x [batch, tokens, width]."""
         up = self.up(x)
         hidden = F.gelu(up, approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * up
         out: Tensor = self.down(hidden)
         return out
 
 
-def rotary_tables(config: DecoderConfig, places: Tensor, like: Tensor) -> Rotary:
-    """Return the cosines and sines of positions [tokens], on the device of `like` and at least in fp32.
+def rotary_tables(config: DecoderConfig, positions: Tensor, like: Tensor) -> Rotary:
+    """Return the rotary tables of positions [tokens], on the device of `like` and in fp32 or wider.
 
-    Made anew in each forward pass (some microseconds) instead of kept in a buffer, which a meta-device build
-    would leave as garbage and a cast to bf16 would blur at far positions.
+    They are recomputed in each forward pass, which takes microseconds. A buffer would be uninitialized after the model
+    is materialized from the meta device, and a cast to bf16 would lose precision at large positions.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     half = config.head_width // 2
     powers = torch.arange(half, device=like.device, dtype=dtype) / half
-    angles = places.to(like.device, dtype)[:, None, None] * config.rope_base**-powers
+    angles = positions.to(like.device, dtype)[:, None, None] * config.rope_base**-powers
     return angles.cos(), angles.sin()
 
 
 def rotate(heads: Tensor, rotary: Rotary) -> Tensor:
-    """Turn each pair (i, i + half) of [batch, tokens, heads, head_width] by its position's angle."""
+    """Rotate each pair (i, i + head_width / 2) of [batch, tokens, heads, head_width] by the angle of its position."""
     cos, sin = rotary
     first, second = heads.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(heads.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(heads.dtype)
 
 
 def _norm(config: DecoderConfig) -> nn.Module:

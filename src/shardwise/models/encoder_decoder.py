@@ -1,4 +1,4 @@
-"""T5 and ByT5 of the published sizes, built by transformers (extra [hf]) with fresh weights, no download."""
+"""T5 and ByT5 of the published sizes, built by transformers (extra [hf]) with new weights and without a download."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def t5(name: str = "t5-small", **overrides: Any) -> T5ForConditionalGeneration:
-    """Return a fresh T5 of a published size, with single fields of its T5Config replaced.
+    """Return a newly initialized T5 of a published size; `overrides` replace fields of its T5Config.
 
-    Given `input_ids` and `labels` (-100 = ignored), its output carries the mean `loss` over the labels.
+    With `input_ids` and `labels` (-100 is ignored) as inputs, the `loss` of its output is the mean over the labels.
     """
     return _build("t5", name, T5_SIZES, T5_COMMON, overrides)
 
 
 def byt5(name: str = "byt5-small", **overrides: Any) -> T5ForConditionalGeneration:
-    """Return a fresh ByT5 of a published size, with single fields of its T5Config replaced.
+    """Return a newly initialized ByT5 of a published size; `overrides` replace fields of its T5Config.
 
-    Its tokens are bytes + 3 (0 pads, 1 ends a text, 2 is unknown); `labels` and `loss` are those of `t5`.
+    A token is a byte + 3; 0 is padding, 1 the end of sequence and 2 unknown. `labels` and `loss` are as in `t5`.
     """
     return _build("byt5", name, BYT5_SIZES, BYT5_COMMON, overrides)
 
@@ -31,11 +31,13 @@ def _build(
     kind: str, name: str, sizes: dict[str, dict[str, Any]], common: dict[str, Any], overrides: dict[str, Any]
 ) -> T5ForConditionalGeneration:
     if name not in sizes:
-        raise JobError(f"there is no {kind} {name!r}", code="model.unknown-name", fix=nearest(str(name), sizes))
+        raise JobError(f"{kind} {name!r} is unknown", code="model.unknown-name", fix=nearest(str(name), sizes))
     settings = common | sizes[name]
     for key in overrides:
         if key not in settings:
-            raise JobError(f"{kind} has no {key!r}", code="model.unknown-setting", fix=nearest(key, settings))
+            raise JobError(
+                f"{kind} setting {key!r} is unknown", code="model.unknown-setting", fix=nearest(key, settings)
+            )
     try:
         from transformers import T5Config, T5ForConditionalGeneration
     except ImportError as error:

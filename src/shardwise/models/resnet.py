@@ -1,4 +1,4 @@
-"""Residual networks of 18, 34 and 50 layers (He et al. 2015), with batch or group norm and two stems."""
+"""Residual networks of 18, 34 and 50 layers (He et al. 2015), with batch or group normalization and two stems."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ Stem = Literal["imagenet", "small"]
 
 
 def resnet18(*, num_classes: int = 1000, in_channels: int = 3, norm: Norm = "batch", stem: Stem = "imagenet") -> ResNet:
-    """Return ResNet-18; 11,689,512 parameters at the defaults."""
+    """Return a ResNet-18, which has 11,689,512 parameters with the default arguments."""
     return ResNet((2, 2, 2, 2), _basic, num_classes=num_classes, in_channels=in_channels, norm=norm, stem=stem)
 
 
 def resnet34(*, num_classes: int = 1000, in_channels: int = 3, norm: Norm = "batch", stem: Stem = "imagenet") -> ResNet:
-    """Return ResNet-34; 21,797,672 parameters at the defaults."""
+    """Return a ResNet-34, which has 21,797,672 parameters with the default arguments."""
     return ResNet((3, 4, 6, 3), _basic, num_classes=num_classes, in_channels=in_channels, norm=norm, stem=stem)
 
 
 def resnet50(*, num_classes: int = 1000, in_channels: int = 3, norm: Norm = "batch", stem: Stem = "imagenet") -> ResNet:
-    """Return ResNet-50 (stride in the 3x3 convolution); 25,557,032 parameters at the defaults."""
+    """Return a ResNet-50 (v1.5, stride in the 3x3 convolution), which has 25,557,032 parameters by default."""
     return ResNet((3, 4, 6, 3), _bottleneck, num_classes=num_classes, in_channels=in_channels, norm=norm, stem=stem)
 
 
 class ResNet(nn.Module):
-    """Images [batch, channels, height, width] to logits [batch, num_classes].
+    """Maps images [batch, channels, height, width] to logits [batch, num_classes].
 
-    Stem "imagenet" shrinks its input four times; "small" keeps its size, for images of about 8 to 64 pixels.
+    The stem "imagenet" downsamples by a factor of 4; "small" keeps the size, for images of about 8 to 64 pixels.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         if norm not in NORMS:
-            raise JobError(f"resnet has no norm {norm!r}", code="model.unknown-norm", fix=nearest(str(norm), NORMS))
+            raise JobError(f"resnet norm {norm!r} is unknown", code="model.unknown-norm", fix=nearest(str(norm), NORMS))
         if stem not in STEMS:
-            raise JobError(f"resnet has no stem {stem!r}", code="model.unknown-stem", fix=nearest(str(stem), STEMS))
+            raise JobError(f"resnet stem {stem!r} is unknown", code="model.unknown-stem", fix=nearest(str(stem), STEMS))
         self.stem = _stem(in_channels, norm, stem)
         self.stages = nn.Sequential()
         channels = WIDTHS[0]
@@ -76,7 +76,7 @@ class ResNet(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Set every weight and buffer anew; each block starts as the identity (its last norm is zero)."""
+        """Initialize all weights and buffers; the last norm of each block is zero, so that blocks start as identity."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -94,7 +94,7 @@ class ResNet(nn.Module):
 
 
 class Residual(nn.Module):
-    """relu(body(x) + shortcut(x)); the shortcut is a projection only where the shape changes."""
+    """Residual block, relu(body(x) + shortcut(x)); the shortcut is a projection only if the shape changes."""
 
     def __init__(self, channels: int, stride: int, body: nn.Sequential, norm: str) -> None:
         super().__init__()
@@ -107,11 +107,11 @@ class Residual(nn.Module):
             )
 
     def init_as_identity(self) -> None:
-        """Make the body's last norm zero, so that the block starts as its shortcut alone."""
+        """Set the weight of the body's last norm to zero, so that the block initially returns its shortcut."""
         nn.init.zeros_(self.body[-1].get_parameter("weight"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output; height and width shrink by its stride."""
+        """Return the output of the block, whose height and width are divided by the stride."""
         return F.relu(self.body(x) + self.shortcut(x), inplace=True)
 
 
@@ -127,7 +127,7 @@ def _stem(in_channels: int, norm: str, stem: str) -> nn.Sequential:
 
 
 def _basic(channels: int, width: int, stride: int, norm: str) -> nn.Sequential:
-    """Two 3x3 convolutions; gives `width` channels."""
+    """Return two 3x3 convolutions with `width` output channels."""
     return _sequence(
         conv1=_conv(channels, width, 3, stride),
         norm1=NORMS[norm](width),
@@ -138,7 +138,7 @@ def _basic(channels: int, width: int, stride: int, norm: str) -> nn.Sequential:
 
 
 def _bottleneck(channels: int, width: int, stride: int, norm: str) -> nn.Sequential:
-    """1x1 down, 3x3, 1x1 up; gives four times `width` channels."""
+    """Return a bottleneck of 1x1, 3x3 and 1x1 convolutions with 4 x `width` output channels."""
     return _sequence(
         conv1=_conv(channels, width, 1),
         norm1=NORMS[norm](width),

@@ -1,4 +1,4 @@
-"""The local web page of a run: loopback only, behind a token, from the standard library."""
+"""The local web page of a run: an HTTP server on the loopback interface, protected by a token."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 REFRESH_S = 0.5
 IDLE_S = 10.0
-"""Without a request for so long nobody looks, and nothing is read."""
+"""Without a request for this long, the state is not refreshed."""
 LOG_BYTES = 1 << 16
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{20,}")
-_FILES = ("index.html", "page.css", "page.js", "chart.js", "table.js", "words.js", "icon.svg")
+_FILES = ("index.html", "page.css", "page.js", "chart.js", "table.js", "format.js", "icon.svg")
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
     " img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",  # the address holds the token
+    "Referrer-Policy": "no-referrer",  # the address contains the token
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the page of a run is: kept beside the run, so that a page finds its server again after a restart."""
+    """Port and token of a run's page, stored in the run directory so that a page finds a restarted server."""
 
     port: int
     token: str
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves one state; a thread of its own refreshes it while a browser asks for it."""
+    """Serves the state of one run; a thread refreshes the state while a browser requests it."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -64,20 +64,20 @@ class PageServer(ThreadingHTTPServer):
         self.state = state
         self.token = token
         self.lock = threading.Lock()
-        """Locked while the state is read from files, a piece at a time, and while an answer is made of it."""
+        """Locked while a chunk of the files is folded into the state, and while an answer is built from it."""
         self.wanted_at = time.monotonic()
         self._stop = threading.Event()
         self._refreshing = threading.Thread(target=self._refresh, name="refresh", daemon=True)
-        super().__init__((HOST, port), _PageRequests)  # closes this server, and raises, where the port is taken
+        super().__init__((HOST, port), _PageRequests)  # raises and closes this server if the port is in use
         self._refreshing.start()
 
     @property
     def url(self) -> str:
-        """The page's address; whoever knows it may look."""
+        """The page's address; its token grants access."""
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def server_close(self) -> None:
-        """Stop refreshing, and give the port back."""
+        """Stop the refresh thread and release the port."""
         self._stop.set()
         super().server_close()
         if self._refreshing.is_alive():
@@ -93,7 +93,7 @@ class PageServer(ThreadingHTTPServer):
 
 
 def page_server(state: RunState, port: int | None) -> PageServer:
-    """Return a server that listens at `port`; None takes that of the last time if it is free, else any."""
+    """Return a server that listens on `port`; None means the last port if it is free, otherwise any free port."""
     known = _remembered(state.run.path)
     token = known.token if known is not None else secrets.token_urlsafe(24)
     wanted = [0] if known is None else [known.port, 0]
@@ -109,9 +109,9 @@ def page_server(state: RunState, port: int | None) -> PageServer:
             return server
     reason = getattr(failure, "strerror", None) or failure
     raise InputError(
-        f"port {port} cannot be listened at ({reason})",
+        f"cannot listen on port {port} ({reason})",
         code="watch.listen-failed",
-        fix="name another --port, or leave it out",
+        fix="choose another --port, or omit it",
     )
 
 
@@ -124,7 +124,7 @@ def _remembered(run: Path) -> Address | None:
 
 
 def _remember(run: Path, address: Address) -> None:
-    """Keep the address where its owner alone can read it; a run that cannot be written to has none."""
+    """Store the address so that only its owner can read it; without write access it is not stored."""
     path = run / "watch.json"
     try:
         path.touch(mode=0o600)
@@ -137,25 +137,26 @@ def _remember(run: Path, address: Address) -> None:
 class _PageRequests(BaseHTTPRequestHandler):
     server: PageServer
     protocol_version = "HTTP/1.1"
-    timeout = 30  # an idle connection does not keep its thread
+    timeout = 30  # ends the thread of an idle connection
 
     def do_GET(self) -> None:
-        """Answer the page, its parts, its questions for what is new, and for the end of a rank's log."""
+        """Answer requests for the page and its files, for an increment of the state, and for the log of a rank."""
         parts = urlsplit(self.path)
         token, _, name = parts.path.removeprefix("/").partition("/")
         if not self._is_allowed(token):
-            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"wrong address: copy the whole one that was printed\n")
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"wrong token: open the complete printed address\n")
             return
         self.server.wanted_at = time.monotonic()
-        asked = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+        query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+        rank = query.get("rank", "")
+        file = name or "index.html"
         if name == "state":
             with self.server.lock:
-                found = increment(self.server.state, asked.get("since", ""))
+                found = increment(self.server.state, query.get("since", ""))
             self._answer(HTTPStatus.OK, "application/json", msgspec.json.encode(found))
-        elif name == "log" and asked.get("rank", "").isascii() and asked.get("rank", "").isdigit():
-            logs = self._logs(int(asked["rank"]))
-            self._answer(HTTPStatus.OK, "application/json", msgspec.json.encode(logs))
-        elif (file := name or "index.html") in _FILES:
+        elif name == "log" and rank.isascii() and rank.isdigit():
+            self._answer(HTTPStatus.OK, "application/json", msgspec.json.encode(self._logs(int(rank))))
+        elif file in _FILES:
             content = resources.files("shardwise.monitor").joinpath("page", file).read_bytes()
             kind = _KINDS[file.rpartition(".")[2]]
             self._answer(HTTPStatus.OK, f"{kind}; charset=utf-8", content)
@@ -163,7 +164,7 @@ class _PageRequests(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"this page does not exist\n")
 
     def _is_allowed(self, token: str) -> bool:
-        """Whether the token is right, and the browser thinks that it talks to this machine: names can be rebound."""
+        """Whether the token is right and the request names this machine, which prevents DNS rebinding."""
         port = self.server.server_port
         is_here = self.headers.get("Host", "") in {f"{HOST}:{port}", f"localhost:{port}"}
         return hmac.compare_digest(token.encode(), self.server.token.encode()) and is_here
@@ -184,11 +185,11 @@ class _PageRequests(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def version_string(self) -> str:
-        """Return a name without versions."""
+        """Return the server name without versions."""
         return "shardwise"
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the standard library's name
-        """Log nothing: the address holds the token, and the terminal is the user's."""
+        """Log nothing: the address contains the token, and the terminal shows the output of `watch`."""
 
 
 def _traceback(path: Path) -> str:
@@ -198,15 +199,15 @@ def _traceback(path: Path) -> str:
         return ""
 
 
-# What a page receives: everything at first, then only what is new since the cursor that it was given.
+# Increments of the state: a page receives everything at first, then the changes since its cursor.
 
 
 class CurveIncrement(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows of a curve that take the place of all from number `start` on."""
+    """Rows of a curve that replace all rows from index `start`."""
 
     start: int
     width: int
-    """Steps in a row's range."""
+    """Steps per row."""
     rows: list[Row]
 
 
@@ -215,14 +216,14 @@ class Increment(msgspec.Struct, frozen=True, kw_only=True):
 
     cursor: str
     whole: bool
-    """Whether this is everything, and what the page knew before is void."""
+    """Whether this is the complete state, which replaces everything that the page has."""
     status: RunStatus
     curves: dict[str, CurveIncrement]
     entries: list[Entry]
 
 
 class _Cursor(msgspec.Struct, frozen=True, kw_only=True):
-    """What a page knows: which state it follows, and how much it has of each curve and of the history."""
+    """What a page has received: the identity of the state, and the length of each curve and of the history."""
 
     identity: str
     curves: dict[str, tuple[int, int]]
@@ -230,17 +231,17 @@ class _Cursor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def increment(state: RunState, cursor: str) -> Increment:
-    """Return what is new in `state` since `cursor`; everything, if that is empty or of another state."""
+    """Return the changes in `state` since `cursor`; everything if the cursor is empty or belongs to another state."""
     known = _read(cursor)
-    if known is None or known.identity != state.identity:
+    is_whole = known is None or known.identity != state.identity
+    if known is None or is_whole:
         known = _Cursor(identity=state.identity, curves={}, entries=0)
-        is_whole = True
-    else:
-        is_whole = False
     curves, seen = {}, {}
     for name, curve in state.training.curves.items():
         generation, length = known.curves.get(name, (-1, 0))
-        start = max(0, length - 1) if generation == curve.generation else 0  # the last row may have changed
+        start = 0
+        if generation == curve.generation:
+            start = max(0, length - 1)  # the last row may have changed
         seen[name] = (curve.generation, len(curve))
         if len(curve) > start or generation != curve.generation:
             curves[name] = CurveIncrement(start=start, width=curve.width, rows=curve.rows(start))
@@ -258,5 +259,5 @@ def increment(state: RunState, cursor: str) -> Increment:
 def _read(cursor: str) -> _Cursor | None:
     try:
         return msgspec.json.decode(cursor, type=_Cursor)
-    except ValueError:  # no cursor, or not one of ours
+    except ValueError:  # an empty or invalid cursor
         return None

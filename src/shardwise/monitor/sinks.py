@@ -1,4 +1,4 @@
-"""Mirroring a run into an experiment tracker: from its files, in a process of its own, so that the job pays nothing."""
+"""Mirroring a run into an experiment tracker, from its files and in a separate process, at no cost for the training."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from shardwise.errors import InputError, MissingExtraError, ShardwiseError, nearest
-from shardwise.monitor.sink_feed import TrackerFeed, describe_run, read_result
-from shardwise.monitor.trackers import MlflowSink, TensorboardSink, WandbSink
+from shardwise.monitor.trackers import MlflowSink, TensorboardSink, TrackerFeed, WandbSink, describe_run, read_result
 from shardwise.runs.state import RunState, check_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from shardwise.monitor.sink_feed import MetricPoint
+    from shardwise.monitor.trackers import MetricPoint
     from shardwise.runs import RunDirectory
     from shardwise.runs.status import Entry
 
 
-LOOK_S = 1.0
-"""Between two looks at the run: it publishes about once a second."""
+INTERVAL_S = 1.0
+"""Seconds between two reads of the run, which writes events about once a second."""
 TARGETS = {"tensorboard": "DIR", "wandb": "PROJECT", "mlflow": "EXPERIMENT"}
-"""Trackers, and what is named after the colon."""
+"""Trackers, and the target after the colon."""
 _SINKS: dict[str, type[TensorboardSink | WandbSink | MlflowSink]] = {
     "tensorboard": TensorboardSink,
     "wandb": WandbSink,
@@ -40,31 +39,31 @@ GRAMMAR = ", ".join(f"{kind}:{target}" for kind, target in TARGETS.items())
 
 
 class Sink(Protocol):
-    """One run in a tracker. Every call may block, and may raise whatever the tracker raises."""
+    """One run in a tracker. Every call may block and may raise any exception of the tracker."""
 
     tracker_id: str
-    """What the tracker needs to continue this run later."""
+    """The tracker's id of this run, with which a later process continues it."""
     is_new: bool
-    """Whether the tracker has nothing of this run yet."""
+    """Whether the tracker has no data of this run."""
     where: str
-    """Where to look at it."""
+    """Address or path of the run in the tracker."""
 
     def log(self, points: Sequence[MetricPoint]) -> None:
-        """Add points to curves; they are safe when this returns."""
+        """Add points to curves; they are stored when this returns."""
 
     def show_notes(self, notes: Sequence[Entry]) -> None:
-        """Show these notes, all there are so far, in place of those shown before."""
+        """Replace the notes of the run by `notes`, which has all notes so far."""
 
     def finish(self, state: str, result: Mapping[str, Any]) -> None:
         """Record how the run ended ("finished", "failed", "stopped", "lost") and its result."""
 
     def close(self) -> None:
-        """Release the tracker; the run in it may be continued."""
+        """Close the connection to the tracker; a later sink may continue the run."""
 
 
 @dataclass(frozen=True)
 class SinkSpec:
-    """Which tracker, and which folder, project or experiment of it."""
+    """A tracker and the directory, project or experiment in it."""
 
     kind: str
     target: str
@@ -74,59 +73,59 @@ class SinkSpec:
 
 
 def parse_sink(text: str) -> SinkSpec:
-    """Read KIND:TARGET; refuse an unknown tracker, a missing target, and one whose extra is not installed."""
+    """Parse KIND:TARGET; refuse an unknown tracker, a missing target, and a tracker that is not installed."""
     kind, _, target = text.partition(":")
     if kind not in TARGETS:
         raise InputError(f"sink {kind!r} does not exist", code="watch.unknown-sink", fix=nearest(kind, TARGETS))
     if not target:
         raise InputError(
-            f"sink {text!r} has no {TARGETS[kind]}",
+            f"sink {text!r} has no {TARGETS[kind]} after the colon",
             code="watch.sink-target-missing",
-            fix=f"write {kind}:{TARGETS[kind]}",
+            fix=f"use {kind}:{TARGETS[kind]}",
         )
     if importlib.util.find_spec(kind) is None:
         raise MissingExtraError.of(f"sink {kind}", kind)
     return SinkSpec(kind, target)
 
 
-def mirror(run: RunDirectory, spec: SinkSpec, note: Callable[[str], None], *, look_s: float = LOOK_S) -> None:
-    """Mirror a run into a tracker until it ends; all of it, wherever an earlier mirror stopped.
+def mirror(run: RunDirectory, spec: SinkSpec, note: Callable[[str], None], *, interval_s: float = INTERVAL_S) -> None:
+    """Mirror a run into a tracker until the run ends, from the step at which an earlier mirror stopped.
 
-    A second mirror of one run into one place is refused. What the tracker raises becomes one sentence.
+    A second mirror of a run into the same target is refused. Exceptions of the tracker become a ShardwiseError.
     """
     check_run(run.path)
     state = RunState(run)
     with lock_mirror(run, spec.kind, str(spec)) as mirrored:
-        if not _wait_for_start(state, look_s):
-            note(f"{run.path} ended before its first step: nothing is mirrored to {spec}")
+        if not _wait_for_start(state, interval_s):
+            note(f"{run.path} ended before its first step: nothing was mirrored to {spec}")
             return
         try:
             sink: Sink = _SINKS[spec.kind](spec.target, describe_run(state), mirrored.tracker_id)
             try:
-                note(f"{run.path} is mirrored to {sink.where}")
-                ended = _follow(run, sink, mirrored, look_s)
+                note(f"mirroring {run.path} to {sink.where}")
+                ended = _follow(run, sink, mirrored, interval_s)
             finally:
                 sink.close()
         except ShardwiseError:
             raise
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            fix = "once it works again, the same command continues where this one ended"
+            fix = "run the same command again: it continues after the last mirrored step"
             raise ShardwiseError(f"{spec} failed ({reason})", code="watch.sink-failed", fix=fix) from error
-        note(f"{run.path} is in {sink.where}, up to step {mirrored.last_step}: {ended}")
+        note(f"mirrored {run.path} to {sink.where}, up to step {mirrored.last_step}: {ended}")
 
 
-def _wait_for_start(state: RunState, look_s: float) -> bool:
-    """Wait until there is something to mirror; False when the run is over without it."""
+def _wait_for_start(state: RunState, interval_s: float) -> bool:
+    """Wait for the start of the training; return False if the run ends before."""
     state.refresh_all()
     while not state.training.start and not _is_over(state):
-        time.sleep(look_s)
+        time.sleep(interval_s)
         state.refresh_all()
     return bool(state.training.start)
 
 
-def _follow(run: RunDirectory, sink: Sink, mirrored: MirrorState, look_s: float) -> str:
-    """Send what is new until the run is over, and return how it ended; what was sent is recorded after each read."""
+def _follow(run: RunDirectory, sink: Sink, mirrored: MirrorState, interval_s: float) -> str:
+    """Send new points until the run ends, and return its final state; progress is stored after each read."""
     if sink.is_new:
         mirrored.clear()
     mirrored.tracker_id = sink.tracker_id
@@ -135,24 +134,25 @@ def _follow(run: RunDirectory, sink: Sink, mirrored: MirrorState, look_s: float)
         while points := feed.read():
             sink.log(points)
             mirrored.record(feed.last_steps)
-        if len(notes := feed.notes()) != num_notes:
+        notes = feed.notes()
+        if len(notes) != num_notes:
             sink.show_notes(notes)
             num_notes = len(notes)
         if is_over:
             ended = feed.state.status().state
             sink.finish(ended, read_result(run))
             return ended
-        is_over = _is_over(feed.state)  # then one more read sees all that the run wrote before its end
+        is_over = _is_over(feed.state)  # after the end, one more read gets everything that the run wrote before it
         if not is_over:
-            time.sleep(look_s)
+            time.sleep(interval_s)
 
 
 def _is_over(state: RunState) -> bool:
-    """Whether nothing more will come, as far as the files show."""
+    """Whether the run has ended or no longer writes events."""
     return state.is_over or state.status().state == "silent"
 
 
-# What a mirror has sent, so that the next one continues where it ended; a lock admits one process at a time.
+# The stored progress of a mirror, from which the next one continues; a lock admits one process at a time.
 
 
 class _Sent(msgspec.Struct, kw_only=True):
@@ -162,7 +162,7 @@ class _Sent(msgspec.Struct, kw_only=True):
 
 
 class MirrorState:
-    """What one mirror has sent, in a file of the run directory."""
+    """The progress of one mirror, stored in a file of the run directory."""
 
     def __init__(self, path: Path, sink: str) -> None:
         self._path = path
@@ -172,7 +172,7 @@ class MirrorState:
 
     @property
     def tracker_id(self) -> str:
-        """The tracker's name of this run; empty before the tracker has it."""
+        """The tracker's id of this run; empty before the tracker created the run."""
         return self._sent.tracker_id
 
     @tracker_id.setter
@@ -182,20 +182,20 @@ class MirrorState:
 
     @property
     def last_steps(self) -> Mapping[str, int]:
-        """The last step of each curve that the tracker has."""
+        """The last step that was sent of each curve."""
         return self._sent.last_steps
 
     @property
     def last_step(self) -> int:
-        """The last step of any curve."""
+        """The last step that was sent of any curve."""
         return max(self._sent.last_steps.values(), default=0)
 
     def clear(self) -> None:
-        """Start again: the tracker has nothing."""
+        """Forget the sent steps, for a tracker that has no data of this run."""
         self._sent.last_steps = {}
 
     def record(self, last_steps: Mapping[str, int]) -> None:
-        """Write down what the tracker has now."""
+        """Store the last steps that the tracker has."""
         self._sent.last_steps = dict(last_steps)
         self._write()
 
@@ -216,9 +216,9 @@ def lock_mirror(run: RunDirectory, kind: str, sink: str) -> Iterator[MirrorState
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(
-                f"{run.path} is mirrored to {sink} by another process already",
+                f"another process already mirrors {run.path} to {sink}",
                 code="watch.already-mirrored",
-                fix="wait until it ends, or end it",
+                fix="wait until that process exits, or end it",
             ) from None
         yield MirrorState(stem.with_suffix(".json"), sink)
     finally:

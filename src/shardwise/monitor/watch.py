@@ -1,4 +1,4 @@
-"""`shardwise watch`: a run in the terminal, on a local page or in a tracker, with the memory that planning predicts."""
+"""`shardwise watch`: shows a run in the terminal, on a local page or in a tracker, with predicted memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
+from shardwise.errors import InputError
+from shardwise.monitor.compare import compare_runs
 from shardwise.monitor.server import page_server
 from shardwise.monitor.sinks import mirror, parse_sink
 from shardwise.monitor.terminal import WatchReport, report_of, show, show_live
 from shardwise.runs import RunDirectory
 from shardwise.runs.console import echo
-from shardwise.runs.state import RunState, check_run
+from shardwise.runs.state import RunState, check_run, newest_run
 from shardwise.runs.status import Predicted, read_predicted
 from shardwise.spec import Spec, argument, option, spec_function
 
@@ -24,34 +26,39 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NICE = 19
-"""The lowest priority: the run itself may need the cores."""
+"""The lowest priority, since the run may need the cores."""
 
 
 class WatchSpec(Spec, frozen=True, kw_only=True):
-    """Which run to watch, and where it is shown."""
+    """The run to watch, and where to show it."""
 
-    run: Annotated[Path, argument("RUN")]
+    run: Annotated[Path | None, argument("[RUN]")] = None
+    """The run directory (default: the newest in runs/)."""
     once: bool = False
-    """Print one picture and leave, as into a pipe."""
+    """Print the current status once and exit, as without a terminal."""
     web: bool = False
     """Serve a page on this machine and print its address."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
-    """Of that page (default: as last time, else any)."""
+    """Port of that page (default: the last port of this run, or any free port)."""
     predict: bool = False
-    """Also compute the memory that planning predicts."""
+    """Also compute the memory that the planner predicts."""
     sink: Annotated[str | None, option(metavar="KIND:PLACE")] = None
-    """Mirror it into a tracker until it ends, in place of showing it: tensorboard:DIR, wandb:PROJECT or
+    """Mirror the run into a tracker until it ends, instead of showing it: tensorboard:DIR, wandb:PROJECT or
     mlflow:EXPERIMENT."""
+    compare: Annotated[Path | None, option(metavar="RUN")] = None
+    """Print it beside another run: settings that differ, results, losses at the same steps."""
 
 
 @spec_function(WatchSpec)
 def watch(spec: WatchSpec) -> WatchReport:
-    """Show a run until it ends, or until an interrupt, and return its last state; `once` shows it as it is now."""
+    """Show a run until it ends or until an interrupt, and return its last status; `once` shows the current status."""
     sink = parse_sink(spec.sink) if spec.sink is not None else None
-    check_run(spec.run)
-    run = RunDirectory(spec.run)
+    run = _find_run(spec.run)
     state = RunState(run)
-    if sink is not None:
+    if spec.compare is not None:
+        other = RunState(_find_run(spec.compare))
+        echo(compare_runs(state, other))
+    elif sink is not None:
         mirror(run, sink, echo)
     else:
         with _predicting(run, wanted=spec.predict) as predicting:
@@ -67,10 +74,21 @@ def watch(spec: WatchSpec) -> WatchReport:
     return report_of(state)
 
 
+def _find_run(path: Path | None) -> RunDirectory:
+    """Return a run directory that exists; without a path, the newest run of the current directory."""
+    found = path or newest_run(Path("runs"))
+    if found is None:
+        raise InputError(
+            "runs/ of the current directory has no run", code="run.not-found", fix="name a run directory: watch RUN"
+        )
+    check_run(found)
+    return RunDirectory(found)
+
+
 def _serve(state: RunState, port: int | None) -> None:
     """Serve the page until an interrupt."""
     server = page_server(state, port)
-    echo(f"watching {state.run.path} at {server.url}\nCtrl-C ends the page, not the run")
+    echo(f"watching {state.run.path} at {server.url}\nCtrl-C stops the server, not the run")
     try:
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
@@ -78,12 +96,12 @@ def _serve(state: RunState, port: int | None) -> None:
         server.server_close()
 
 
-# The prediction loads torch and the user's file, so a process of its own makes it and writes predicted.json.
+# The prediction imports torch and the user's file, so a separate process computes it and writes predicted.json.
 
 
 @contextlib.contextmanager
 def _predicting(run: RunDirectory, *, wanted: bool) -> Iterator[subprocess.Popen[bytes] | None]:
-    """Predict in a process of its own for as long as this lasts, unless the run has a prediction."""
+    """Predict in a separate process, which ends with this context, unless the run has a prediction."""
     if not wanted or read_predicted(run).peak_bytes is not None:
         yield None
         return
@@ -99,7 +117,7 @@ def _predicting(run: RunDirectory, *, wanted: bool) -> Iterator[subprocess.Popen
 def predict(run: RunDirectory) -> Predicted:
     """Load the job and the plan of a run and predict its memory; imports torch and the user's file."""
     if not run.job.exists() or not run.plan.exists():
-        return Predicted(why_not="only a described job can be predicted")
+        return Predicted(why_not="only a run of a job file has a prediction")
     from shardwise.environment import cache_directory
     from shardwise.job.load import JobReference, load_job
     from shardwise.measurement.step_findings import predict_step
@@ -114,7 +132,7 @@ def predict(run: RunDirectory) -> Predicted:
             lambda job, compute: described(job, compute, cache_directory() / "models"),
             processes=1,
         )
-    except Exception as error:  # noqa: BLE001 - the user's file and model may raise anything, and the picture needs none
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything, and the view works without it
         return Predicted(why_not=" ".join((str(error) or type(error).__name__).split()))
     return Predicted(peak_bytes=found["peak_bytes"])
 

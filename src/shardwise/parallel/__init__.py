@@ -1,1 +1,1 @@
-"""One technique of parallelism per file; apply.py has their order."""
+"""Parallelism techniques, one per file; `apply.py` defines the order in which a plan applies them to a model."""

@@ -1,4 +1,4 @@
-"""The ordered list of model transforms that turns a plain module into a parallel one, and the mesh context they get."""
+"""The ordered model transforms that parallelize a module under a plan, and the mesh context that they receive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.parallel.batch_norm import (
     replace_batch_norms,
 )
 from shardwise.parallel.collectives import stages_of, unwrap
-from shardwise.parallel.context import compile_afresh, context_parallel
+from shardwise.parallel.context import context_parallel
 from shardwise.parallel.fused_loss import fuse_head
 from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync, ShardSync, SummedSync
 from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
@@ -33,6 +33,7 @@ from shardwise.parallel.sharded import (
 from shardwise.parallel.support import uses_ddp
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.parallel.weights import fill_buffers, fill_parameters
+from shardwise.torch_private.distributed import disable_autograd_cache
 
 if TYPE_CHECKING:
     import torch
@@ -46,34 +47,34 @@ if TYPE_CHECKING:
 
 
 def norm_batches(module: nn.Module, plan: Plan, context: MeshContext, _: MetaModel) -> nn.Module:
-    """Give batch norms the statistics the plan asks for."""
+    """Replace batch norms so that they compute local or synchronized statistics, as `plan.batch_norm` requests."""
     foreign = foreign_batch_norms(module)
     if foreign and context.dp_group is not None and plan.batch_norm == "sync":
         raise JobError(
-            f"{', '.join(foreign)}: a batch norm class of its own cannot be synced over ranks",
+            f"custom batch norm classes cannot be synchronized over ranks: {', '.join(foreign)}",
             code="support.batch-norm-class",
-            fix="use torch's own batch norm, or --set batch_norm=local",
+            fix="use torch.nn.BatchNorm, or --set batch_norm=local",
         )
     replaced = replace_batch_norms(module, context.dp_group if plan.batch_norm == "sync" else None)
     every = plan.communication.sync_every
     if every > 1 and plan.batch_norm == "sync" and (foreign or batch_norms(replaced)):
         raise JobError(
-            f"batch norms are synced in every forward pass, and replicas synchronize after {every} steps",
+            f"synchronized batch norms communicate in every forward pass, but replicas synchronize every {every} steps",
             code="support.batch-norm-sync-every",
-            fix="--set batch_norm=local, or sync_every = 1",
+            fix="use --set batch_norm=local, or sync_every = 1",
         )
     return replaced
 
 
 def guard_convolutions(module: nn.Module, plan: Plan, context: MeshContext, _: MetaModel) -> nn.Module:
-    """Keep a CPU's bf16 convolutions away from shapes whose weight gradient torch leaves unwritten."""
+    """Compute bf16 convolutions in fp32 on CPUs for the shapes whose weight gradient torch does not fully write."""
     if plan.precision.compute == "bf16" and context.device.type == "cpu":
         guard_narrow_convolutions(module)
     return module
 
 
 def split_tensors(module: nn.Module, plan: Plan, context: MeshContext, meta_model: MetaModel) -> nn.Module:
-    """Split matrices over the tp axis by the rules of the job or the model."""
+    """Shard weight matrices over the tp axis by the tensor rules of the job or the model."""
     mesh = context.axis("tp")
     if mesh is None:
         return module
@@ -81,28 +82,28 @@ def split_tensors(module: nn.Module, plan: Plan, context: MeshContext, meta_mode
 
 
 def fuse_loss(module: nn.Module, plan: Plan, _: MeshContext, __: MetaModel) -> nn.Module:
-    """Have the head hand its input to the loss, which makes logits chunk by chunk."""
+    """Make the output head return deferred logits, which the loss computes in chunks of tokens."""
     if plan.fused_loss:
         fuse_head(module)
     return module
 
 
 def split_sequences(module: nn.Module, _: Plan, context: MeshContext, __: MetaModel) -> nn.Module:
-    """Run the model on this rank's slice of the tokens, where the cp axis splits sequences."""
+    """Run the model on this rank's slice of the tokens if the cp axis splits sequences."""
     return module if context.cp_group is None else context_parallel(module, context.cp_group)
 
 
 def recompute(module: nn.Module, plan: Plan, _: MeshContext, __: MetaModel) -> nn.Module:
-    """Have repeated blocks run their forward again in backward instead of keeping it."""
+    """Apply activation checkpointing: repeated blocks run their forward pass again in the backward pass."""
     if plan.recompute != "none":
-        forget_caches(module)
+        disable_kv_cache(module)
         for block in find_blocks(module).values() or (module,):
             recompute_block(block, selective=plan.recompute == "selective")
     return module
 
 
-def forget_caches(module: nn.Module) -> None:
-    """Have transformers models keep no keys and values: a second forward pass would append them once more."""
+def disable_kv_cache(module: nn.Module) -> None:
+    """Disable the key-value cache of transformers models, to which a second forward pass would append again."""
     for submodule in module.modules():
         config = getattr(submodule, "config", None)
         if getattr(config, "use_cache", False):
@@ -110,17 +111,21 @@ def forget_caches(module: nn.Module) -> None:
 
 
 def compile_blocks(module: nn.Module, plan: Plan, context: MeshContext, _: MetaModel) -> nn.Module:
-    """Compile each repeated block in place, or the whole module when asked or where nothing repeats."""
-    if plan.compile != "none":
-        if context.cp_group is not None:
-            compile_afresh()
-        for submodule in (plan.compile == "blocks" and find_blocks(module).values()) or (module,):
-            submodule.compile()
+    """Compile each repeated block in place, or the whole module if the plan requests it or no block repeats."""
+    if plan.compile == "none":
+        return module
+    if context.cp_group is not None:
+        # torch 2.13 restores garbage sizes for a graph with the all-to-all from its autograd cache. The cache of
+        # compiled kernels, which saves most of the time, stays enabled.
+        disable_autograd_cache()
+    blocks = find_blocks(module) if plan.compile == "blocks" else {}
+    for submodule in blocks.values() or (module,):
+        submodule.compile()
     return module
 
 
 def materialize(module: nn.Module, plan: Plan, context: MeshContext, meta_model: MetaModel) -> nn.Module:
-    """Materialize parameters and shard them unit by unit: no rank ever has more than one unit whole."""
+    """Materialize and shard parameters unit by unit, so that no rank stores more than one unsharded unit."""
     mesh = context.axis(*plan.dp_axes) if plan.zero >= 2 else None
     check_sharded(module, plan)
     submodules = dict(module.named_modules())
@@ -129,7 +134,7 @@ def materialize(module: nn.Module, plan: Plan, context: MeshContext, meta_model:
             fill_parameters(module, unit.parameters, meta_model.weights, context.device)
         submodule = submodules.get(unit.name)
         if mesh is not None and submodule is not None and next(submodule.parameters(), None) is not None:
-            # The head is in the root unit, and a fused loss reads its weight when forward has ended.
+            # The head is in the root unit, and a fused loss reads its weight after the forward pass.
             shard_unit(submodule, plan, mesh, keep=plan.fused_loss and not unit.name)
     if mesh is None:
         module.to(context.device)
@@ -143,44 +148,44 @@ def materialize(module: nn.Module, plan: Plan, context: MeshContext, meta_model:
 
 
 def finish_sharding(module: nn.Module, plan: Plan, context: MeshContext, meta_model: MetaModel) -> None:
-    """Have sharded units gathered ahead and in one order on all data-parallel ranks; called on every rank."""
+    """Set up prefetching and one all-gather order for the sharded units; call on every rank."""
     for parameter in unshardable(module):
         parameter.data = parameter.data.to(context.device)
     submodules = dict(module.named_modules())
-    units = {
-        unit.name: submodules[unit.name]
-        for unit in meta_model.units
-        if isinstance(submodules.get(unit.name), FSDPModule)
-    }
+    units: dict[str, FSDPModule] = {}
+    for unit in meta_model.units:
+        submodule = submodules.get(unit.name)
+        if isinstance(submodule, FSDPModule):
+            units[unit.name] = submodule
     set_prefetch(list(units.values()), plan.communication.prefetch)
     inner = {name: unit for name, unit in units.items() if name}
-    # A stage keeps an order of its own: the data-parallel ranks of a stage run its micro-batches in one schedule.
+    # Pipeline stages need no fixed order: the data-parallel ranks of a stage run the same schedule of micro-batches.
     if inner and context.host_dp_group is not None and isinstance(module, FSDPModule):
         keep_unit_order(module, inner, context.host_dp_group)
 
 
 def replicate_parameters(module: nn.Module, plan: Plan, context: MeshContext, _: MetaModel) -> nn.Module:
-    """Replicate parameters over data-parallel ranks; called on every rank."""
+    """Replicate parameters over the data-parallel ranks with DDP; call on every rank."""
     if context.dp_group is None or not uses_ddp(plan):
         return module
     return replicate(module, context.dp_group, context.device, plan.communication)
 
 
 TRANSFORMS = (
-    norm_batches,  # first: it replaces modules that the others wrap
-    guard_convolutions,  # before recompute and compile, which take up the forward that it replaces
-    split_tensors,  # before all that wraps forward: it replaces the forward of single layers
-    fuse_loss,  # after the head is split, whose shard of the vocabulary the loss then uses
-    split_sequences,  # before recompute, which must run attention over whole sequences again
-    recompute,  # before compile, so that the recomputed region is what gets compiled
-    compile_blocks,  # before sharding: its hooks stay outside of the graphs
-    materialize,  # after all that reads whole parameters: from here on they are real, and sharded
+    norm_batches,  # first: it replaces modules that later transforms wrap
+    guard_convolutions,  # before recompute and compile, which capture the forward that it replaces
+    split_tensors,  # before transforms that wrap forward: it replaces the forward of single layers
+    fuse_loss,  # after the head is sharded: the loss uses this rank's shard of the vocabulary
+    split_sequences,  # before recompute, which must recompute attention over the full sequences
+    recompute,  # before compile, so that the recomputed region is compiled
+    compile_blocks,  # before sharding, so that the FSDP hooks stay outside the graphs
+    materialize,  # after every transform that reads whole meta parameters; it materializes and shards them
     replicate_parameters,  # last: it must see the final parameters
 )
 
 
 def apply_plan(meta_model: MetaModel, plan: Plan, context: MeshContext) -> nn.Module:
-    """Return the module of `meta_model` under `plan`; called on every rank."""
+    """Return the module of `meta_model` parallelized under `plan`; call on every rank."""
     module = meta_model.module
     attributes = attributes_of(module)
     for transform in TRANSFORMS:
@@ -190,7 +195,7 @@ def apply_plan(meta_model: MetaModel, plan: Plan, context: MeshContext) -> nn.Mo
 
 
 def gradient_sync(model: nn.Module, plan: Plan, context: MeshContext) -> GradSync:
-    """Return the one object that sums the gradients of a model made by `apply_plan`."""
+    """Return the GradSync that sums the gradients of a model returned by `apply_plan`."""
     every = plan.gradient_sync == "every"
     if isinstance(model, DistributedDataParallel):
         return ReplicaSync(model, every=every)
@@ -213,28 +218,28 @@ def gradient_sync(model: nn.Module, plan: Plan, context: MeshContext) -> GradSyn
 
 @dataclass(frozen=True, kw_only=True)
 class MeshContext:
-    """What transforms need to know of one rank: device, layout, mesh and groups."""
+    """The position of one rank in the layout: its device, device mesh and process groups."""
 
     device: torch.device
     layout: Layout
-    """How parameters are sharded: without a cp axis, whose ranks count as shards (`Layout.folded`)."""
+    """The layout by which parameters are sharded; cp ranks are folded into the shard axis (`Layout.folded`)."""
     rank: int
     mesh: DeviceMesh | None
-    """Axes of degree over 1, by their names in the layout; None for a world of one."""
+    """Mesh axes of degree greater than 1, named as in the layout; None in a world of one rank."""
     dp_group: dist.ProcessGroup | None
-    """Data-parallel ranks: those with the same shard of the model and other samples or tokens; None for one."""
+    """The ranks with the same model shard but different samples or tokens; None for one data-parallel rank."""
     host_dp_group: dist.ProcessGroup | None = None
-    """The ranks of `dp_group`, for small values in host memory."""
+    """A group of the same ranks as `dp_group`, for small values in host memory."""
     cp_group: dist.ProcessGroup | None = None
-    """The context-parallel ranks of one data-parallel rank, in the order of their slices; None for cp = 1."""
+    """The context-parallel ranks of this data-parallel rank in the order of their slices; None if cp is 1."""
 
     @property
     def coordinate(self) -> Coordinate:
-        """Return this rank's coordinate on every axis."""
+        """This rank's coordinate on every axis."""
         return self.layout.coordinate(self.rank)
 
     def axis(self, *names: str) -> DeviceMesh | None:
-        """Return the sub-mesh of those axes whose degree is over 1; None when there is none."""
+        """Return the sub-mesh of those `names` whose degree is greater than 1; None if every degree is 1."""
         used = tuple(name for name in names if getattr(self.layout, name) > 1)
         if not used or self.mesh is None:
             return None

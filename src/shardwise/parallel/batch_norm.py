@@ -1,4 +1,4 @@
-"""Batch norm that is exact under data parallelism, and bf16 convolutions that a CPU computes in fp32."""
+"""Batch norm that is exact under data parallelism, and bf16 convolutions that CPUs compute in fp32."""
 
 from __future__ import annotations
 
@@ -12,41 +12,47 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.errors import JobError
-from shardwise.parallel.stage_gate import stand_in
-from shardwise.torch_private.modules import BatchNormBase, own_modules, padded_convolution, transposed_padding
+from shardwise.parallel.stage_gate import nan_placeholder
+from shardwise.torch_private.dispatch import BatchNormBase, own_modules, padded_convolution, transposed_padding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
 class BatchNorm(BatchNormBase):
-    """Batch norm whose statistics cover the real rows of all ranks in `group`; None covers this rank's alone.
+    """Batch norm with statistics over the real rows of all ranks in `group`, or of this rank if `group` is None.
 
-    torch's SyncBatchNorm refuses CPU modules and counts filler rows; this one does neither.
+    torch's SyncBatchNorm rejects CPU modules and includes padding rows in its statistics. This class supports CPU
+    modules and excludes padding rows.
     """
 
     group: dist.ProcessGroup | None = None
     name: str = "a batch norm"
     rows: tuple[int, int] | None = None
-    """(real, filled) rows of the next input, the real ones first; None: all are real. Set before each forward."""
+    """(real, padded) number of rows of the next input, real rows first; None if all rows are real.
+
+    Set before forward.
+    """
     tracks: bool = True
-    """Whether running statistics move; not while a forward pass is done again for its activations."""
+    """Whether to update the running statistics; False while a forward pass is recomputed."""
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - the name is torch's
         if input.dim() < 2:
-            raise ValueError(f"batch norm needs at least 2 dimensions, got {input.dim()}")
+            raise ValueError(f"expected at least 2D input, got {input.dim()}D")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
-        """Normalise; in training, communicates over `group`."""
+        """Normalize the input; in training, communicates over `group`."""
         self._check_input_dim(input)
         if not self.training:
             return self._by_torch(input)
-        rows, filled = (input.shape[0], input.shape[0]) if self.rows is None else self.rows
+        rows = filled = input.shape[0]
+        if self.rows is not None:
+            rows, filled = self.rows
         if input.shape[0] != filled:
             raise JobError(
-                f"{self.name} gets {input.shape[0]} rows in a short step that is filled to {filled}",
+                f"{self.name} received {input.shape[0]} rows in a step that is padded to {filled} rows",
                 code="support.batch-norm-filled-rows",
-                fix="use a batch_size that divides the dataset, or a norm that does not mix rows",
+                fix="use a batch_size that divides the dataset, or a norm that does not reduce over rows",
             )
         if self.group is None and rows == filled:
             return self._by_torch(input)
@@ -58,9 +64,10 @@ class BatchNorm(BatchNormBase):
         return output  # type: ignore[no-any-return]
 
     def _by_torch(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
-        """Normalise as torch does, with weights in the dtype of the statistics: on a GPU its kernels want one.
+        """Normalize with torch's kernel, with weight and bias cast to the dtype of the running statistics.
 
-        Sharded units hand in weights in the compute dtype, while buffers stay as they are.
+        CUDA kernels require the same dtype for both. Sharded units pass weights in the compute dtype, but buffers keep
+        theirs.
         """
         running = self.running_mean
         if running is None or self.weight is None or self.weight.dtype == running.dtype:
@@ -82,7 +89,7 @@ class BatchNorm(BatchNormBase):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
-        """Move the running statistics unless nobody had a row; the variance is the unbiased one, as in torch."""
+        """Update the running statistics unless no rank has a real row; the variance is unbiased, as in torch."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         seen = count > 0
@@ -95,14 +102,14 @@ class BatchNorm(BatchNormBase):
 
 
 class _SharedNorm(torch.autograd.Function):
-    """Normalises with statistics over the real rows of a group: one all_gather forward, one all_reduce backward."""
+    """Normalize with statistics over the real rows of a group: one all_gather forward, one all_reduce backward."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917 - autograd functions take no keywords
+    def forward(  # noqa: PLR0917 - autograd functions accept no keyword arguments
         ctx: Any, value: Tensor, weight: Tensor, bias: Tensor, eps: float, rows: int, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mean, var, count = _statistics(value[:rows], group)
-        # Sharded units may hand in weights of lower precision than the statistics; the operator wants one.
+        # Sharded units may pass weights in a lower precision than the statistics, but the operator requires one dtype.
         scale, shift = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
         output = functional.batch_norm(value, mean, var, scale, shift, training=False, eps=eps)
         ctx.save_for_backward(value, weight, mean, torch.rsqrt(var + eps), count)
@@ -117,14 +124,14 @@ class _SharedNorm(torch.autograd.Function):
         real, grad_real = value[: ctx.rows], grad[: ctx.rows].to(mean.dtype)
         centred = real.to(mean.dtype) - mean.view(shape)
         grad_sum, grad_centred = grad_real.sum(over), (grad_real * centred).sum(over)
-        grad_weight, grad_bias = grad_centred * inv_std, grad_sum  # this rank's share: the gradient sync adds them up
+        grad_weight, grad_bias = grad_centred * inv_std, grad_sum  # this rank's contribution: the gradient sync sums it
         if ctx.group is not None:
             both = torch.stack([grad_sum, grad_centred])
             dist.all_reduce(both, group=ctx.group)
             grad_sum, grad_centred = both[0], both[1]
         count = count.clamp(min=1)
         scale = inv_std if weight is None else inv_std * weight
-        grad_value = torch.zeros_like(value)  # filler rows get none
+        grad_value = torch.zeros_like(value)  # padding rows get zero gradient
         grad_value[: ctx.rows] = scale.view(shape) * (
             grad_real - (grad_sum / count).view(shape) - centred * (inv_std.square() * grad_centred / count).view(shape)
         )
@@ -134,9 +141,10 @@ class _SharedNorm(torch.autograd.Function):
 
 
 def _statistics(real: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and count per channel over a group; communicates over `group`.
+    """Return mean, biased variance and count per channel over a group; communicates over `group`.
 
-    Ranks hand in mean and variance of their own rows, combined by Chan's formula: no cancellation of large sums.
+    Each rank contributes the mean and variance of its rows. Chan's formula combines them without cancellation of large
+    sums.
     """
     dtype = torch.float64 if real.dtype == torch.float64 else torch.float32
     count = real.new_tensor([real.numel() // real.shape[1] if real.shape[0] else 0], dtype=dtype)
@@ -171,22 +179,22 @@ _TORCHS_OWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def replace_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    """Put our batch norm in place of every one of torch's, with the same parameters, buffers and names.
+    """Replace every torch batch norm by `BatchNorm` with the same parameters, buffers and names.
 
-    Classes derived from torch's have a forward of their own and are left alone: see `foreign_batch_norms`.
+    Subclasses of torch's classes may define their own forward and are not replaced; see `foreign_batch_norms`.
     """
-    replaced: dict[int, BatchNorm] = {}  # one norm may be used in several places
+    replaced: dict[int, BatchNorm] = {}  # a norm may be registered in several places
     for prefix, parent in list(module.named_modules()):
         for name, child in own_modules(parent).items():
-            # Where a pipeline keeps a norm of another stage, it is a placeholder: left alone.
-            if type(child) in _TORCHS_OWN and vars(child).get("forward") is not stand_in:
+            # In a pipeline, norms of other stages are placeholders and are not replaced.
+            if type(child) in _TORCHS_OWN and vars(child).get("forward") is not nan_placeholder:
                 path = f"{prefix}.{name}" if prefix else name
                 own_modules(parent)[name] = replaced.setdefault(id(child), _like(child, group, path))
     return _like(module, group, "the model") if type(module) in _TORCHS_OWN else module
 
 
 def foreign_batch_norms(module: nn.Module) -> list[str]:
-    """Names of batch norms that are neither torch's nor ours: filler rows would reach their statistics."""
+    """Return the names of custom batch norms; padding rows would enter their statistics."""
     return [
         name
         for name, child in module.named_modules()
@@ -196,7 +204,7 @@ def foreign_batch_norms(module: nn.Module) -> list[str]:
 
 def _like(norm: Any, group: dist.ProcessGroup | None, name: str) -> BatchNorm:
     ours = BatchNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-    # Hooks and attributes of the user's own go along.
+    # Hooks and attributes that the user set are copied.
     vars(ours).update({key: value for key, value in vars(norm).items() if key not in _REGISTERED})
     ours.weight, ours.bias = norm.weight, norm.bias
     ours.running_mean, ours.running_var = norm.running_mean, norm.running_var
@@ -207,18 +215,18 @@ def _like(norm: Any, group: dist.ProcessGroup | None, name: str) -> BatchNorm:
 
 
 def batch_norms(module: nn.Module) -> Iterable[BatchNorm]:
-    """Every batch norm of ours inside a module."""
+    """Return every `BatchNorm` inside a module."""
     return [child for child in module.modules() if isinstance(child, BatchNorm)]
 
 
-# Strided convolutions of narrow inputs, which compute in fp32 on a CPU where the plan computes in bf16.
+# Strided convolutions of narrow inputs, which CPUs compute in fp32 if the plan computes in bf16.
 #
-# torch 2.13 on CPUs with AVX512-BF16 leaves parts of a bf16 convolution's weight gradient unwritten where the input
-# is narrower than the stride and the kernel wider than 1: a 3x3 convolution of stride 2 on 1x1 maps, as the last
-# stages of a ResNet see them on small images. The optimizer then reads whatever was in that memory, NaN now and
-# then. The same is true of a transposed convolution whose output is narrower than its stride. Output and input
-# gradient are right, and so are all three in fp16 and fp32. Widths are at fault, heights were never seen to be;
-# both are guarded.
+# torch 2.13 on CPUs with AVX512-BF16 does not write all of a bf16 convolution's weight gradient if the input is
+# narrower than the stride and the kernel is wider than 1. An example is a 3x3 convolution of stride 2 on 1x1 maps, as
+# in the last stages of a ResNet on small images. The optimizer then reads uninitialized memory, which sometimes
+# contains NaN. The same is true of a transposed convolution whose output is narrower than its stride. The output and
+# the input gradient are correct, and all three are correct in fp16 and fp32. Only narrow widths are known to fail;
+# heights are guarded too.
 
 
 _PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -227,7 +235,7 @@ _FUNCTIONS = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
 def guard_narrow_convolutions(module: nn.Module) -> None:
-    """Have torch's own strided convolutions in `module` compute in fp32 where what they read or write is narrow."""
+    """Make strided convolutions in `module` compute in fp32 if their input or output is narrower than the stride."""
     for child in module.modules():
         if not isinstance(child, (*_PLAIN, *_TRANSPOSED)) or max(child.stride) == 1:
             continue
@@ -264,9 +272,10 @@ def _transposed(convolution: Any, forward: Any, images: Tensor, output_size: lis
 
 
 def _is_in_bf16(images: Tensor) -> bool:
-    """Whether a convolution of `images` computes in bf16 here: by autocast, or as they are."""
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else images.dtype
-    return dtype == torch.bfloat16
+    """Return whether a convolution of `images` would compute in bf16, by autocast or by its dtype."""
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return images.dtype == torch.bfloat16
 
 
 def _is_narrow(sides: Any, strides: tuple[int, ...]) -> bool:

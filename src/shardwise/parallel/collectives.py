@@ -1,4 +1,4 @@
-"""Collectives on plain tensors along any dimension, buckets of small tensors, and whole state dicts on rank 0."""
+"""Collectives on plain tensors, conversion between placements, gradient buckets, and full state dicts on rank 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import ModuleList, functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,25 +15,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+_Placements = tuple["Placement", "Placement"]
 
 
 def gather_flat(everyone: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `everyone` with the tensors of all ranks, one after the other; communicates over `group`."""
+    """Gather `mine` of every rank into `everyone`, concatenated in rank order; communicates over `group`."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(everyone, mine, group=group)
 
 
 def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of all ranks' `x`; communicates over `group`."""
+    """Return the sum of `x` over all ranks; communicates over `group`."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
 def all_gathered(x: Tensor, dim: int, group: dist.ProcessGroup, length: int | None = None) -> Tensor:
-    """Concatenate the shards of all ranks along `dim`, of which the last may be shorter; communicates over `group`.
+    """Return the shards of all ranks concatenated along `dim`; communicates over `group`.
 
-    `length` is that of the whole, where shards differ.
+    `length` is the size of the result along `dim`; pass it if the last shard is shorter than the others.
     """
     size = dist.get_world_size(group)
     longest = x.shape[dim] if length is None else -(-length // size)
@@ -45,7 +49,10 @@ def all_gathered(x: Tensor, dim: int, group: dist.ProcessGroup, length: int | No
 
 
 def sum_scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sum all ranks' `x` and return this rank's shard along `dim`, which they divide; communicates over `group`."""
+    """Sum `x` over all ranks and return this rank's shard along `dim`; communicates over `group`.
+
+    The group size must divide the size of `dim`.
+    """
     moved = x.movedim(dim, 0).contiguous()
     shard = moved.new_empty((moved.shape[0] // dist.get_world_size(group), *moved.shape[1:]))
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -54,16 +61,17 @@ def sum_scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchanged(tensors: Sequence[Tensor], split: int, join: int, group: dist.ProcessGroup) -> list[Tensor]:
-    """Split each tensor by rank along `split`, and concatenate what ranks send along `join`; communicates over `group`.
+    """Scatter each tensor by rank along `split` and concatenate along `join`; communicates over `group`.
 
-    One all-to-all for all tensors, which share a dtype; ranks divide `split`.
+    One all-to-all serves all tensors. They must have one dtype, and the group size must divide their `split` dimension.
     """
     size = dist.get_world_size(group)
     shards = [x.unflatten(split, (size, -1)).movedim(split, 0) for x in tensors]
-    given = torch.cat([shard.flatten(1) for shard in shards], dim=1)
-    taken = torch.empty_like(given)
-    dist.all_to_all_single(taken, given, group=group)
-    pieces = taken.split([shard[0].numel() for shard in shards], dim=1)
+    sent = torch.cat([shard.flatten(1) for shard in shards], dim=1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    pieces = received.split([shard[0].numel() for shard in shards], dim=1)
+    # A comprehension, not a loop that appends: torch 2.13 compiles the loop with wrong sizes after a graph break.
     return [
         piece.unflatten(1, shard.shape[1:]).movedim(0, join).flatten(join, join + 1)
         for piece, shard in zip(pieces, shards, strict=True)
@@ -71,27 +79,72 @@ def exchanged(tensors: Sequence[Tensor], split: int, join: int, group: dist.Proc
 
 
 def own_shard(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's shard of a whole tensor along `dim`, split as torch.chunk does; no communication."""
+    """Return this rank's shard of a full tensor along `dim`, split as by torch.chunk; no communication."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     longest = -(-x.shape[dim] // size)
     first = min(x.shape[dim], rank * longest)
     return x.narrow(dim, first, min(longest, x.shape[dim] - first)).contiguous()
 
 
+def convert(
+    x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, *, grad: Placement, width: int | None = None
+) -> Tensor:
+    """Convert a plain activation from one placement to another; communicates over `mesh`, also in backward.
+
+    `grad` is the placement of the gradient of the result. `width` is the size of the full last dimension, required if
+    ranks have uneven shards of it.
+    """
+    back = Replicate() if isinstance(source, Partial) else source
+    return _Move.apply(x, mesh, (source, target), (grad, back), width)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Move(torch.autograd.Function):
+    """Convert between placements in forward and backward.
+
+    DTensor's redistribution would also work, but it takes 0.1 ms of Python per call, returns views, about which FSDP2
+    warns when a sharded module returns them, and crashes on gloo with CUDA tensors (torch 2.11).
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd functions accept no keyword arguments
+        ctx: Any, x: Tensor, mesh: DeviceMesh, there: _Placements, back: _Placements, width: int | None
+    ) -> Tensor:
+        ctx.mesh, ctx.back, ctx.width = mesh, back, width
+        return _move(x, mesh, there, width)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _move(grad, ctx.mesh, ctx.back, ctx.width), None, None, None, None
+
+
+def _move(x: Tensor, mesh: DeviceMesh, placements: _Placements, width: int | None) -> Tensor:
+    source, target = placements
+    group = mesh.get_group()
+    if source == target:
+        return x.view_as(x)
+    if isinstance(source, Partial) and isinstance(target, Shard):
+        return sum_scattered(x, target.dim, group)
+    if isinstance(source, Partial):
+        return all_reduced(x, group)
+    if isinstance(source, Shard):
+        return all_gathered(x, source.dim, group, width)
+    return own_shard(x, target.dim, group)  # type: ignore[attr-defined]
+
+
 # Buckets: many small tensors in few collectives.
 
 
 BUCKET_BYTES = 25 << 20
-"""DDP's own size: large enough for bandwidth, small enough that the copy beside it does not matter."""
+"""The default bucket size of DDP: large enough for full bandwidth, small enough that the extra copy is negligible."""
 
 
-def in_buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """Yield runs of tensors of one dtype that together stay below `most_bytes`; a larger one is alone."""
+def in_buckets(tensors: Iterable[Tensor], max_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
+    """Yield consecutive tensors of one dtype in buckets of at most `max_bytes`; a larger tensor gets its own bucket."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
-        if bucket and (tensor.dtype != bucket[0].dtype or size + num_bytes > most_bytes):
+        if bucket and (tensor.dtype != bucket[0].dtype or size + num_bytes > max_bytes):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)
@@ -100,16 +153,16 @@ def in_buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> Ite
         yield bucket
 
 
-# The user's own modules in a parallel model, and their whole tensors, gathered on rank 0 one by one.
+# The user's modules in a parallel model, and their full tensors, gathered on rank 0 one by one.
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:
-    """Return the user's own modules in a model made by `apply_plan`: one, or the stages of this rank."""
+    """Return the user's modules in a model returned by `apply_plan`: one module, or this rank's pipeline stages."""
     return list(model) if isinstance(model, ModuleList) else [unwrap(model)]
 
 
 def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return this rank's parameters of a model made by `apply_plan`, under the names of the user's own; each once."""
+    """Return this rank's parameters with their names in the user's model; a shared parameter occurs once."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for stage in stages_of(model):
         for item in stage.named_parameters():
@@ -118,17 +171,20 @@ def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's own module under any strategy; sharded parameters stay sharded (see full_state_dict)."""
+    """Return the user's module without DDP's wrapper; sharded parameters stay sharded (see `full_state_dict`)."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def full_values(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return whole tensors on the host of rank 0, {} elsewhere; communicates over the world, on every rank.
+    """Return full tensors in host memory on rank 0 and {} on other ranks; communicates over the world.
 
-    Ranks pass their tensors, shards as DTensors; tensors of other stages come from the first rank that has them.
+    Call on every rank with the tensors of that rank; shards are DTensors. The first rank that has a tensor of another
+    pipeline stage sends it.
     """
     mine = dict(named)
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, size = 0, 1
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
     device = next((tensor.device for tensor in mine.values()), torch.device("cpu"))
     whole: dict[str, Tensor] = {}
     for name, owner in _owners(list(mine), size).items():
@@ -144,16 +200,18 @@ def full_values(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's state dict with whole tensors on the host of rank 0, {} elsewhere; on every rank."""
+    """Return the model's full state dict on rank 0 and {} on other ranks; communicates over the world."""
     named = []
     for stage in stages_of(model):
         foreign = getattr(stage, "foreign_buffers", ())
-        named += [(name, value) for name, value in stage.state_dict().items() if name not in foreign]
+        for name, value in stage.state_dict().items():
+            if name not in foreign:
+                named.append((name, value))
     return full_values(named)
 
 
 def own_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that this rank owns; those of other pipeline stages are skipped."""
+    """Yield the buffers that this rank owns; buffers of other pipeline stages are skipped."""
     for stage in stages_of(model):
         for name, buffer in stage.named_buffers():
             if name not in getattr(stage, "foreign_buffers", ()):
@@ -161,7 +219,7 @@ def own_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole(value: DTensor) -> Tensor:
-    """Gather one axis of the mesh after the other, the inner split first; communicates over the mesh."""
+    """Gather a DTensor one mesh axis at a time, the innermost split first; communicates over the mesh."""
     for axis in range(value.device_mesh.ndim):
         placements = [*(Replicate(),) * (axis + 1), *value.placements[axis + 1 :]]
         value = value.redistribute(placements=placements)
@@ -169,7 +227,7 @@ def _whole(value: DTensor) -> Tensor:
 
 
 def _owners(names: list[str], size: int) -> dict[str, int]:
-    """Return the first rank that has each name, in one order for all ranks; communicates over the world."""
+    """Return the first rank that has each name, in the same order on every rank; communicates over the world."""
     if size == 1:
         return dict.fromkeys(names, 0)
     everyone: list[list[str]] = [[] for _ in range(size)]

@@ -1,8 +1,9 @@
-"""Context parallelism: sequences split over ranks by tokens, attention over whole ones by all-to-all over heads.
+"""Context parallelism: sequences are sharded over ranks, and attention uses an all-to-all over heads.
 
-Each rank runs the model on its slice of the tokens. Only attention reads other tokens: around each call of
-scaled_dot_product_attention one all-to-all gives every rank all tokens of some heads, and another gives the tokens back
-(DeepSpeed-Ulysses, Jacobs et al. 2023). Parameters are whole or sharded over these ranks like over any others.
+Each rank runs the model on its slice of the tokens. Only attention reads other tokens. Before each call of
+scaled_dot_product_attention an all-to-all exchanges the slice of all heads for all tokens of some heads, and another
+all-to-all reverses this afterwards (DeepSpeed-Ulysses, Jacobs et al. 2023). Parameters are replicated or sharded over
+these ranks as over data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.errors import JobError, PlanError
 from shardwise.parallel.collectives import exchanged
 from shardwise.parallel.recompute import find_blocks
-from shardwise.torch_private.modules import ConvolutionBase
-from shardwise.torch_private.runtime import disable_autograd_cache
+from shardwise.torch_private.dispatch import ConvolutionBase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
 
 
 HEADS, TOKENS = 1, 2
-"""Dimensions of [rows, heads, tokens, head_width], as attention takes it."""
+"""Dimensions of [rows, heads, tokens, head_width], the shape of attention inputs."""
 
 _ATTENTIONS = frozenset({functional.scaled_dot_product_attention, functional.multi_head_attention_forward})
 
 
 def context_parallel(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """Have `module` run on this rank's slice of [rows, tokens]; then forward and backward communicate over `group`.
+    """Make `module` run on this rank's slice of [rows, tokens]; forward and backward communicate over `group`.
 
-    Its forward is given the `position_ids` of the slice; its repeated blocks attend over whole sequences.
+    The module's forward receives the `position_ids` of the slice. Its repeated blocks attend over full sequences.
     """
     switch = AttentionSwitch()
     for name, block in (find_blocks(module) or {"": module}).items():
         block.forward = _attending(block.forward, name or type(module).__name__, group, switch)
-    plain, split = module.forward, _placed(module, group)
+    unsliced, sliced = module.forward, _with_positions(module, group)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if switch.is_on:
-            return split(*args, **kwargs)
+            return sliced(*args, **kwargs)
         if kwargs.get("position_ids") is None:
             tokens = _tokens(args, kwargs)
             kwargs["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        return plain(*args, **kwargs)
+        return unsliced(*args, **kwargs)
 
     module.forward = forward
     module.context_switch = switch  # type: ignore[assignment]
@@ -62,22 +62,13 @@ def context_parallel(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 @dataclass
 class AttentionSwitch:
-    """Whether a model runs on slices; off, it runs on whole sequences, as it did before."""
+    """A switch between running the model on slices (on) and on full sequences without communication (off)."""
 
     is_on: bool = True
 
 
-def compile_afresh() -> None:
-    """Have this process compile its graphs without torch's cache of what autograd made of them.
-
-    A graph with the exchange in it comes back from there with garbage for sizes (torch 2.13). The cache of kernels,
-    which saves most of the time, stays.
-    """
-    disable_autograd_cache()
-
-
-class _NoOther(TorchFunctionMode):
-    """Refuses attention outside of the blocks, where it would see this rank's tokens alone."""
+class _NoAttention(TorchFunctionMode):
+    """A mode that rejects attention outside the blocks, which would only see this rank's tokens."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -86,45 +77,45 @@ class _NoOther(TorchFunctionMode):
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _ATTENTIONS:
             raise JobError(
-                f"cp splits sequences, and {self._name} attends outside of repeated blocks or by {function.__name__}",
+                f"cp needs attention inside repeated blocks by sdpa, but {self._name} calls {function.__name__}",
                 code="support.cp-attention-outside-blocks",
-                fix="attend in the blocks alone, by torch's scaled_dot_product_attention, or use cp 1",
+                fix="call scaled_dot_product_attention in the repeated blocks only, or use cp 1",
             )
         return function(*args, **(kwargs or {}))
 
 
-def _placed(module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
-    """Pass the module's own forward the positions of its tokens, unless the batch has them."""
+def _with_positions(module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Return the module's forward with the slice's `position_ids` passed unless the batch contains them."""
     inner, index, size = module.forward, dist.get_rank(group), dist.get_world_size(group)
-    most = getattr(getattr(module, "config", None), "context", None)
-    no_other = _NoOther(type(module).__name__)
+    context = getattr(getattr(module, "config", None), "context", None)
+    no_attention = _NoAttention(type(module).__name__)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("position_ids") is None:
             tokens = _tokens(args, kwargs)
             length = tokens.shape[1]
-            if most is not None and length * size > most:
+            if context is not None and length * size > context:
                 raise JobError(
-                    f"sequences have {length * size} tokens, the decoder's context is {most}",
+                    f"sequences have {length * size} tokens, but the decoder's context is {context}",
                     code="model.context-exceeded",
                     fix=f"use context={length * size} or shorter sequences",
                 )
             kwargs["position_ids"] = torch.arange(index * length, (index + 1) * length, device=tokens.device)[None]
-        with no_other:
+        with no_attention:
             return inner(*args, **kwargs)
 
     return forward
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the first tensor [rows, tokens, ...] that a model is called with."""
+    """Return the first tensor of shape [rows, tokens, ...] among the arguments of a model."""
     return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 1)
 
 
 def _attending(
     inner: Callable[..., Any], name: str, group: dist.ProcessGroup, switch: AttentionSwitch
 ) -> Callable[..., Any]:
-    """Run a block with its attention over whole sequences; refuses one whose attention is not found."""
+    """Return a block's forward with attention over full sequences; it raises if the block calls no attention."""
     attention = _Attention(group)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -135,9 +126,9 @@ def _attending(
             output = inner(*args, **kwargs)
         if not attention.found:
             raise JobError(
-                f"cp splits sequences at torch's scaled_dot_product_attention, and {name} did not call it",
+                f"cp needs torch's scaled_dot_product_attention, but {name} did not call it",
                 code="support.cp-without-sdpa",
-                fix='attend by it (transformers: attn_implementation="sdpa"), or use cp 1',
+                fix='call it (transformers: attn_implementation="sdpa"), or use cp 1',
             )
         return output
 
@@ -145,12 +136,12 @@ def _attending(
 
 
 class _Attention(TorchFunctionMode):
-    """Finds calls of attention wherever a block makes them, in forward and when it is recomputed."""
+    """A mode that intercepts a block's attention calls, in the forward pass and during recomputation."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.found = False
-        self._attend = partial(attend_whole, group)
+        self._attend = partial(full_attention, group)
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not functional.scaled_dot_product_attention:
@@ -159,7 +150,7 @@ class _Attention(TorchFunctionMode):
         return self._attend(*args, **(kwargs or {}))
 
 
-def attend_whole(  # noqa: PLR0917 - torch's signature
+def full_attention(  # noqa: PLR0917 - torch's signature
     group: dist.ProcessGroup,
     query: Tensor,
     key: Tensor,
@@ -171,16 +162,17 @@ def attend_whole(  # noqa: PLR0917 - torch's signature
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend over whole sequences by slices [rows, heads, tokens, width]; communicates over `group`, also backward.
+    """Attend over full sequences, given slices [rows, heads, tokens, width].
 
-    Key and value heads that ranks do not divide are repeated until they do: grouped query heads find theirs again.
+    Communicates over `group` in forward and backward. Key and value heads are repeated until the group size divides
+    their number, which keeps the grouping of query heads.
     """
     size = dist.get_world_size(group)
     if attn_mask is not None:
         raise JobError(
-            "cp attends without a mask, and the model gives attention one",
+            "cp does not support attention masks, but the model passes one",
             code="support.cp-attention-mask",
-            fix="leave attention_mask out, or use cp 1",
+            fix="remove attention_mask from the batch, or use cp 1",
         )
     heads = query.shape[HEADS]
     if heads % size:
@@ -194,10 +186,10 @@ def attend_whole(  # noqa: PLR0917 - torch's signature
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, HEADS), value.repeat_interleave(repeats, HEADS)
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # attention itself would cast, after twice as many bytes had travelled
+    if torch.is_autocast_enabled(device):  # attention itself would cast after the exchange, at twice the bytes
         query, key, value = (each.to(torch.get_autocast_dtype(device)) for each in (query, key, value))
     query, key, value = _Exchange.apply(group, HEADS, TOKENS, query, key, value)  # type: ignore[no-untyped-call]
-    mixed = torch.ops.aten.scaled_dot_product_attention(  # not by the name that is refused outside of blocks
+    mixed = torch.ops.aten.scaled_dot_product_attention(  # bypasses the mode that rejects attention outside blocks
         query,
         key,
         value,
@@ -211,7 +203,7 @@ def attend_whole(  # noqa: PLR0917 - torch's signature
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all that splits one dimension and joins another; backward is the way back."""
+    """All-to-all that splits one dimension and concatenates another; backward is the inverse exchange."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, split: int, join: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -223,7 +215,7 @@ class _Exchange(torch.autograd.Function):
         return None, None, None, *exchanged(grads, ctx.join, ctx.split, ctx.group)
 
 
-# Rules of context parallelism: which models can run on slices of their sequences; pure decisions.
+# Rules of context parallelism: which models can run on slices of their sequences.
 
 
 _HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
@@ -231,42 +223,42 @@ _WITHOUT = "or use cp 1"
 
 
 def check_context(module: nn.Module, layout: Layout, *, own_loss: bool) -> None:
-    """Refuse a model that would not compute on slices what it computes on whole sequences; starts nothing.
+    """Reject a model whose output on slices would differ from its output on full sequences.
 
-    With `own_loss` the model returns its loss. What only shows in a forward pass is refused there.
+    `own_loss` is True if the model returns its loss. Properties that only a forward pass reveals are checked there.
     """
     if "position_ids" not in inspect.signature(module.forward).parameters:
         raise JobError(
-            f"cp splits sequences, and {type(module).__name__}.forward takes no position_ids to learn where a slice is",
+            f"cp needs a forward with position_ids, but {type(module).__name__}.forward does not accept them",
             code="support.cp-no-position-ids",
-            fix=f"take position_ids [1, tokens] and hand them on, {_WITHOUT}",
+            fix=f"accept position_ids [1, tokens] and pass them to the position embedding, {_WITHOUT}",
         )
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding) and "position" in name and child.padding_idx is not None:
             raise JobError(
-                f"cp splits sequences, and {name} counts positions from the padding it finds in a whole one",
+                f"cp splits sequences, but {name} computes positions from the padding of a full sequence",
                 code="support.cp-positions-from-padding",
                 fix="use cp 1",
             )
         if isinstance(child, ConvolutionBase | nn.RNNBase):
             raise JobError(
-                f"cp splits sequences, and {name}, a {type(child).__name__}, reads neighbouring tokens",
+                f"cp splits sequences, but {name}, a {type(child).__name__}, reads neighbouring tokens",
                 code="support.cp-mixes-tokens",
                 fix="use cp 1",
             )
-    for name, config in _configs(module):  # last: a model without attention has a config of it all the same
+    for name, config in _configs(module):  # last: models without attention may have such a config
         _check_heads(name, config, layout)
         _check_config(name, config)
     if own_loss and getattr(module, "loss_type", None) != "ForCausalLM":
         raise JobError(
-            f"cp splits sequences, and {type(module).__name__} computes a loss that is not known to add up over slices",
+            f"cp needs a loss that sums over slices, but {type(module).__name__} computes its own loss",
             code="support.cp-loss-inside-model",
-            fix=f"return logits and give sw.losses.token_cross_entropy, {_WITHOUT}",
+            fix=f"return logits and use sw.losses.token_cross_entropy, {_WITHOUT}",
         )
 
 
 def _configs(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield every config of a module and its submodules once, with the class that has it."""
+    """Yield each distinct config of a module and its submodules, with the class name of its owner."""
     seen: set[int] = set()
     for child in module.modules():
         config = getattr(child, "config", None)
@@ -279,37 +271,46 @@ def _check_heads(name: str, config: Any, layout: Layout) -> None:
     for attribute in _HEADS:
         heads = getattr(config, attribute, None)
         if isinstance(heads, int) and heads % (layout.cp * layout.tp):
-            split = f"cp={layout.cp}" if layout.tp == 1 else f"cp={layout.cp} x tp={layout.tp}"
-            valid = [degree for degree in range(1, heads + 1) if heads % (degree * layout.tp) == 0]
+            split = f"cp={layout.cp}"
+            if layout.tp > 1:
+                split += f" x tp={layout.tp}"
+            valid = [str(degree) for degree in range(1, heads + 1) if heads % (degree * layout.tp) == 0]
+            fix = "use a smaller tp"
+            if valid:
+                fix = f"use cp {' or '.join(valid)}"
             raise PlanError(
                 f"{split} does not divide the {heads} attention heads of {name}",
                 code="plan.cp-heads-not-divisible",
-                fix=f"use cp {' or '.join(map(str, valid))}" if valid else "use another tp",
+                fix=fix,
             )
 
 
 def _check_config(name: str, config: Any) -> None:
-    """Refuse configs of transformers whose attention is not plain."""
+    """Reject configs of transformers models with an attention kernel or pattern that cp does not support."""
     kernel = getattr(config, "_attn_implementation", None)
     if kernel not in {None, "sdpa"}:
         raise JobError(
-            f"cp splits sequences at torch's scaled_dot_product_attention, and {name} attends by {kernel!r}",
+            f"cp needs attn_implementation='sdpa', but {name} uses {kernel!r}",
             code="support.cp-without-sdpa",
             fix=f'set attn_implementation="sdpa", {_WITHOUT}',
         )
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    window = None
+    if getattr(config, "use_sliding_window", True):
+        window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "attention"}
     if kinds or window or getattr(config, "attention_chunk_size", None):
         kind = ", ".join(sorted(kinds)) or "sliding_window"
-        shorter = f"set config.sliding_window = None if sequences are shorter, {_WITHOUT}"
+        fix = "use cp 1"
+        if not kinds:
+            fix = f"set config.sliding_window = None if sequences are shorter than the window, {_WITHOUT}"
         raise JobError(
-            f"cp splits sequences, and {name} has layers that do not attend to all tokens ({kind})",
+            f"cp needs full attention, but {name} has layers that attend to some tokens only ({kind})",
             code="support.cp-partial-attention",
-            fix="use cp 1" if kinds else shorter,
+            fix=fix,
         )
     if getattr(config, "output_router_logits", False):
         raise JobError(
-            f"cp splits sequences, and {name} balances its experts over whole ones",
+            f"cp splits sequences, but {name} computes its expert balancing loss over full sequences",
             code="support.cp-expert-balancing",
             fix=f"set config.output_router_logits = False, {_WITHOUT}",
         )

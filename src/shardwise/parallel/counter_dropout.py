@@ -1,9 +1,9 @@
-"""Counter-based dropout: masks by sample index and module, so that ranks, accumulation and resumes change nothing.
+"""Counter-based dropout: masks that depend on sample index and module, not on rank or micro-batch.
 
-torch's dropout modules are replaced by `CounterDropout`, which costs no more than they do: its mask is a hash of
-(sample index, module name, call, element), see `counter_random`. The invariant: a sample gets the same mask on any
-rank, in any micro-batch and after any resume. What else forward samples (stochastic depth, noise, dropout inside of
-attention) is intercepted operator by operator. A job asks for it by `masks="keyed"`.
+torch's dropout modules are replaced by `CounterDropout`, which is equally fast: its mask is a hash of (sample index,
+module name, call, element), see `counter_random`. The invariant: a sample gets the same mask on any rank, in any
+micro-batch and after any resume. Other random operators of the forward pass (stochastic depth, noise, attention
+dropout) are intercepted one by one. A job enables it with `masks="keyed"`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from shardwise.parallel.counter_random import (
     CounterRandom,
     RandomContext,
     counter_bits,
+    dropout_scale,
     follow_modules,
     generator_states,
     name_modules,
     random_error,
     random_of,
 )
-from shardwise.torch_private.modules import own_modules
+from shardwise.torch_private.dispatch import own_modules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -37,25 +38,25 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _CHANNELS = {nn.Dropout1d: 3, nn.Dropout2d: 4, nn.Dropout3d: 5}
-"""Dropouts of whole channels, and the dimensions of a batch for each."""
+"""torch's channel dropouts, with the number of dimensions of a batch for each."""
 
 
 class CounterDropout(nn.Dropout):
-    """Dropout whose mask is a function of sample index, name, call and element: no generator, no saved mask."""
+    """Dropout with a mask computed from sample index, module name, call and element, without a generator."""
 
     name: str = ""
-    """Its name in the whole model."""
+    """The module's name in the full model."""
     channels: int | None = None
-    """Dimensions of the input where whole channels are dropped; None drops single elements."""
+    """The number of input dimensions if whole channels are dropped; None to drop single elements."""
     keys: Tensor | None = None
-    """int32 [2, rows]: two numbers for every row of the next input. Set before each forward."""
+    """int32 [2, rows]: two keys for every row of the next input. Set before each forward."""
     calls: int = 0
-    """Times it ran in this forward pass of the model: each has its own mask."""
+    """Calls in the current forward pass of the model; each call has its own mask."""
     is_sharded: bool = False
-    """Whether its input is sharded over ranks: it does not know which elements are this rank's."""
+    """Whether the input is sharded over ranks; the module cannot compute its mask then."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
-        """Drop elements of [rows, ...] or [rows * n, ...] and scale up the others; no communication."""
+        """Drop elements of [rows, ...] or [rows * n, ...] and scale the remaining ones; no communication."""
         if not self.training or self.p == 0:
             return input
         keys, calls = self._checked(input), self.calls
@@ -64,47 +65,49 @@ class CounterDropout(nn.Dropout):
         keep = dropout_mask(keys, f"{self.name}:{calls}", shape.numel() // keys.shape[1], self.p).view(shape)
         if self.channels is not None:
             keep = keep.view(*shape, *[1] * (input.ndim - 2))
-        return input.masked_fill(~keep, 0) * (1 / (1 - self.p) if self.p < 1 else 0.0)
+        return input.masked_fill(~keep, 0) * dropout_scale(self.p)
 
     def _checked(self, value: Tensor) -> Tensor:
-        """Return the keys of the rows of an input, or refuse it."""
+        """Return the keys of the input's rows; raise if the input is not [rows, ...] of a known micro-batch."""
         if self.is_sharded:
             raise JobError(
-                f"{self.name} gets an activation that tensor parallelism shards, and keyed masks need whole ones",
+                f"keyed masks need full activations, but tensor parallelism shards the input of {self.name}",
                 code="support.keyed-masks-tp",
-                fix=f"use tp = 1 or no dropout there, {DEFAULT_FIX}",
+                fix=f"use tp = 1 or remove this dropout, {DEFAULT_FIX}",
             )
         if self.keys is None:
             raise JobError(
-                f"{self.name} gets samples without an index, as of a stream or outside of a step, and masks are keyed",
+                f"keyed masks need sample indices, but {self.name} received samples of a stream or outside a step",
                 code="support.keyed-masks-no-index",
-                fix=f"give a dataset that is read by index, {DEFAULT_FIX}",
+                fix=f"use a map-style dataset, {DEFAULT_FIX}",
             )
         rows = self.keys.shape[1]
         if value.ndim == 0 or value.shape[0] % rows or (self.channels or value.ndim) != value.ndim:
             raise JobError(
-                f"{self.name} gets {list(value.shape)} of a micro-batch of {rows}, and keyed masks need rows first",
+                f"keyed masks require a first dimension of {rows} rows, but {self.name} received {list(value.shape)}",
                 code="support.keyed-masks-rows-first",
-                fix=f"give it [rows, ...], {DEFAULT_FIX}",
+                fix=f"move the batch dimension first, {DEFAULT_FIX}",
             )
         return self.keys
 
 
 @torch.no_grad()
 def dropout_mask(keys: Tensor, salt: str, elements: int, p: float) -> Tensor:
-    """Return which elements stay, bool [rows, elements]: each with probability 1 - p, by `keys` (int32 [2, rows])."""
+    """Return the elements to keep, bool [rows, elements], each with probability 1 - p; `keys` is int32 [2, rows]."""
     return counter_bits(keys, salt, elements) >= min(round(p * 2**32) - 2**31, 2**31 - 1)
 
 
 def replace_dropouts(module: nn.Module, *, staged: bool) -> None:
-    """Replace every dropout of torch by a counter-based one; `staged` for a whole model that a pipeline is to split.
+    """Replace torch's dropout modules by counter-based ones; `staged` if a pipeline will split the model.
 
-    Alpha dropouts, classes derived from torch's and functions are left, and intercepted where they run: `CounterMasks`.
+    Alpha dropouts, subclasses of torch's classes and functional dropout are not replaced. `CounterMasks` intercepts
+    them.
     """
     for prefix, parent in list(module.named_modules()):
         for name, child in own_modules(parent).items():
             if type(child) is nn.Dropout or type(child) in _CHANNELS:
-                # One for each name, also where the model registers one several times: the mask depends on the name.
+                # One module for each name, even if the model registers a module several times: the mask depends on the
+                # name.
                 own_modules(parent)[name] = _like(child, f"{prefix}.{name}" if prefix else name)
     if staged:
         submodules = module.named_modules(remove_duplicate=False)
@@ -112,9 +115,9 @@ def replace_dropouts(module: nn.Module, *, staged: bool) -> None:
         for dropout, num_uses in uses.items():
             if num_uses > 1:
                 raise JobError(
-                    f"{dropout.name} is in a module that is registered {num_uses} times, which may be on two stages",
+                    f"{dropout.name} is in a module registered {num_uses} times, possibly on two pipeline stages",
                     code="support.keyed-masks-shared-module",
-                    fix=f"make one module for each, use pp = 1, {DEFAULT_FIX}",
+                    fix=f"register a separate module for each use, use pp = 1, {DEFAULT_FIX}",
                 )
     name_modules(module, staged=staged)
 
@@ -132,18 +135,18 @@ def counter_dropouts(module: nn.Module) -> list[CounterDropout]:
 
 
 class ShardedRegion:
-    """Marks for counter-based dropouts where activations are sharded, from `enter` to `leave`."""
+    """A region in which activations are sharded and counter-based dropout must not run."""
 
     def __init__(self, dropouts: Iterable[CounterDropout], random: CounterRandom) -> None:
         self._dropouts = list(dropouts)
         self._random = random
 
     def enter(self) -> None:
-        """Begin a sharded region."""
+        """Start a region of sharded activations."""
         self._mark(is_sharded=True)
 
     def leave(self) -> None:
-        """End it; nothing happens outside already."""
+        """End the region; calling it outside a region has no effect."""
         self._mark(is_sharded=False)
 
     def _mark(self, *, is_sharded: bool) -> None:
@@ -153,52 +156,61 @@ class ShardedRegion:
 
 
 def sharded_region(module: nn.Module) -> ShardedRegion | None:
-    """Return what marks sharded activations for a model whose masks are keyed; None for any other."""
+    """Return the sharded region of a model with keyed masks; None for other models."""
     random = random_of(module)
-    return None if random is None else ShardedRegion(counter_dropouts(module), random)
+    if random is None:
+        return None
+    return ShardedRegion(counter_dropouts(module), random)
 
 
 class BlockDropout:
-    """The counter-based dropouts of a block that is run again in backward."""
+    """The counter-based dropouts of a block that is recomputed in backward."""
 
     def __init__(self, block: nn.Module) -> None:
         self._dropouts = counter_dropouts(block)
         self._random = random_of(block)
 
     def replay(self) -> AbstractContextManager[None]:
-        """Return what repeats the random numbers from now on, to be entered when the block runs again."""
-        moments = [(dropout, dropout.keys, dropout.calls) for dropout in self._dropouts]
-        random = self._random.moment() if self._random is not None and self._random.is_on else None
-        return self._repeated(moments, random)
+        """Return a context that repeats the random numbers from the current position when the block is recomputed."""
+        random = None
+        if self._random is not None and self._random.is_on:
+            random = self._random.position()
+        return self._repeated(self._positions(), random)
+
+    def _positions(self) -> list[tuple[CounterDropout, Tensor | None, int]]:
+        return [(dropout, dropout.keys, dropout.calls) for dropout in self._dropouts]
 
     @contextmanager
     def _repeated(
-        self, moments: list[tuple[CounterDropout, Tensor | None, int]], moment: RandomContext | None
+        self, positions: list[tuple[CounterDropout, Tensor | None, int]], random: RandomContext | None
     ) -> Iterator[None]:
-        now = [(dropout, dropout.keys, dropout.calls) for dropout in self._dropouts]
-        for dropout, keys, calls in moments:
+        before = self._positions()
+        for dropout, keys, calls in positions:
             dropout.keys, dropout.calls = keys, calls
+        interception: AbstractContextManager[None] = nullcontext()
+        if self._random is not None and random is not None:
+            interception = self._random.intercepting(random)
         try:
-            with nullcontext() if self._random is None or moment is None else self._random.intercepting(moment):
+            with interception:
                 yield
         finally:
-            for dropout, keys, calls in now:
+            for dropout, keys, calls in before:
                 dropout.keys, dropout.calls = keys, calls
 
 
 class CounterMasks:
-    """The counter-based random numbers of a model, given the keys of every micro-batch."""
+    """The counter-based random numbers of a model, keyed by the samples of each micro-batch."""
 
     def __init__(self, model: nn.Module, device_type: str) -> None:
-        """`device_type` is where forward runs."""
+        """`device_type` is the type of the device on which forward runs."""
         self._dropouts = counter_dropouts(model)
         self._device = torch.device(device_type)
         self._samples: dict[int, bool] = {}
-        """Modules that had a first pass, and whether they called random operators in it."""
+        """Whether each module called random operators in its first forward pass, by the module's id."""
 
     @contextmanager
     def of(self, module: nn.Module, keys: npt.NDArray[np.uint64] | None, filled: int) -> Iterator[None]:
-        """Surround one forward pass of `module` on a micro-batch: a key for each real row, None where not known."""
+        """Wrap a forward pass of `module`: `keys` has one key per real row, or is None if indices are unknown."""
         rows = None if keys is None else self._on_device(keys, filled)
         for dropout in self._dropouts:
             dropout.keys, dropout.calls = rows, 0
@@ -214,32 +226,32 @@ class CounterMasks:
 
     @contextmanager
     def _intercepted(self, module: nn.Module, start: RandomContext) -> Iterator[None]:
-        """Intercept the random operators of `module`; in its first pass, refuse what samples past the interception."""
+        """Intercept the random operators of `module`; after its first pass, raise if it used a torch generator."""
         random = random_of(module)
-        if random is None:  # of a model that nobody prepared there is nothing to name
+        if random is None:  # the model was not prepared by `replace_dropouts`
             yield
             return
         if id(module) in self._samples:
             with random.intercepting(start):
                 yield
             return
-        watch = FirstPass(module, random)
+        first_pass = FirstPass(module, random)
         failed = False
         try:
             with random.intercepting(start):
                 try:
                     yield
                 finally:
-                    self._samples[id(module)] = watch.end(keeps_hooks=bool(random.calls))
+                    self._samples[id(module)] = first_pass.end(keeps_hooks=bool(random.calls))
         except Exception:
-            failed = True  # that is what must be reported; a stage of a pipeline is left by what is no Exception
+            failed = True  # report this error; a pipeline stage exits by a BaseException, which is not a failure
             raise
         finally:
-            if watch.sampled and not failed:
-                raise random_error(watch.sampled[0])
+            if first_pass.sampled and not failed:
+                raise random_error(first_pass.sampled[0])
 
     def _on_device(self, keys: npt.NDArray[np.uint64], filled: int) -> Tensor:
-        """Return int32 [2, filled]; rows that fill up have the keys of those they repeat, or 0."""
+        """Return keys as int32 [2, filled]; padding rows have the keys of the rows that they repeat, or 0."""
         halves = torch.zeros(2, filled, dtype=torch.int32)
         if len(keys):
             halves = torch.from_numpy(keys.view("int32").reshape(-1, 2)).T[:, torch.arange(filled) % len(keys)]
@@ -247,11 +259,11 @@ class CounterMasks:
 
 
 class FirstPass:
-    """Watches the first pass of a module: which submodules advance torch's generators past the interception."""
+    """Detects which submodules advance torch's generators in the first forward pass of a module."""
 
     def __init__(self, module: nn.Module, random: CounterRandom) -> None:
         self.sampled: list[str] = []
-        """Names of modules, the innermost that ran at the time."""
+        """Names of the innermost modules that ran when a generator advanced."""
         self._states = generator_states()
         self._random = random
         self._hooks = follow_modules(module, self._check)
@@ -265,7 +277,7 @@ class FirstPass:
             self.sampled.append(self._random.path[-1])
 
     def end(self, *, keeps_hooks: bool = False) -> bool:
-        """Check for the last time; returns whether the hooks that follow modules stay, for later passes."""
+        """Check the generators once more and return `keeps_hooks`, whether the module hooks stay registered."""
         self._check()
         self._is_over = True
         self._random.checks = False

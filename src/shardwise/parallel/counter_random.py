@@ -1,10 +1,10 @@
-"""Counter-based random numbers: what forward samples is a function of sample index, module, call and element.
+"""Counter-based random numbers: functions of sample index, module, call and element.
 
-A generator gives a rank the next numbers of a stream, so a sample's noise depends on which samples came before it on
-that rank. Here every operator of torch that samples from the default generator is intercepted below autograd and its
-result computed by hashing (seed, epoch, sample index, module, call in this forward pass, element). The
-invariant: the numbers of a sample are the same on any rank, in any micro-batch and after any resume. The idea is that
-of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), with a cheaper hash.
+A generator returns the next numbers of a stream, so the noise of a sample depends on the samples that the rank
+processed before it. Here every torch operator that samples from the default generator is intercepted below autograd,
+and its result is a hash of (seed, epoch, sample index, module, call in this forward pass, element). The invariant: the
+numbers of a sample are the same on any rank, in any micro-batch and after any resume. The idea is from Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3" (2011), with a cheaper hash.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 DEFAULT_FIX = 'or Job(masks="drawn")'
-"""The last way out that every refusal names."""
+"""The alternative that every error message ends with."""
 COUNTER = "counter_random"
-"""Attribute of every prepared module: the `CounterRandom` of its model and the module's own name."""
+"""Attribute of every prepared module: a tuple of its model's `CounterRandom` and the module's name."""
 _MIX_A = 0x85EBCA6B - (1 << 32)  # the 32-bit finaliser of MurmurHash3 (public domain, Austin Appleby), as int32
 _MIX_B = 0xC2B2AE35 - (1 << 32)
 _LOW_32 = (1 << 32) - 1
@@ -36,13 +36,13 @@ _LOW_32 = (1 << 32) - 1
 
 @torch.no_grad()
 def counter_bits(keys: Tensor, salt: str, elements: int) -> Tensor:
-    """Return 32 bits for each element, int32 [rows, elements], by `keys` (int32 [2, rows]) and `salt`."""
+    """Return 32 random bits per element, int32 [rows, elements], from `keys` (int32 [2, rows]) and `salt`."""
     digest = hashlib.blake2b(salt.encode(), digest_size=8).digest()
     first, second = (int.from_bytes(half, "little", signed=True) for half in (digest[:4], digest[4:]))
-    # int32 wraps around when it overflows; shifts keep the sign, so their upper bits are masked off.
+    # int32 wraps around on overflow; right shifts extend the sign, so their upper bits are masked off.
     bits = (keys[0] ^ first)[:, None] + torch.arange(elements, dtype=torch.int32, device=keys.device)
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_A)
-    # The second key comes in half-way: two samples share numbers, or a shift of them, when 64 bits agree, not 32.
+    # The second key enters half-way: two samples share numbers, or a shift of them, only if 64 bits agree, not 32.
     bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).add_((keys[1] ^ second)[:, None]).mul_(_MIX_B)
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_A)
     return bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF))
@@ -50,7 +50,7 @@ def counter_bits(keys: Tensor, salt: str, elements: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RandomContext:
-    """The counters of a forward pass at one time."""
+    """The counters at one point of a forward pass."""
 
     keys: Tensor | None
     calls: Counter[str]
@@ -59,28 +59,28 @@ class RandomContext:
 
 @dataclass(eq=False)
 class CounterRandom:
-    """The counters that all modules of one model share; one forward pass at a time."""
+    """The counters that all modules of one model share; one forward pass runs at a time."""
 
     shared: frozenset[str] = frozenset()
-    """Modules that are registered several times in a model which a pipeline splits: their calls cannot be counted."""
+    """Modules registered several times in a model that a pipeline splits: a stage cannot count all their calls."""
     keys: Tensor | None = None
-    """int32 [2, rows]: two numbers for every row of the micro-batch. Set before each forward."""
+    """int32 [2, rows]: two keys for every row of the micro-batch. Set before each forward."""
     is_sharded: bool = False
-    """Whether activations are sharded over tensor-parallel ranks now: a rank does not know which elements it has."""
+    """Whether activations are currently sharded over tensor-parallel ranks, so that element numbers are unknown."""
     calls: Counter[str] = field(default_factory=Counter)
-    """Calls of random operators in this forward pass, by module."""
+    """Number of random operator calls in this forward pass, by module."""
     path: list[str] = field(default_factory=lambda: [""])
-    """Modules whose forward runs now, outermost first."""
+    """Names of the modules whose forward is running, outermost first."""
     is_on: bool = False
     """Whether random operators are intercepted now."""
     checks: bool = True
-    """Whether operators that may sample are checked: in a first pass, since on a GPU a check waits for the device."""
+    """Whether to check operators that may sample; only in a first pass, since a check synchronizes with the GPU."""
 
     @contextmanager
-    def intercepting(self, moment: RandomContext) -> Iterator[None]:
-        """Compute what is sampled in here from the counters, continuing from `moment`."""
-        before, was_on = self.moment(), self.is_on
-        self._restore(moment)
+    def intercepting(self, position: RandomContext) -> Iterator[None]:
+        """Compute random operators inside the context from the counters, continuing from `position`."""
+        before, was_on = self.position(), self.is_on
+        self._restore(position)
         self.is_on = True
         try:
             with _Interception(self):
@@ -89,55 +89,55 @@ class CounterRandom:
             self._restore(before)
             self.is_on = was_on
 
-    def moment(self) -> RandomContext:
-        """Return the counters now, for a repetition of what follows."""
+    def position(self) -> RandomContext:
+        """Return a copy of the current counters, from which the following numbers can be repeated."""
         return RandomContext(self.keys, Counter(self.calls), tuple(self.path))
 
-    def _restore(self, moment: RandomContext) -> None:
-        self.keys, self.calls, self.path = moment.keys, Counter(moment.calls), list(moment.path)
+    def _restore(self, position: RandomContext) -> None:
+        self.keys, self.calls, self.path = position.keys, Counter(position.calls), list(position.path)
 
-    def next_bits(self, shape: Sequence[int], operator: str, *, num_draws: int = 1) -> list[Tensor]:
-        """Return bits for the elements of `shape`, int32 [rows, elements], as many times as `num_draws`; or refuse."""
+    def next_bits(self, shape: Sequence[int], operator: str, *, num_samples: int = 1) -> list[Tensor]:
+        """Return `num_samples` tensors of random bits for the elements of `shape`, each int32 [rows, elements]."""
         name = self.path[-1]
         keys = self._checked(name or "the model", shape, operator)
         self.calls[name] += 1
         salt = f"{name}:{operator}:{self.calls[name]}"
         elements = math.prod(shape) // keys.shape[1]
-        return [counter_bits(keys, f"{salt}:{index}", elements) for index in range(num_draws)]
+        return [counter_bits(keys, f"{salt}:{index}", elements) for index in range(num_samples)]
 
     def _checked(self, name: str, shape: Sequence[int], operator: str) -> Tensor:
-        """Return the keys of the rows of a random tensor, or refuse it."""
+        """Return the keys of the rows of a random tensor; raise if its elements cannot be assigned to samples."""
         if self.is_sharded:
             raise JobError(
-                f"{name} calls {operator} where tensor parallelism shards activations, and counter-based random numbers"
-                " need whole ones",
+                f"keyed masks need full activations, but {name} calls {operator} on activations that tensor parallelism"
+                " shards",
                 code="support.keyed-draws-tp",
                 fix=f"use tp = 1, {DEFAULT_FIX}",
             )
         if name in self.shared:
             raise JobError(
-                f"{name} calls {operator} and is registered several times, which may be on two stages",
+                f"{name} calls {operator} and is registered several times, possibly on two pipeline stages",
                 code="support.keyed-draws-shared-module",
-                fix=f"make one module for each, use pp = 1, {DEFAULT_FIX}",
+                fix=f"register a separate module for each use, use pp = 1, {DEFAULT_FIX}",
             )
         if self.keys is None:
             raise JobError(
-                f"{name} calls {operator} on samples without an index, as of a stream, and masks are keyed",
+                f"keyed masks need sample indices, but {name} calls {operator} on samples of a stream",
                 code="support.keyed-draws-no-index",
-                fix=f"give a dataset that is read by index, {DEFAULT_FIX}",
+                fix=f"use a map-style dataset, {DEFAULT_FIX}",
             )
         rows = self.keys.shape[1]
         if not shape or shape[0] % rows:
             raise JobError(
-                f"{name} samples {list(shape)} by {operator} in a micro-batch of {rows}; keyed masks need rows first",
+                f"keyed masks require a first dimension of {rows} rows, but {name} samples {list(shape)} by {operator}",
                 code="support.keyed-draws-rows-first",
-                fix=f"sample [rows, ...], numbers of its own for each sample, {DEFAULT_FIX}",
+                fix=f"sample a tensor [rows, ...], {DEFAULT_FIX}",
             )
         return self.keys
 
 
 def name_modules(module: nn.Module, *, staged: bool) -> None:
-    """Give every module its name in the whole model and the shared counters; `staged` for a pipeline."""
+    """Attach the module's name and the shared counters to every module; `staged` if a pipeline splits the model."""
     names: dict[nn.Module, list[str]] = {}
     for name, submodule in module.named_modules(remove_duplicate=False):
         names.setdefault(submodule, []).append(name)
@@ -151,7 +151,7 @@ def name_modules(module: nn.Module, *, staged: bool) -> None:
 
 
 def random_of(module: nn.Module) -> CounterRandom | None:
-    """Return the counters that the modules inside `module` share; None where they sample from generators."""
+    """Return the counters shared by the modules inside `module`; None if they sample from generators."""
     for _, submodule in module.named_modules(_memo()):
         found: tuple[CounterRandom, str] | None = getattr(submodule, COUNTER, None)
         if found is not None:
@@ -160,7 +160,10 @@ def random_of(module: nn.Module) -> CounterRandom | None:
 
 
 def follow_modules(module: nn.Module, on_change: Callable[[], None]) -> list[Any]:
-    """Keep the path of `random_of(module)`; returns the hooks. `on_change` is called before each change of it."""
+    """Register hooks that maintain the `path` of `random_of(module)`, and return them.
+
+    `on_change` is called before each change of the path.
+    """
     hooks = []
     for _, submodule in module.named_modules(_memo()):
         found = getattr(submodule, COUNTER, None)
@@ -182,12 +185,12 @@ def follow_modules(module: nn.Module, on_change: Callable[[], None]) -> list[Any
 
 
 def _memo() -> set[nn.Module]:
-    """Return what a walk over modules begins with; a user's forward passes none, and a pipeline's stages refuse it."""
+    """Return an empty memo for `named_modules`; pipeline stages reject calls without a memo as a user's."""
     return set()
 
 
 class _Interception(TorchDispatchMode):
-    """Computes random operators from counters; all others run as they are."""
+    """A mode that computes random operators from counters and runs all other operators unchanged."""
 
     def __init__(self, random: CounterRandom) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -203,18 +206,18 @@ class _Interception(TorchDispatchMode):
         if operator not in _RULES:
             return self._unruled(func, args, kwargs, operator)
         names = [each.name for each in schema_of(func).arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if isinstance(given.get("self"), nn.Parameter):
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        if isinstance(arguments.get("self"), nn.Parameter):
             name = self._random.path[-1] or "the model"
             raise JobError(
-                f"{name} calls {operator} on a parameter, which belongs to no sample, and masks are keyed",
+                f"keyed masks need activations, but {name} calls {operator} on a parameter",
                 code="support.keyed-draws-parameter",
-                fix=f"sample for activations, [rows, ...], {DEFAULT_FIX}",
+                fix=f"sample a tensor [rows, ...], {DEFAULT_FIX}",
             )
-        return _RULES[operator](self._random, operator, given)
+        return _RULES[operator](self._random, operator, arguments)
 
     def _unruled(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operator: str) -> Any:
-        """Run an operator that may sample, such as attention with a rate of 0; refuse it if it did."""
+        """Run an operator that samples only for some arguments, such as attention; raise if a generator advanced."""
         if not self._random.checks:
             return func(*args, **kwargs)
         before = generator_states()
@@ -233,31 +236,35 @@ def generator_states() -> list[Tensor]:
 
 
 def random_error(name: str, operator: str = "") -> JobError:
-    """Return the refusal of a module whose random numbers cannot be computed from counters."""
-    how = f" by {operator}" if operator else ""
+    """Return the error for a module whose random numbers cannot be computed from counters."""
+    how = ""
+    if operator:
+        how = f" by {operator}"
     fix = "use torch.nn.Dropout, torch.rand, torch.randn or bernoulli there"
-    if "attention" in operator:  # a fused kernel, which drops inside
+    if "attention" in operator:  # a fused kernel with internal dropout
         fix = "call it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or set its dropout_p to 0"
     return JobError(
-        f"{name or 'the model'} samples from a generator of torch{how}, and masks are keyed by sample index",
+        f"keyed masks need counter-based operators, but {name or 'the model'} samples from torch's generator{how}",
         code="support.keyed-draws-operator",
         fix=f"{fix}, {DEFAULT_FIX}",
     )
 
 
 def _uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return numbers in [0, 1), fp64, with as many digits as `dtype` has: rounding must not reach 1."""
-    digits = min(32, 1 - round(math.log2(torch.finfo(dtype).eps))) if dtype.is_floating_point else 32
+    """Return fp64 numbers in [0, 1) with the number of digits of `dtype`, so that rounding does not return 1."""
+    digits = 32
+    if dtype.is_floating_point:
+        digits = min(32, 1 - round(math.log2(torch.finfo(dtype).eps)))
     return ((bits.long() & _LOW_32) >> (32 - digits)).double() * 2.0**-digits
 
 
 def _open_uniform(bits: Tensor) -> Tensor:
-    """Return numbers in (0, 1), fp64, whose logarithm is finite."""
+    """Return fp64 numbers in (0, 1), whose logarithm is finite."""
     return ((bits.long() & _LOW_32).double() + 0.5) * 2.0**-32
 
 
 def _empty(given: Mapping[str, Any], default: torch.dtype | None = None) -> Tensor:
-    """Return the tensor that a random operator fills: a new one, one like another, or the one that was passed."""
+    """Return the tensor that a random operator fills: `out`, a new tensor of `size`, or one like `self`."""
     if given.get("out") is not None:
         return given["out"]  # type: ignore[no-any-return]
     options = {name: given[name] for name in ("dtype", "device") if given.get(name) is not None}
@@ -278,7 +285,7 @@ def _sample_uniform(random: CounterRandom, operator: str, given: Mapping[str, An
 
 
 def _sample_normal(random: CounterRandom, operator: str, given: Mapping[str, Any]) -> Tensor:
-    """Box-Muller: two uniform numbers make one normal one."""
+    """Compute normal numbers by the Box-Muller transform of two uniform numbers each."""
     mean, std = given.get("mean", 0.0), given.get("std", 1.0)
     if operator == "normal_":
         out = given["self"]
@@ -286,14 +293,14 @@ def _sample_normal(random: CounterRandom, operator: str, given: Mapping[str, Any
         out = torch.empty_like((mean + torch.zeros_like(std)) if isinstance(std, Tensor) else mean)
     else:
         out = _empty(given)
-    radius, angle = (_open_uniform(bits) for bits in random.next_bits(out.shape, operator, num_draws=2))
+    radius, angle = (_open_uniform(bits) for bits in random.next_bits(out.shape, operator, num_samples=2))
     values = ((-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()).view(out.shape)
     return _fill(out, values * std + mean)
 
 
 def _sample_bernoulli(random: CounterRandom, operator: str, given: Mapping[str, Any]) -> Tensor:
     source = given["self"]
-    # Without a rate of its own, bernoulli takes the values of its input as the rates.
+    # Without `p`, bernoulli interprets the values of its input as probabilities.
     rate = given.get("p", source if operator == "bernoulli" else 0.5)
     out = source if operator == "bernoulli_" else _empty(given)
     [bits] = random.next_bits(out.shape, operator)
@@ -314,14 +321,21 @@ def _sample_integers(random: CounterRandom, operator: str, given: Mapping[str, A
     return _fill(out, (_uniform(bits, torch.float64) * (given["high"] - low)).floor() + low)
 
 
+def dropout_scale(p: float) -> float:
+    """Return the factor by which dropout with rate `p` scales the elements that it keeps."""
+    if p == 1:
+        return 0.0
+    return 1 / (1 - p)
+
+
 def _drop(random: CounterRandom, operator: str, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return what dropout leaves of its input, and the mask that its backward takes."""
+    """Return the output of dropout and the mask for its backward."""
     source, rate = given["input"], given["p"]
     if given["train"] is False:
         return source.clone(), torch.ones_like(source, dtype=torch.bool)
     [bits] = random.next_bits(source.shape, operator)
     mask = (_uniform(bits, torch.float64) >= rate).view(source.shape)
-    return source * mask * (1 / (1 - rate) if rate < 1 else 0.0), mask
+    return source * mask * dropout_scale(rate), mask
 
 
 _RULES: dict[str, Callable[[CounterRandom, str, Mapping[str, Any]], Any]] = {
@@ -339,4 +353,4 @@ _RULES: dict[str, Callable[[CounterRandom, str, Mapping[str, Any]], Any]] = {
     "randint_like": _sample_integers,
     "native_dropout": _drop,
 }
-"""How each operator of torch is computed from counters; other random operators are refused."""
+"""The counter-based implementation of each torch operator; other random operators raise an error."""

@@ -1,13 +1,13 @@
-"""Checks of the first passes: weights that forward changes, and batches of model-parallel peers.
+"""Checks in the first steps: parameters that the forward pass changes, and batches of model-parallel ranks.
 
-In one process a forward pass may write to parameters: momentum teachers, clamped weights, unit norms. Where every rank
-has them whole (ddp, ZeRO-1) that stays right, since all ranks write the same. FSDP2 frees what a unit's forward wrote
-with the gathered copy, a pipeline runs other micro-batches before backward, and an optimizer on the host overwrites it:
-the first two are refused by name, the third takes the values over before each step. With gradient accumulation, forward
-may write only what it would write once (a clamp), not what adds up (a moving average).
+A forward pass may write to parameters: momentum teachers, clamped weights, unit norms. If every rank stores full
+parameters (DDP, ZeRO-1), all ranks write the same values. FSDP2 frees the gathered copy together with the values that
+forward wrote to it, a pipeline runs further micro-batches before backward, and a CPU-offloaded optimizer overwrites the
+values. The first two are rejected, and for the third the optimizer copies the parameters before each step. With
+gradient accumulation, forward may only repeat a write without effect (a clamp), not accumulate (a moving average).
 
-The first two steps are watched by fingerprints of all values around each forward pass, two reductions per parameter:
-version counters miss what is written through `.data`.
+The first two steps compare checksums of all parameters before and after each forward pass, two reductions per
+parameter. Version counters would not detect writes through `.data`.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ if TYPE_CHECKING:
 
 
 _STEPS = 2
-"""A teacher that starts as a copy of its student changes in the second step only."""
+"""Number of checked steps: a teacher initialized as a copy of its student first changes in the second step."""
 _ROUNDINGS = 64
-"""Rounding errors by which writing the same once more may move a value: a norm of 1 is 1 but for those."""
+"""Rounding errors by which repeating a write may change a value, such as a norm that is scaled to 1 again."""
 _CHUNK = 1 << 22
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
-Prints = dict[str, tuple[Tensor, int]]
-"""Sum and norm of each parameter, and where its memory begins."""
+Checksums = dict[str, tuple[Tensor, int]]
+"""Sum and norm of each parameter, and the address of its memory."""
 
 
 def watch_forward(stages: Sequence[nn.Module], plan: Plan, optimized: Optimized) -> None:
-    """Have the first two steps refuse, or make right, a forward pass that changes parameters; on every rank.
+    """Check the first two steps for a forward pass that changes parameters; call on every rank.
 
-    A compiled forward is not watched: a hook in it would be compiled too.
+    If the optimizer runs on the host, the changed values are copied to it; otherwise unsupported changes raise an
+    error. A compiled forward is not checked, because the hooks would be compiled too.
     """
     if plan.compile != "none":
         return
-    watch = _VersionWatch(plan, optimized)
+    watch = _WriteCheck(plan, optimized)
     for stage in stages:
         for name, submodule in stage.named_modules():
             is_unit = isinstance(submodule, FSDPModule)
@@ -63,36 +64,36 @@ def watch_forward(stages: Sequence[nn.Module], plan: Plan, optimized: Optimized)
     watch.end_after_steps(optimized.optimizer)
 
 
-class _VersionWatch:
-    """Compares the values of parameters before and after forward."""
+class _WriteCheck:
+    """Compares the values of parameters before and after each forward pass."""
 
     def __init__(self, plan: Plan, optimized: Optimized) -> None:
         self._plan = plan
         self._optimized = optimized
-        self._before: dict[str, Prints] = {}
+        self._before: dict[str, Checksums] = {}
         self._handles: list[RemovableHandle] = []
         self._steps = 0
         self._passes: dict[str, int] = {}
-        """Forward passes of each unit in this step."""
-        self._takes_over = False
+        """Number of forward passes of each unit in this step."""
+        self._refreshes_host = False
 
     def attach(self, name: str, module: nn.Module) -> None:
-        """Watch every forward pass of a unit; FSDP2 gathers before the first hook here and frees after the second."""
+        """Check every forward pass of a unit; FSDP2 gathers before the first hook and frees after the second."""
 
         def before(submodule: nn.Module, *_: Any) -> None:
             if submodule.training and torch.is_grad_enabled():
-                self._before[name] = _prints(submodule)
+                self._before[name] = _checksums(submodule)
 
         def after(submodule: nn.Module, *_: Any) -> None:
             first = self._before.pop(name, None)
             if first is not None:
-                self._judge(name, first, _prints(submodule))
+                self._check(name, first, _checksums(submodule))
 
         self._handles.append(module.register_forward_pre_hook(before))
         self._handles.append(module.register_forward_hook(after, prepend=True))
 
     def end_after_steps(self, optimizer: Optimizer) -> None:
-        """Stop watching when the optimizer has made its first steps."""
+        """Remove the hooks after the first optimizer steps."""
 
         def count(*_: Any) -> None:
             self._steps += 1
@@ -101,45 +102,49 @@ class _VersionWatch:
                 for each in self._handles:
                     each.remove()
 
-        optimizer.register_step_post_hook(count)  # stays: one cannot be removed while torch goes through them
+        optimizer.register_step_post_hook(count)  # stays: torch cannot remove hooks while it iterates
 
-    def _judge(self, unit: str, before: Prints, after: Prints) -> None:
+    def _check(self, unit: str, before: Checksums, after: Checksums) -> None:
         number = self._passes[unit] = self._passes.get(unit, 0) + 1
-        changed = _changed(before, after, roundings=0 if number == 1 else _ROUNDINGS)
+        changed = _changed(before, after, roundings=_ROUNDINGS * (number > 1))
         if not changed:
             return
         plan = self._plan
         names = some_of(f"{unit}.{name}" if unit else name for name in changed)
         if plan.zero >= 2:
-            raise _refusal(names, f"zero = {plan.zero} gathers them for forward and frees that copy")
+            raise _write_error(names, f"zero = {plan.zero} gathers them for forward and frees that copy")
         if plan.layout.pp > 1:
-            raise _refusal(names, "a pipeline runs forward of other micro-batches before backward")
+            raise _write_error(names, "a pipeline runs forward of other micro-batches before backward")
         if number > 1:
-            raise _refusal(names, f"again in each of the {plan.accumulation} forward passes of a step")
+            raise _write_error(names, f"again in each of the {plan.accumulation} forward passes of a step")
         trained = {name for name, _ in self._optimized.named}
-        moved = [name for name in changed if before[name][1] != after[name][1] and name in trained]
+        moved = []
+        for name in trained.intersection(changed):
+            (_, old_address), (_, new_address) = before[name], after[name]
+            if old_address != new_address:
+                moved.append(name)
         on_host = plan.offload.optimizer != "none"
         if plan.zero == 1 and moved and not on_host:
-            raise _refusal(some_of(moved), "by new memory (`.data = ...`), where zero = 1 keeps the old")
-        if on_host and not self._takes_over:
-            self._takes_over = True
+            raise _write_error(some_of(moved), "by new memory (`.data = ...`), but zero = 1 updates the old memory")
+        if on_host and not self._refreshes_host:
+            self._refreshes_host = True
             self._optimized.optimizer.register_step_pre_hook(lambda *_: self._optimized.refresh())
 
 
-def _refusal(names: str, fact: str) -> JobError:
+def _write_error(names: str, fact: str) -> JobError:
     return JobError(
         f"forward changes the values of {names}: {fact}",
         code="support.forward-changes-weights",
-        fix="leave weights as they are in forward, or use --plan ddp with accumulation = 1",
+        fix="do not write to parameters in forward, or use --plan ddp with accumulation = 1",
     )
 
 
 @torch.no_grad()
 def written_parameters(module: nn.Module, forward: Callable[[nn.Module], object]) -> list[str]:
-    """Return the parameters of a meta model that a forward pass writes to, in eval or in train mode.
+    """Return the parameters of a meta model that a forward pass writes to, in eval or training mode.
 
-    A version counter shows what is written, which needs no values. Empty for a model that cannot run without them: the
-    first step of training looks again.
+    Version counters detect writes to tensors without values. The result is empty for a model that fails on meta
+    tensors; the first training step checks it again.
     """
     versions = {name: parameter._version for name, parameter in module.named_parameters()}  # noqa: SLF001 - documented
     was_training = module.training
@@ -147,7 +152,7 @@ def written_parameters(module: nn.Module, forward: Callable[[nn.Module], object]
         for mode in (False, True):
             module.train(mode)
             forward(module)
-    except Exception:  # noqa: BLE001 - any model may fail in any way on tensors without values
+    except Exception:  # noqa: BLE001 - a model may raise any exception on meta tensors
         return []
     finally:
         module.train(was_training)
@@ -155,7 +160,7 @@ def written_parameters(module: nn.Module, forward: Callable[[nn.Module], object]
 
 
 @torch.no_grad()
-def _prints(module: nn.Module) -> Prints:
+def _checksums(module: nn.Module) -> Checksums:
     found = {}
     for name, parameter in module.named_parameters():
         if parameter.dtype in _DTYPES and not _is_shard(parameter):
@@ -165,7 +170,7 @@ def _prints(module: nn.Module) -> Prints:
 
 
 def _sum_and_norm(value: Tensor) -> Tensor:
-    """Return both in fp64, a chunk at a time: torch casts what it reduces into a copy."""
+    """Return both in fp64, one chunk at a time, because torch casts the input of a reduction into a copy."""
     chunks = value.reshape(-1).split(_CHUNK)
     sums = torch.stack([chunk.sum(dtype=torch.float64) for chunk in chunks])
     norms = torch.stack([torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks])
@@ -173,62 +178,70 @@ def _sum_and_norm(value: Tensor) -> Tensor:
 
 
 def _is_shard(parameter: nn.Parameter) -> bool:
-    """Whether FSDP2 shows its shard now: that belongs to another unit, and what is written to it stays."""
+    """Return whether `parameter` is a shard of FSDP2: it is in another unit, and writes to shards persist."""
     if not isinstance(parameter, DTensor):
         return False
     return bool({"shard", "replicate"} & set(parameter.device_mesh.mesh_dim_names or ()))
 
 
-def _changed(before: Prints, after: Prints, *, roundings: int) -> list[str]:
-    """Name what differs by more than `roundings` rounding errors of fp32 or, for fp64, of that."""
+def _changed(before: Checksums, after: Checksums, *, roundings: int) -> list[str]:
+    """Return the names of parameters that differ by more than `roundings` rounding errors of fp32."""
     common = [name for name in before if name in after]
     if not common:
         return []
-    first, last = (torch.stack([each[name][0] for name in common]).cpu() for each in (before, after))
+    first = torch.stack([before[name][0] for name in common]).cpu()
+    last = torch.stack([after[name][0] for name in common]).cpu()
     allowed = roundings * torch.finfo(torch.float32).eps * first.abs().amax(dim=1, keepdim=True)
     is_same = ((last - first).abs() <= allowed) | (first.isnan() & last.isnan())
-    return [name for name, same in zip(common, is_same.all(dim=1).tolist(), strict=True) if not same]
+    changed = []
+    for name, same in zip(common, is_same.all(dim=1).tolist(), strict=True):
+        if not same:
+            changed.append(name)
+    return changed
 
 
-# Inputs of model-parallel peers: ranks that share one model must be fed one batch.
+# Inputs of model-parallel ranks: ranks that share one model must receive the same batch.
 #
-# Tensor-parallel ranks add up partial results of the same rows. With different rows, or different labels, each of
-# them trains on a mixture and their replicated parameters drift apart, with no error. The first passes are compared
-# on all peers at once, so that every one of them refuses.
+# Tensor-parallel ranks sum partial results of the same rows. With different rows or labels, they train on a mixture,
+# and their replicated parameters drift apart without an error. The first passes are compared on all ranks of the group,
+# so that every rank raises the error.
 
 
 CHECKED_PASSES = 3
-"""Peers that read different streams differ in the first batch; a few more find those that diverge after it."""
+"""Ranks that read different streams differ in the first batch; the next two detect streams that diverge later."""
 
 _CLOSE = 1e-3
-"""Gradients of peers may differ by the order of a sum, those of different labels differ by themselves."""
+"""Relative tolerance: gradients of tensor-parallel ranks may differ by summation order, which is far smaller."""
 
 
-def refuse_different(what: str, mine: Any, group: dist.ProcessGroup, *, code: str, fix: str) -> None:
-    """Raise on every rank of `group` if `mine` is not equal on all of them; communicates over it, on the host."""
+def check_equal(what: str, mine: Any, group: dist.ProcessGroup, *, code: str, fix: str) -> None:
+    """Raise on every rank of `group` unless `mine` is equal on all of them; communicates over `group`."""
     (first, value), *rest = gathered(mine, group)
-    refuse_peers([rank for rank, theirs in rest if theirs != value], f"{what} than rank {first}", code=code, fix=fix)
+    different = [rank for rank, theirs in rest if theirs != value]
+    reject_ranks(different, f"{what} than rank {first}", code=code, fix=fix)
 
 
-def refuse_peers(ranks: list[int], what: str, *, code: str, fix: str) -> None:
-    """Raise if there are such ranks; called with the same ones on all of their peers."""
+def reject_ranks(ranks: list[int], what: str, *, code: str, fix: str) -> None:
+    """Raise if `ranks` is not empty; call with the same `ranks` on every rank of their group."""
     if ranks:
-        named = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
-        raise JobError(f"{named} fed {what}, and they share one model", code=code, fix=fix)
+        named = f"ranks {', '.join(map(str, ranks))}"
+        if len(ranks) == 1:
+            named = f"rank {ranks[0]}"
+        raise JobError(f"{named} got {what}, but these ranks share one model", code=code, fix=fix)
 
 
 def gathered(mine: Any, group: dist.ProcessGroup) -> list[tuple[int, Any]]:
-    """Return what every rank of `group` hands in, with its rank; communicates over it, on the host."""
+    """Return (rank, value) for every rank of `group`; communicates over `group`, on the host."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, mine, group=group)
     return list(zip(dist.get_process_group_ranks(group), values, strict=True))
 
 
 def watch_inputs(module: nn.Module, group: dist.ProcessGroup, after_backward: Callable[[], None]) -> None:
-    """Compare what `module` is called with, and the gradients of what it returns, over `group` in the first passes.
+    """Compare the inputs of `module` and the gradients of its outputs over `group` in the first passes.
 
-    For tensor parallelism in a loop of one's own, where nothing else knows the batch; forward and backward of these
-    passes communicate over the group, on the host. `after_backward` is called when the first backward ends.
+    This check is for tensor parallelism in a user's training loop, which reads the batches itself. Forward and backward
+    of these passes communicate over `group`, on the host. `after_backward` is called after the first backward.
     """
     passes: Counter[bool] = Counter()
     waiting = [after_backward]
@@ -238,9 +251,10 @@ def watch_inputs(module: nn.Module, group: dist.ProcessGroup, after_backward: Ca
         passes[module.training] += 1
         if passes[module.training] > CHECKED_PASSES:
             return
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        forms = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in given]
-        refuse_different("another input", (forms, fingerprints(given)), group, code="data.peer-inputs-differ", fix=_FIX)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        forms = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in tensors]
+        mine = forms, fingerprints(tensors)
+        check_equal("a different input", mine, group, code="data.peer-inputs-differ", fix=_FIX)
 
     def compare(gradient: Tensor) -> None:
         _compare_gradient(gradient, group)
@@ -260,17 +274,19 @@ def watch_inputs(module: nn.Module, group: dist.ProcessGroup, after_backward: Ca
 
 
 _FIX = (
-    "feed tensor-parallel ranks the same batch: read samples by plan.layout.data_index(world.rank), or use build_step"
+    "pass the same batch to all tensor-parallel ranks: read samples by plan.layout.data_index(world.rank), or use"
+    " build_step"
 )
 
 
 def _compare_gradient(gradient: Tensor, group: dist.ProcessGroup) -> None:
-    """Refuse gradients of an output that differ: peers computed their losses from different labels."""
+    """Raise if the gradients of an output differ, which happens if ranks compute losses from different labels."""
     rows = gradient.detach().double()
     norms = rows.flatten(1).norm(dim=1) if rows.ndim > 1 else rows.flatten().abs()
     (first, value), *rest = gathered(norms.cpu(), group)
-    others = [rank for rank, theirs in rest if not _is_close(value, theirs)]
-    refuse_peers(others, f"other labels or another loss than rank {first}", code="data.peer-labels-differ", fix=_FIX)
+    different = [rank for rank, theirs in rest if not _is_close(value, theirs)]
+    what = f"different labels or a different loss than rank {first}"
+    reject_ranks(different, what, code="data.peer-labels-differ", fix=_FIX)
 
 
 def _is_close(first: Tensor, other: Tensor) -> bool:

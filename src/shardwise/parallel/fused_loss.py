@@ -1,4 +1,4 @@
-"""Fused loss: the output head hands out its input, and cross entropy makes logits of it chunk by chunk."""
+"""Fused loss: the output head returns its input, and cross entropy computes the logits in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.errors import JobError
-from shardwise.parallel.linear_cross_entropy import Slice, linear_cross_entropy
+from shardwise.parallel.linear_cross_entropy import VocabularyShard, linear_cross_entropy
 from shardwise.parallel.lora import has_adapter
 from shardwise.parallel.stages import Stage
 from shardwise.torch_private.dispatch import register_pytree_node, tree_map
@@ -24,10 +24,10 @@ _OFF = "--set fused_loss=false"
 
 @dataclass(frozen=True, eq=False)
 class DeferredLogits:
-    """A placeholder for logits [..., vocabulary] that are never whole: the head, and the hidden states it would read.
+    """A placeholder for logits [..., vocabulary] that stores the hidden states and the head instead.
 
-    Understands what a loss does before cross entropy (rows and tokens are indexed or flattened, the dtype is widened)
-    and torch's cross entropy itself; whatever else touches it is refused.
+    It supports the operations of a loss before cross entropy (indexing or flattening rows and tokens, casting to float)
+    and torch's cross entropy. Any other operation raises an error.
     """
 
     hidden: Tensor
@@ -35,40 +35,40 @@ class DeferredLogits:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the logits."""
+        """The shape of the logits."""
         vocabulary: int = self.head.weight.shape[0]  # type: ignore[index, assignment]
         return torch.Size((*self.hidden.shape[:-1], vocabulary))
 
     @property
     def ndim(self) -> int:
-        """Dimensions of the logits."""
+        """The number of dimensions of the logits."""
         return self.hidden.ndim
 
     @property
     def device(self) -> torch.device:
-        """Where the logits would be."""
+        """The device of the logits."""
         return self.hidden.device
 
     def size(self, dim: int | None = None) -> int | torch.Size:
-        """Return one dimension of the logits, or all."""
+        """Return the size of one dimension of the logits, or of all."""
         return self.shape if dim is None else self.shape[dim]
 
     def float(self) -> DeferredLogits:
-        """Return the same: cross entropy is computed in fp32 or wider anyway."""
+        """Return self: cross entropy is computed in fp32 or wider."""
         return self
 
     def contiguous(self) -> DeferredLogits:
-        """Return the same: there is no memory to reorder."""
+        """Return self: the logits have no memory format."""
         return self
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DeferredLogits:
-        """Join the dimensions from `start_dim` to `end_dim`, of which the last may not be one."""
+        """Flatten the dimensions from `start_dim` to `end_dim`, which must not include the vocabulary."""
         if end_dim in {-1, self.ndim - 1}:
             raise _touched("flatten")
         return replace(self, hidden=self.hidden.flatten(start_dim, end_dim))
 
     def view(self, *shape: int) -> DeferredLogits:
-        """Return the logits as [-1, vocabulary], the one other shape that losses ask for."""
+        """Return the logits reshaped to [-1, vocabulary], the only supported shape."""
         if shape != (-1, self.shape[-1]):
             raise _touched("view")
         return self.flatten(0, -2)
@@ -76,13 +76,13 @@ class DeferredLogits:
     reshape = view
 
     def __getitem__(self, index: Any) -> DeferredLogits:
-        places = index if isinstance(index, tuple) else (index,)
-        if len(places) >= self.ndim or not all(isinstance(place, slice) for place in places):
+        indices = index if isinstance(index, tuple) else (index,)
+        if len(indices) >= self.ndim or not all(isinstance(each, slice) for each in indices):
             raise _touched("an index")
         return replace(self, hidden=self.hidden[index])
 
-    def made(self) -> Tensor:
-        """Return the logits themselves, whole."""
+    def compute(self) -> Tensor:
+        """Return the full logits."""
         forward: Any = self.head.forward
         logits: Tensor = forward.plain(self.hidden)
         return logits
@@ -111,15 +111,15 @@ class DeferredLogits:
             raise AttributeError(name)
         raise _touched(name)
 
-    def _refuse(self, *_: Any) -> Any:
+    def _reject(self, *_: Any) -> Any:
         raise _touched("an operator")
 
-    __add__ = __sub__ = __mul__ = __truediv__ = __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __neg__ = _refuse
-    __matmul__ = __pow__ = __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __len__ = _refuse
+    __add__ = __sub__ = __mul__ = __truediv__ = __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __neg__ = _reject
+    __matmul__ = __pow__ = __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __len__ = _reject
     __hash__ = object.__hash__
 
 
-# DDP and FSDP2 search the output of a model for tensors, to hook their gradients.
+# DDP and FSDP2 search the model's output for tensors to register gradient hooks.
 register_pytree_node(
     DeferredLogits,
     lambda deferred: ([deferred.hidden], deferred.head),
@@ -129,7 +129,7 @@ register_pytree_node(
 
 def _touched(how: str) -> JobError:
     return JobError(
-        f"plan has fused_loss, and something else than cross entropy reads the logits ({how})",
+        f"fused_loss supports only cross entropy on the logits, but the loss or the model uses {how}",
         code="support.fused-loss-logits-read",
         fix=_OFF,
     )
@@ -145,15 +145,15 @@ def _cross_entropy(  # noqa: PLR0917 - torch's signature
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Do what torch's function of this name does, for classes by number; communicates over the tp axis."""
+    """Compute torch's function of this name for class indices as targets; communicates over the tp axis."""
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
     if not isinstance(input, DeferredLogits):
-        raise _touched("cross_entropy as targets")
+        raise _touched("them in cross_entropy as targets")
     if not plain or reduction not in {"sum", "mean"} or target.is_floating_point():
         raise _touched("cross_entropy with class weights, smoothing or reduction='none'")
     if input.ndim != 2 or target.shape != input.shape[:-1]:
         raise JobError(
-            f"cross entropy gets logits {list(input.shape)} and targets {list(target.shape)}",
+            f"cross entropy needs [N, C] and [N], got logits {list(input.shape)} and targets {list(target.shape)}",
             code="loss.logits-targets-mismatch",
             fix="flatten both to [tokens, vocabulary] and [tokens]",
         )
@@ -162,22 +162,22 @@ def _cross_entropy(  # noqa: PLR0917 - torch's signature
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter, or all of one that is whole."""
+    """Return this rank's shard of a parameter, or the parameter itself if it is not sharded."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=parameter.placements)
 
 
-def _shard(weight: Tensor) -> Slice | None:
+def _shard(weight: Tensor) -> VocabularyShard | None:
     if not isinstance(weight, DTensor) or weight.placements != (Shard(0),):
         return None
     mesh, size = weight.device_mesh, weight.shape[0]
-    first = min(size, mesh.get_local_rank() * -(-size // mesh.size()))  # as DTensor chunks: ceil first
-    return Slice(group=mesh.get_group(), first=first, vocabulary=size)
+    first = min(size, mesh.get_local_rank() * -(-size // mesh.size()))  # as DTensor: ceil(size / ranks) rows each
+    return VocabularyShard(group=mesh.get_group(), first=first, vocabulary=size)
 
 
 class _Deferring:
-    """The forward of a head whose logits nobody makes: in training, and in evaluation where that is asked for."""
+    """The forward of a fused head, which defers logits in training and, if enabled, in evaluation."""
 
     def __init__(self, head: nn.Module) -> None:
         self.head = head
@@ -191,13 +191,13 @@ class _Deferring:
 
 
 def fuse_head(module: nn.Module) -> None:
-    """Have the output head of `module` hand out DeferredLogits; a pipeline's stage without a head stays as it is."""
+    """Make the output head of `module` return DeferredLogits; a pipeline stage without a head is unchanged."""
     head = find_head(module.user_module if isinstance(module, Stage) else module)
     if next(head.parameters(recurse=False), None) is None:
-        return  # it lives on another stage
+        return  # the head is on another stage
     if isinstance(head.weight, DTensor) and head.weight.placements not in {(Shard(0),), (Replicate(),)}:
         raise JobError(
-            "plan has fused_loss, and a tensor rule splits the head by its inputs",
+            "fused_loss needs a head that is sharded by its outputs, but a tensor rule shards it by its inputs",
             code="support.fused-loss-split-head",
             fix=f'use the rule "column_gathered" for it, or {_OFF}',
         )
@@ -205,20 +205,22 @@ def fuse_head(module: nn.Module) -> None:
 
 
 def find_head(module: nn.Module) -> nn.Linear:
-    """Return the linear that makes a model's logits: `head` of a decoder, a transformers model's output embeddings."""
+    """Return the linear layer that computes the logits: `head`, or the output embeddings of transformers models."""
     getter = getattr(module, "get_output_embeddings", None)
     head = getter() if callable(getter) else getattr(module, "head", None)
     if type(head) is not nn.Linear:
-        found = "none" if head is None else f"a {type(head).__name__} there"
+        found = "has none"
+        if head is not None:
+            found = f"has a {type(head).__name__}"
         raise JobError(
-            "plan has fused_loss, which needs a model whose last linear is `head` or get_output_embeddings(), and"
-            f" {type(module).__name__} has {found}",
+            "fused_loss needs a model whose last linear layer is `head` or get_output_embeddings(), but"
+            f" {type(module).__name__} {found}",
             code="support.fused-loss-no-head",
             fix=f"name it `head`, or {_OFF}",
         )
     if has_adapter(head):
         raise JobError(
-            "plan has fused_loss, and the head has an adapter, which it would leave out",
+            "fused_loss would ignore the adapter of the head",
             code="support.fused-loss-adapted-head",
             fix=_OFF,
         )
@@ -226,14 +228,14 @@ def find_head(module: nn.Module) -> nn.Linear:
 
 
 def deferring_heads(module: nn.Module) -> list[_Deferring]:
-    """Return the forwards of fused heads in a model; empty without fused_loss."""
+    """Return the forwards of the fused heads in a model; empty without fused_loss."""
     forwards = (child.__dict__.get("forward") for child in module.modules())
     return [forward for forward in forwards if isinstance(forward, _Deferring)]
 
 
 @contextmanager
 def deferred_in_evaluation(heads: Sequence[_Deferring]) -> Iterator[None]:
-    """Have heads defer their logits outside of training too."""
+    """Make fused heads defer their logits in evaluation too."""
     for head in heads:
         head.in_evaluation = True
     try:
@@ -244,9 +246,9 @@ def deferred_in_evaluation(heads: Sequence[_Deferring]) -> Iterator[None]:
 
 
 def with_logits(output: Any) -> Any:
-    """Return a model's output with the logits made that were deferred."""
-    return tree_map(
-        lambda leaf: leaf.made() if isinstance(leaf, DeferredLogits) else leaf,
-        output,
-        is_leaf=lambda leaf: isinstance(leaf, DeferredLogits),
-    )
+    """Return a model's output with deferred logits replaced by computed ones."""
+    return tree_map(_computed, output, is_leaf=lambda leaf: isinstance(leaf, DeferredLogits))
+
+
+def _computed(leaf: Any) -> Any:
+    return leaf.compute() if isinstance(leaf, DeferredLogits) else leaf

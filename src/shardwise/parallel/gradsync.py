@@ -1,4 +1,4 @@
-"""Gradient sync: when and how gradients are summed over ranks, and the norm of the whole gradient."""
+"""Gradient synchronization over data-parallel ranks, and the norm of the full gradient."""
 
 from __future__ import annotations
 
@@ -25,91 +25,91 @@ if TYPE_CHECKING:
 
 
 class GradSync(Protocol):
-    """Sums gradients over the ranks that read different samples."""
+    """The protocol for summing gradients over data-parallel ranks."""
 
     gain: int
-    """What a loss is multiplied with so that gradients come out as sums: dp_size where gradients are averaged."""
+    """Factor of the loss so that gradients are sums: dp_size if the collective averages, otherwise 1."""
 
     def accumulate(self) -> AbstractContextManager[object]:
-        """Enter around forward and backward of every micro-batch but the last, which sums as it goes."""
+        """Return a context for forward and backward of every micro-batch except the last, in which sync is deferred."""
 
     def no_sync(self) -> AbstractContextManager[object]:
-        """Enter around a forward and backward in which a missing gradient would leave other ranks waiting."""
+        """Return a context for a forward and backward in which some ranks may compute no gradient for a parameter."""
 
-    def finish_held(self) -> None:
-        """Sum the gradients that `no_sync` kept back; communicates, on every rank."""
+    def finish_deferred(self) -> None:
+        """Sum the gradients that `no_sync` deferred; communicates over the group, call on every rank."""
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank's own backward reached a parameter; asked after the first step's, before `finish_held`."""
+        """Return whether this rank's backward computed a gradient; call in the first step, before `finish_deferred`."""
 
     def finish(self) -> None:
-        """Sum what backward has not; called once a step after the last backward, communicates."""
+        """Sum the remaining gradients; call once per step on every rank after the last backward, communicates."""
 
     def finish_step(self, number: int) -> None:
-        """Bring together replicas that train on their own, if `number` updates end a round; then communicates."""
+        """Synchronize independently trained replicas if step `number` ends a round; communicates then."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors that a resumed training must find again."""
+        """Return the tensors that a checkpoint must contain to resume."""
 
 
 class NoSync:
-    """One data-parallel rank: its gradient is the whole gradient."""
+    """No synchronization: one data-parallel rank, whose gradient is the full gradient."""
 
     gain = 1
 
     def accumulate(self) -> AbstractContextManager[object]:
-        """Nothing to keep back."""
+        """Return an empty context: this rank synchronizes nothing."""
         return nullcontext()
 
     def no_sync(self) -> AbstractContextManager[object]:
-        """Nothing to keep back."""
+        """Return an empty context: this rank synchronizes nothing."""
         return nullcontext()
 
-    def finish_held(self) -> None:
-        """Nothing was kept back."""
+    def finish_deferred(self) -> None:
+        """Do nothing: `no_sync` deferred nothing."""
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
-        """Look whether it has one."""
+        """Return whether `parameter.grad` is set."""
         return parameter.grad is not None
 
     def finish(self) -> None:
-        """Nothing to sum."""
+        """Do nothing: the gradient is complete."""
 
     def finish_step(self, number: int) -> None:
-        """Nothing is apart."""
+        """Do nothing: there are no replicas."""
 
     def state(self) -> dict[str, Tensor]:
-        """There is none."""
+        """Return an empty dict."""
         return {}
 
 
 class ReplicaSync(NoSync):
-    """DDP averages during every backward outside of `no_sync`."""
+    """Gradient averaging by DDP, which communicates during every backward outside `no_sync`."""
 
     def __init__(self, model: DistributedDataParallel, *, every: bool) -> None:
-        """`every` sums after each micro-batch instead of once per step."""
+        """With `every`, gradients are averaged after each micro-batch instead of once per step."""
         self._model = model
         self._every = every
         self.gain = dist.get_world_size(model.process_group)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._reached: set[int] = set()
-        # Where DDP searches for unused parameters, the others' gradients are in theirs when the first backward ends.
+        # With find_unused_parameters, DDP writes averaged gradients to unused parameters when the first backward ends.
         watched = self._parameters if model.find_unused_parameters else []
         self._watches = [parameter.register_post_accumulate_grad_hook(self._reach) for parameter in watched]
 
     def accumulate(self) -> AbstractContextManager[object]:
-        """Keep DDP's all-reduce back, unless every micro-batch is to be summed."""
+        """Return DDP's `no_sync`, or an empty context if every micro-batch is averaged."""
         return nullcontext() if self._every else self._model.no_sync()
 
     def no_sync(self) -> AbstractContextManager[object]:
-        """Keep DDP's all-reduce back, unless it searches for unused parameters itself.
+        """Return DDP's `no_sync`, or an empty context if DDP searches for unused parameters.
 
-        DDP remembers which parameters a backward without sync used, and asks for their gradients in the next one.
+        DDP records which parameters a backward without sync used, and expects their gradients in the next backward.
         """
         return nullcontext() if self._model.find_unused_parameters else self._model.no_sync()
 
-    def finish_held(self) -> None:
-        """Average what was kept back; communicates over DDP's group."""
+    def finish_deferred(self) -> None:
+        """Average the deferred gradients; communicates over DDP's group, call on every rank."""
         if not self._model.find_unused_parameters:
             sum_gradients(self._parameters, self._model.process_group, divisor=self.gain)
 
@@ -117,30 +117,34 @@ class ReplicaSync(NoSync):
         self._reached.add(id(parameter))
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
-        """Look whether backward came by."""
-        return id(parameter) in self._reached if self._watches else parameter.grad is not None
+        """Return whether this rank's backward computed a gradient of `parameter`."""
+        if not self._watches:
+            return parameter.grad is not None
+        return id(parameter) in self._reached
 
     def finish(self) -> None:
-        """Refuse parameters that this rank did not use: other ranks wait for their buckets, which it never sent."""
+        """Raise if this rank did not use a parameter: the other ranks wait for a bucket that it never sends."""
         while self._watches:
             self._watches.pop().remove()
         if self._model.find_unused_parameters or self._model.static_graph:
             return
-        if all(parameter.grad is not None for parameter in self._parameters):
+        unused = []
+        for name, parameter in self._model.module.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                unused.append(name)
+        if not unused:
             return
-        named = self._model.module.named_parameters()
-        unused = [name for name, each in named if each.requires_grad and each.grad is None]
-        if len(unused) < len(self._parameters):  # without any, nothing was sent at all
+        if len(unused) < len(self._parameters):  # a backward without any gradient communicates nothing
             raise JobError(
-                f"parameters that got gradients in the first step got none on rank {dist.get_rank()}"
-                f" ({some_of(unused)}), and DDP waits for them on the other ranks",
+                f"parameters with gradients in the first step have none on rank {dist.get_rank()}"
+                f" ({some_of(unused)}), but DDP on the other ranks waits for them",
                 code="train.unused-parameters",
                 fix="use them in every step, or --set communication.find_unused_parameters=true",
             )
 
 
 class ShardSync(NoSync):
-    """FSDP2 sums and shards gradients during backward; without that it keeps whole gradients for the next one."""
+    """Gradient reduce-scatter by FSDP2 during backward; without reduction, FSDP2 accumulates unsharded gradients."""
 
     def __init__(
         self,
@@ -151,9 +155,9 @@ class ShardSync(NoSync):
         replicated: Sequence[nn.Parameter],
         group: dist.ProcessGroup | None,
     ) -> None:
-        """`every` reduces after each micro-batch: less memory, more traffic.
+        """`every` reduces after each micro-batch, with less memory and more traffic.
 
-        `models` are the root units of this rank; the gradients of `replicated` parameters are summed over `group`.
+        `models` are the root units of this rank. The gradients of `replicated` parameters are summed over `group`.
         """
         self._models = models
         self._reduced = reduced
@@ -162,15 +166,15 @@ class ShardSync(NoSync):
         self._group = group
 
     def accumulate(self) -> AbstractContextManager[object]:
-        """Disable gradient synchronization in this context, unless gradients are reduced after every micro-batch."""
+        """Return a context without reduction, or an empty one if gradients are reduced after every micro-batch."""
         return nullcontext() if self._every else without_reduction(self._models)
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
-        """Ask what was reduced: a sharded gradient is there on every rank."""
+        """Return whether this rank computed a gradient; a sharded gradient exists on every rank after reduction."""
         return self._reduced.is_used(parameter) or (not isinstance(parameter, DTensor) and parameter.grad is not None)
 
     def finish(self) -> None:
-        """Leave no gradient where no rank has one, and sum those of replicated parameters; communicates."""
+        """Remove gradients that no rank computed, and sum those of replicated parameters; communicates."""
         self._reduced.finish()
         if self._replicated and self._group is not None:
             sum_gradients(self._replicated, self._group)
@@ -178,7 +182,7 @@ class ShardSync(NoSync):
 
 @contextmanager
 def without_reduction(models: Sequence[FSDPModule]) -> Iterator[None]:
-    """Have FSDP2 keep whole gradients of the backward passes in here; the next one outside reduces all of them."""
+    """Make FSDP2 accumulate unsharded gradients in this context; the next backward outside reduces them."""
     for model in models:
         model.set_requires_gradient_sync(False)
     try:
@@ -189,21 +193,22 @@ def without_reduction(models: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 class SummedSync(NoSync):
-    """Sums all gradients after the last backward, where wrappers cannot: pipeline stages, tensor-parallel shards."""
+    """One sum of all gradients after the last backward, for pipeline stages and tensor-parallel shards."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._parameters = parameters
         self._group = group
 
     def finish(self) -> None:
-        """Sum over the group."""
+        """Sum all gradients; communicates over the group, call on every rank."""
         sum_gradients(self._parameters, self._group)
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, divisor: int = 1) -> None:
-    """Sum gradients over `group`, in buckets, and divide; communicates, on every rank of it.
+    """Sum gradients over `group` in buckets and divide by `divisor`; communicates over `group`.
 
-    A parameter without gradient anywhere keeps none, as in one process, so the optimizer passes it over.
+    Call on every rank. A parameter without a gradient on any rank gets none, as in one process, so the optimizer skips
+    it.
     """
     device = local(parameters[0]).device
     users = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.float32, device=device)
@@ -219,7 +224,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
 
 
 def sum_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, divisor: int = 1) -> None:
-    """Sum tensors in place over `group`, in buckets, and divide; communicates, on every rank of it."""
+    """Sum tensors in place over `group` in buckets and divide by `divisor`; communicates over `group`."""
     for bucket in in_buckets(tensors):
         flat = torch.cat([tensor.flatten() for tensor in bucket])
         dist.all_reduce(flat, group=group)
@@ -231,15 +236,15 @@ def sum_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, divisor: in
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's piece of a tensor, which is the tensor itself unless it is sharded."""
+    """Return this rank's shard of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# The norm of the whole gradient, however its pieces are spread: whole, sharded, on other stages.
+# The norm of the full gradient, which may be replicated, sharded, or on other pipeline stages.
 
 
 class GradNorm:
-    """Computes the norm over every parameter of the model once, and scales this rank's pieces."""
+    """Computes the gradient norm over all parameters of the model and scales this rank's gradients."""
 
     def __init__(
         self,
@@ -251,39 +256,40 @@ class GradNorm:
         device: torch.device,
         copies: Iterable[nn.Parameter] = (),
     ) -> None:
-        """`sharded_axes` are those that may shard a parameter; `group` joins the ranks that together have one model.
+        """`group` contains the ranks that store one model together; None if this rank stores the full model.
 
-        None: this rank has all of it. `copies` are those of `parameters` that another rank of the group counts.
+        `sharded_axes` are the mesh axes that may shard a parameter. `copies` are the parameters that a different rank
+        of the group counts.
         """
         self._parameters = parameters
         self._group = group
-        # A shard that several ranks of the group have counts once: each brings its share of the square.
+        # If several ranks of the group have the same shard, each contributes its fraction of the square.
         self._shares = [1.0 / _copies(parameter, layout, sharded_axes) for parameter in parameters]
         uncounted = {id(parameter) for parameter in copies}
-        for place, parameter in enumerate(parameters):
+        for index, parameter in enumerate(parameters):
             if id(parameter) in uncounted:
-                self._shares[place] = 0.0
+                self._shares[index] = 0.0
         self._device = device
 
     @property
     def is_local(self) -> bool:
-        """Whether this rank has the whole gradient by itself."""
+        """Whether this rank has the full gradient."""
         return self._group is None
 
     def __call__(self) -> Tensor:
-        """Return the norm before any clipping; communicates over the group."""
-        used = [
-            (local(p.grad), share)
-            for p, share in zip(self._parameters, self._shares, strict=True)
-            if p.grad is not None
-        ]
-        if not used:
-            norms, shares = torch.zeros(1, device=self._device), [0.0]
-        else:
-            pieces, shares = [piece for piece, _ in used], [share for _, share in used]
+        """Return the norm before clipping; communicates over the group, call on every rank."""
+        pieces: list[Tensor] = []
+        shares: list[float] = []
+        for parameter, share in zip(self._parameters, self._shares, strict=True):
+            if parameter.grad is not None:
+                pieces.append(local(parameter.grad))
+                shares.append(share)
+        if pieces:
             by_piece = norms_of(pieces)
             widest = max((norm.dtype for norm in by_piece), key=lambda dtype: dtype.itemsize)
             norms = torch.stack([norm.to(self._device, widest) for norm in by_piece])
+        else:
+            norms, shares = torch.zeros(1, device=self._device), [0.0]
         if self._group is None:
             alone: Tensor = torch.linalg.vector_norm(norms)
             return alone
@@ -293,26 +299,27 @@ class GradNorm:
         return whole
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply every gradient with a factor that is equal on all ranks."""
+        """Multiply every gradient by a factor that is equal on all ranks."""
         scale_gradients(self._parameters, factor)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply this rank's shards of all gradients with a factor that is equal on all ranks."""
+    """Multiply this rank's shards of all gradients by a factor that is equal on all ranks."""
     pieces = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if pieces:
         multiply_all(pieces, factor.to(pieces[0].device))
 
 
 def _copies(parameter: nn.Parameter, layout: Layout, sharded_axes: Sequence[str]) -> int:
-    """How many ranks along the axes that shard parameters have the same shard of this one."""
+    """Return the number of ranks along `sharded_axes` that store the same shard of `parameter`."""
     sharded = set()
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
-        sharded = {
-            name for name, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()
-        }
+        for name, placement in zip(names, parameter.placements, strict=True):
+            if not placement.is_replicate():
+                sharded.add(name)
     number = 1
     for axis in sharded_axes:
-        number *= 1 if axis in sharded else int(getattr(layout, axis))
+        if axis not in sharded:
+            number *= int(getattr(layout, axis))
     return number

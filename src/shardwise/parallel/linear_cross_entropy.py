@@ -1,8 +1,8 @@
-"""Cross entropy straight from hidden states: logits exist for a chunk of tokens at a time, forward and backward.
+"""Cross entropy computed from hidden states, with the logits of one chunk of tokens at a time.
 
-Both gradients are made in the forward pass, while a chunk's logits are there: softmax less one at the target, times
-the weight for the hidden states, times the hidden states for the weight. Backward only multiplies them by the gradient
-of the sum, which carries the mean's denominator and any loss scale.
+The forward pass computes both gradients while it has the logits of a chunk: (softmax - one_hot(target)) times the
+weight for the hidden states, and times the hidden states for the weight. Backward only multiplies them by the gradient
+of the sum, which includes the loss normalizer and the loss scale.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slice:
+class VocabularyShard:
     """This rank's shard of a vocabulary that is split over `group`."""
 
     group: dist.ProcessGroup
     first: int
     """The first class of the shard."""
     vocabulary: int
-    """Size of the whole vocabulary."""
+    """The size of the full vocabulary."""
 
 
 def linear_cross_entropy(
@@ -39,15 +39,15 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     ignore: int,
-    shard: Slice | None = None,
+    shard: VocabularyShard | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Return the sum of cross entropies of `hidden @ weight.T + bias`; communicates over the group of `shard`, if any.
+    """Return the sum of cross entropies of the logits `hidden @ weight.T + bias`.
 
-    `hidden` [..., width], `weight` [vocabulary, width], `targets` [...] of which those equal to `ignore` count for
-    nothing; `chunk` is the number of tokens at a time. With `shard`, weight and bias are this rank's rows, everything
-    else is equal on all ranks of its group and so is the result. Products run in autocast's dtype, the rest in fp32 or
-    wider. Gradients can be asked for once.
+    `hidden` is [..., width], `weight` [vocabulary, width], and `targets` [...]; targets equal to `ignore` do not
+    contribute. `chunk` is the number of tokens per chunk. With `shard`, weight and bias are this rank's rows, the other
+    arguments and the result are equal on all ranks, and the function communicates over the group of `shard`. Matrix
+    products run in autocast's dtype, the rest in fp32 or wider. The result is differentiable once.
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -61,10 +61,10 @@ def linear_cross_entropy(
 @dataclass(frozen=True, kw_only=True)
 class _Options:
     dtype: torch.dtype
-    """Of the products."""
+    """The dtype of matrix products."""
     ignore: int
     chunk: int
-    shard: Slice | None
+    shard: VocabularyShard | None
 
     @property
     def wide(self) -> torch.dtype:
@@ -72,7 +72,7 @@ class _Options:
 
 
 class _Gradients:
-    """Gradients of the sum, filled chunk by chunk; None where nobody asks."""
+    """Gradients of the sum, accumulated chunk by chunk; None for inputs that require no gradient."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> None:
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -85,11 +85,11 @@ class _Gradients:
         return self.hidden, self.weight, self.bias
 
     def add(self, here: slice, gradient: Tensor, x: Tensor, weight: Tensor, kept: Tensor) -> None:
-        """Take in the gradient of one chunk's logits; rows that are not `kept` count for nothing."""
+        """Add the gradient of one chunk's logits; rows with `kept` = 0 do not contribute."""
         if self.hidden is not None:
             self.hidden[here] = torch.mm(gradient, weight).mul_(kept)
         if self.weight is not None:
-            # Rows are left out by the narrow factor: a pass over the logits would cost fifty times as much.
+            # Masking the narrow factor is cheap; masking the logits would cost fifty times as much.
             self.weight += torch.mm(gradient.t(), x * kept)
         if self.bias is not None:
             self.bias += torch.mm(kept.t(), gradient)[0]
@@ -97,7 +97,7 @@ class _Gradients:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0917 - autograd functions take no keywords
+    def forward(  # noqa: PLR0917 - autograd functions accept no keyword arguments
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
     ) -> Tensor:
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
@@ -116,7 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 )
                 if gradient is not None:
                     gradients.add(here, gradient, x, own, kept[:, None].to(options.dtype))
-                del gradient  # before the next chunk's logits are made
+                del gradient  # frees it before the next chunk's logits are computed
         if gradients.hidden is not None and options.shard is not None:
             dist.all_reduce(gradients.hidden, group=options.shard.group)
         ctx.save_for_backward(*gradients.all)
@@ -135,7 +135,7 @@ def _chunks(rows: int, size: int) -> Iterator[slice]:
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tensor:
-    """Return the logits of one chunk; a GPU writes its wide accumulators as they are, for nothing more."""
+    """Return the logits of one chunk; CUDA writes its fp32 accumulators directly at no extra cost."""
     if x.is_cuda and x.dtype != wide:
         logits = torch.mm(x, weight.t(), out_dtype=wide)
     else:
@@ -146,12 +146,12 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype) -
 def _losses(
     logits: Tensor, target: Tensor, kept: Tensor, options: _Options, *, trains: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the losses [rows] of one chunk and the gradient of their sum; communicates over its vocabulary's group.
+    """Return the losses [rows] of one chunk and the gradient of their sum.
 
-    Rows that are not `kept` have loss 0 and any gradient.
+    Communicates over the group of a sharded vocabulary. Rows that are not `kept` have loss 0 and an arbitrary gradient.
     """
     log_p, place, is_mine = _log_probabilities(logits, target, kept, options)
-    del logits  # nobody else refers to them
+    del logits  # releases the last reference
     at_target = log_p.gather(1, place)
     losses = _summed(torch.where(is_mine, at_target, 0), options.shard).squeeze(1).neg()
     if not trains:
@@ -164,16 +164,15 @@ def _losses(
 def _log_probabilities(
     logits: Tensor, target: Tensor, kept: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities, the column of each target, and whether that is the target's own; both [rows, 1].
+    """Return log-probabilities, the column of each target, and whether this rank has that column; both [rows, 1].
 
-    Communicates over the group of a split vocabulary: targets of other ranks, and ignored ones, point at a column that
-    is not theirs.
+    Communicates over the group of a sharded vocabulary. Ignored targets and targets on other ranks point to column 0.
     """
     if options.shard is None:
         return torch.log_softmax(logits, dim=1), torch.where(kept, target, 0)[:, None], kept[:, None]
     shard, place = options.shard, target - options.shard.first
     inside = (place >= 0) & (place < logits.shape[1])
-    elsewhere = (target >= 0) & (target < shard.vocabulary) & ~inside  # a target outside the vocabulary still raises
+    elsewhere = (target >= 0) & (target < shard.vocabulary) & ~inside  # targets outside the vocabulary raise
     largest = logits.amax(dim=1, keepdim=True)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
     logits -= largest
@@ -181,14 +180,14 @@ def _log_probabilities(
     return logits, torch.where(elsewhere | ~kept, 0, place)[:, None], (kept & inside)[:, None]
 
 
-def _summed(values: Tensor, shard: Slice | None) -> Tensor:
+def _summed(values: Tensor, shard: VocabularyShard | None) -> Tensor:
     if shard is not None:
         dist.all_reduce(values, group=shard.group)
     return values
 
 
 def _scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply in fp32 or wider: `by` in 8 bits of mantissa would bend every gradient of the step the same way."""
+    """Multiply in fp32 or wider: rounding `by` to bf16 would bias every gradient of the step in the same direction."""
     if gradient.dtype in {torch.float32, torch.float64}:
         return gradient.mul_(by).to(dtype)
     return (gradient.float() * by).to(dtype)

@@ -1,4 +1,4 @@
-"""LoRA adapters: two small linear modules beside a frozen one, added before the model is sharded."""
+"""LoRA adapters: two low-rank linear modules in parallel with a frozen one, added before the model is sharded."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 def adapt_meta_model(meta_model: MetaModel, lora: Lora, *, seed: int) -> MetaModel:
-    """Return the meta_model with adapters in its module, on meta, and the place where their values come from."""
+    """Return the meta model with adapters on the meta device, and a source of their values."""
     if meta_model.weights is None:
         raise JobError(
-            "adapters go beside weights that are not there yet",
+            "LoRA needs a model that is built on the meta device",
             code="job.lora-without-weights",
-            fix="give the job a model function",
+            fix="set Job.model to a function that returns the model",
         )
     add_adapters(meta_model.module, lora)
     weights = AdapterWeights(meta_model.weights, _adapter_values(meta_model.module, lora, seed))
@@ -40,7 +40,7 @@ def adapt_meta_model(meta_model: MetaModel, lora: Lora, *, seed: int) -> MetaMod
 
 
 class AdapterWeights:
-    """Values of adapters from one place, of all other weights from another."""
+    """Weights that read adapters from one source and all other parameters from another."""
 
     def __init__(self, base: Weights, adapters: Weights) -> None:
         self.description = f"{base.description}; adapters {adapters.description}"
@@ -49,12 +49,13 @@ class AdapterWeights:
         self._adapters = adapters
 
     def value(self, name: str, like: Tensor, device: torch.device, *, wanted: bool) -> Tensor | None:
-        """Return the value from where it is; communicates as that place does."""
-        return (self._adapters if is_adapter(name) else self._base).value(name, like, device, wanted=wanted)
+        """Return the value from the source of `name`; communicates if that source does."""
+        source = self._adapters if is_adapter(name) else self._base
+        return source.value(name, like, device, wanted=wanted)
 
 
 class LoadedAdapters:
-    """Values of adapters out of a folder in peft's format; every rank reads what it wants."""
+    """Values of adapters from a directory in peft's format; every rank reads the values that it needs."""
 
     from_model = False
 
@@ -63,25 +64,25 @@ class LoadedAdapters:
         self._values = open_weights(folder / WEIGHTS)
 
     def names(self) -> set[str]:
-        """Return the names of all weights in the file, as the model has them."""
+        """Return the names of all weights in the file, as the model names them."""
         return {name.removeprefix(PREFIX) for name in self._values}
 
     def value(self, name: str, like: Tensor, device: torch.device, *, wanted: bool) -> Tensor | None:
-        """Read the value; no communication."""
+        """Read the value if this rank needs it; no communication."""
         if not wanted:
             return None
         value = self._values[PREFIX + name]
         if value.shape != like.shape:
             raise JobError(
-                f"{name} is {list(value.shape)} in the file, {list(like.shape)} in the model",
+                f"adapter {name} has shape {list(value.shape)} in the file but {list(like.shape)} in the model",
                 code="job.adapter-shape-mismatch",
-                fix="name adapters of this model",
+                fix="use adapters that were trained for this model",
             )
         return value.to(device, like.dtype)
 
 
 def _adapter_values(module: nn.Module, lora: Lora, seed: int) -> Weights:
-    """Return where adapters start: drawn by name, so equal on every layout, or loaded."""
+    """Return the initial values of adapters: loaded, or sampled by parameter name and so equal on every layout."""
     names = [name for name, _ in module.named_parameters() if is_adapter(name)]
     if lora.weights is None:
         return InitializedWeights({name: _recipe(name, module.get_parameter(name)) for name in names}, seed)
@@ -90,43 +91,44 @@ def _adapter_values(module: nn.Module, lora: Lora, seed: int) -> Weights:
     for key in ("rank", "alpha"):
         if saved[key] != getattr(lora, key):
             raise JobError(
-                f"adapters in {folder} have {key} {saved[key]:g}, the job's Lora has {getattr(lora, key):g}",
+                f"adapters in {folder} have {key} {saved[key]:g}, but the job's Lora has {getattr(lora, key):g}",
                 code="job.adapter-option-mismatch",
-                fix=f"--set lora.{key}={saved[key]:g}",
+                fix=f"use --set lora.{key}={saved[key]:g}",
             )
     loaded = LoadedAdapters(folder)
     missing, extra = sorted(set(names) - loaded.names()), sorted(loaded.names() - set(names))
     if missing or extra:
         raise JobError(
-            f"adapters in {folder} lack {some_of(missing)} and have extra {some_of(extra)}",
+            f"adapters in {folder} do not match the model: missing {some_of(missing)}, unexpected {some_of(extra)}",
             code="job.adapter-keys-mismatch",
-            fix="give Lora the targets they were trained with",
+            fix="set Lora.targets to the modules for which these adapters were trained",
         )
     return loaded
 
 
 def _recipe(name: str, parameter: nn.Parameter) -> Recipe:
-    """Return how torch draws a Linear's weight (kaiming_uniform_ with a = sqrt(5)) for A, and zeros for B."""
+    """Return the initialization of nn.Linear (kaiming_uniform_ with a = sqrt(5)) for A, and zeros for B."""
     if name.endswith(f".{UP}.weight"):
         return (Write("zero_", ()),)
     bound = parameter.shape[1] ** -0.5
     return (Write("uniform_", (-bound, bound)),)
 
 
-# Adapters: two small linear modules inside the one they adapt, and how a model gets them.
+# Adapters: two low-rank linear modules inside the module that they adapt.
 #
-# An adapter is `NAME.lora_A` and `NAME.lora_B`. The names of all other weights stay as they are, so that files and
-# tensor rules fit, and every transform sees plain modules.
+# An adapter is `NAME.lora_A` and `NAME.lora_B`. The names of all other parameters stay the same, so that files and
+# tensor rules apply, and every transform sees plain modules.
 
 
 def add_adapters(module: nn.Module, lora: Lora) -> None:
-    """Freeze `module` and put an adapter of no values, on meta, beside every linear module that `lora` names.
+    """Freeze `module` and add a meta adapter to every linear module that `lora` selects.
 
-    Adapters are in fp32, of a model in fp64 in that. A target that names nothing is refused, and so is a module whose
-    forward is not just a product.
+    Adapters are fp32, or fp64 if the model is. A target pattern that matches nothing raises an error, as does a module
+    whose forward is not a plain matrix product.
     """
+    submodules = dict(module.named_modules())
     linears = {
-        name: child for name, child in module.named_modules() if isinstance(child, nn.Linear) or is_transposed(child)
+        name: child for name, child in submodules.items() if isinstance(child, nn.Linear) or is_transposed(child)
     }
     chosen = lora.choose(linears)
     for name in chosen:
@@ -138,7 +140,7 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
 
 
 def has_adapter(module: nn.Module) -> bool:
-    """Whether this module has an adapter."""
+    """Return whether this module has an adapter."""
     return isinstance(module.__dict__.get("lora"), Lora)
 
 
@@ -148,47 +150,49 @@ def adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def adapter_output(module: Any, x: Tensor) -> Tensor:
-    """Return what the adapter beside `module` adds to its output for input `x`."""
+    """Return the contribution of the adapter of `module` to its output for input `x`."""
     output: Tensor = module.lora_B(module.lora_A(module.lora_dropout(x))) * module.lora.scale
     return output
 
 
 def _check_target(module: nn.Module, name: str) -> None:
-    """Refuse a linear module that others use without calling it, or that does more than a product."""
+    """Reject a linear module whose weight is used without calling it, or that is not a plain matrix product."""
     child = module.get_submodule(name)
     above = module.get_submodule(name.rpartition(".")[0])
     if isinstance(child, NonDynamicallyQuantizableLinear) or isinstance(above, nn.TransformerEncoderLayer):
         raise JobError(
-            f"Lora targets name {name}, whose weight {type(above).__name__} uses without calling the module",
+            f"Lora target {name} is never called: {type(above).__name__} reads its weight directly",
             code="job.lora-target-not-called",
-            fix="leave it out of the targets",
+            fix="remove it from the targets",
         )
     if not is_plain_linear(child):
         raise JobError(
-            f"Lora targets name {name}, a {type(child).__name__} with a forward of its own",
+            f"Lora target {name} must be a plain Linear, got a {type(child).__name__} with its own forward",
             code="job.lora-target-not-linear",
-            fix="name plain Linear modules only",
+            fix="select plain Linear modules only",
         )
-    twin = next(
-        (name for name, other in module.named_modules() if other is not child and _shares_weight(other, child)), None
-    )
+    twin = None
+    for other_name, other in module.named_modules():
+        if other is not child and _shares_weight(other, child):
+            twin = other_name
+            break
     if twin is not None:
         raise JobError(
-            f"Lora target {name} shares its weight with {twin}, and an adapter would apply to one of them only",
+            f"Lora target {name} shares its weight with {twin}, but an adapter would apply to one of them only",
             code="job.lora-target-tied",
-            fix="untie them (tie_head=False, tie_word_embeddings=False), or leave it out of the targets",
+            fix="untie them (tie_head=False, tie_word_embeddings=False), or remove it from the targets",
         )
     if has_adapter(child):
         raise JobError(
-            f"{name} has an adapter already",
+            f"Lora target {name} already has an adapter",
             code="job.lora-target-adapted",
-            fix="let Job.model return the model without adapters",
+            fix="return the model without adapters from Job.model",
         )
     if not child.weight.is_floating_point():  # type: ignore[operator]
         raise JobError(
-            f"Lora targets name {name}, whose weight is {child.weight.dtype}",
+            f"Lora target {name} must have floating-point weights, got {child.weight.dtype}",
             code="job.lora-target-quantized",
-            fix="use an unquantised model",
+            fix="use an unquantized model",
         )
 
 
@@ -197,7 +201,7 @@ def _shares_weight(module: nn.Module, child: nn.Module) -> bool:
 
 
 def _trained_dtype(module: nn.Module) -> torch.dtype:
-    """Return fp64 for a model in fp64, else fp32: what is trained never has fewer bits."""
+    """Return fp64 if all parameters are fp64, else fp32, the minimum precision of trained parameters."""
     dtypes = {parameter.dtype for parameter in module.parameters()}
     return torch.float64 if dtypes == {torch.float64} else torch.float32
 
@@ -209,7 +213,7 @@ def _add_adapter(module: Any, lora: Lora, dtype: torch.dtype) -> None:
     module.add_module("lora_dropout", nn.Dropout(lora.dropout) if lora.dropout else nn.Identity())
     module.lora = lora
     module.train(module.training)
-    # A method of the module itself, and so also of copies of it: a pipeline copies models for its stages.
+    # A bound method is rebound when the module is copied, as for pipeline stages.
     module.forward = MethodType(_adapted_forward, module)
 
 

@@ -1,8 +1,8 @@
-"""The meta model: a model with its parameters on the meta device, its units, and where its values come from.
+"""The meta model: a model with parameters on the meta device, its units, and the source of its values.
 
-No rank builds a large model whole. Values come from a checkpoint, streamed; from `init_weights`, seeded by parameter
-name and run shard by shard; or from one real build, broadcast shard by shard. The invariant: every world size starts
-from the values of one process. torchtitan also builds its models on the meta device.
+No rank builds a large model in full. Values are streamed from a checkpoint, computed by `init_weights`, seeded by
+parameter name and run shard by shard, or computed by one real build and broadcast shard by shard. The invariant: every
+world size starts from the values of one process. torchtitan also builds its models on the meta device.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.nn.parameter import is_lazy
 from shardwise.errors import JobError, some_of
 from shardwise.hardware import available_memory
 from shardwise.job.generators import seed_generators
-from shardwise.parallel.recompute import find_blocks
+from shardwise.parallel.recompute import block_of, find_blocks
 from shardwise.parallel.skeleton import Skeleton, differing_values, generator_states, second_references, skeleton
 from shardwise.parallel.weights import BuiltWeights, FileWeights, InitializedWeights, StreamedWeights, open_weights
-from shardwise.torch_private.modules import own_parameters
+from shardwise.torch_private.dispatch import own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from shardwise.parallel.weights import Weights
 
 Specs = tuple[tuple[str, Tensor], ...]
-"""(name, whole tensor on the meta device), in an order that is the same on every rank."""
+"""(name, full tensor on the meta device), in the same order on every rank."""
 
 _HOST_SHARE = 0.25
-"""Share of the free host memory that the copies of a model may take which the ranks of a host build for real."""
+"""Share of the free host memory that the models built by all ranks of a host may use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Parameters that are filled and sharded together: one repeated block, or (named "") all that is in none."""
+    """Parameters that are materialized and sharded together: one repeated block, or (named "") all the rest."""
 
     name: str
     parameters: Specs
@@ -48,14 +48,14 @@ class MetaModel:
     """A model to be materialized and sharded over ranks."""
 
     module: nn.Module
-    """Parameters on the meta device unless `weights` is None."""
+    """The model; its parameters are on the meta device unless `weights` is None."""
     weights: Weights | None
-    """None: the module has its values already, equal on every rank."""
+    """The source of the parameters' values; None if the module already has them, equal on every rank."""
     units: tuple[Unit, ...]
     buffers: Specs
-    """Buffers whose values `weights` gives; the others are real already."""
+    """Buffers whose values `weights` provides; all other buffers are real."""
     tensor_rules: Mapping[str, str] = field(default_factory=dict)
-    """Module name pattern -> how tensor parallelism splits it; empty without."""
+    """Module name pattern -> tensor-parallel style; empty without tensor parallelism."""
 
 
 def job_meta_model(
@@ -69,15 +69,17 @@ def job_meta_model(
     local_size: int = 1,
     agree: Callable[[bool], bool] = bool,
 ) -> MetaModel:
-    """Return the meta model of a job; called on every rank. With `double` everything is in fp64.
+    """Return the meta model of a job, in fp64 if `double`; call on every rank.
 
-    Values come from a file, else by recipe, else from the model's own construction: every rank builds it for real
-    where the host has memory for the models of its `local_size` ranks, else rank 0 alone. A model that would lose
-    something on the meta device is built for real, or refused by the name of that. `agree` communicates whether
-    something is true on all ranks.
+    Values come from a file, from recorded initialization, or from building the model. Every rank builds it if the host
+    has memory for the models of its `local_size` ranks; otherwise only rank 0 does. A model that would lose state on
+    the meta device is built for real, or rejected with the name of that state. `agree` communicates whether a condition
+    is true on all ranks.
     """
     found = structure(make_model, seed)
-    module = found.module.double() if double else found.module
+    module = found.module
+    if double:
+        module = module.double()
     parameters, buffers = _specs(module.named_parameters()), _specs(module.named_buffers())
     source: Weights | None = None
     if weights is not None:
@@ -86,15 +88,17 @@ def job_meta_model(
         source, buffers = InitializedWeights(found.recipes, seed), ()
     num_bytes = sum(spec.numel() * spec.element_size() for _, spec in parameters + buffers)
     fits = agree(num_bytes * local_size <= _HOST_SHARE * available_memory())
-    lost = () if fits and source is None else (*found.lost, *_sampled(found, make_model, seed))
+    lost: tuple[str, ...] = ()
+    if source is not None or not fits:
+        lost = (*found.lost, *_sampled(found, make_model, seed))
     if fits and (source is None or lost):
         return _built_for_real(make_model, seed, source, buffers, double=double)
     if lost:
         raise JobError(
-            f"the model is too large to be built for real on every rank ({num_bytes / 1e9:.1f} GB), and on the meta"
-            f" device it loses {some_of(lost)}",
+            f"the model has {num_bytes / 1e9:.1f} GB, too large to be built on every rank, but on the meta device it"
+            f" loses {some_of(lost)}",
             code="model.meta-loses-state",
-            fix="set that up outside Job.model, or as registered buffers; or use a host with more memory",
+            fix="create that state outside Job.model, register it as a buffer, or use a host with more memory",
         )
     if source is None:
         source = StreamedWeights(lambda: _real_values(make_model, seed), num_bytes=num_bytes, rank=rank, size=size)
@@ -104,7 +108,7 @@ def job_meta_model(
 def _built_for_real(
     make_model: Callable[[], nn.Module], seed: int, source: Weights | None, buffers: Specs, *, double: bool
 ) -> MetaModel:
-    """Return the model built for real, with hooks, classes and all that its construction sampled."""
+    """Return the model built for real, including hooks, classes and the values sampled in its constructor."""
     module = build_model(make_model, seed)
     if double:
         module = module.double()
@@ -116,32 +120,34 @@ def _built_for_real(
                 value = source.value(name, spec, named[name].device, wanted=True)
                 if value is not None:
                     named[name].copy_(value)
-    given = BuiltWeights({name: tensor.detach() for name, tensor in named.items()}, source)
-    return MetaModel(module=module, weights=given, units=find_units(module), buffers=() if source is None else buffers)
+    real = BuiltWeights({name: tensor.detach() for name, tensor in named.items()}, source)
+    if source is None:
+        buffers = ()
+    return MetaModel(module=module, weights=real, units=find_units(module), buffers=buffers)
 
 
 def build_model(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Return the model as the job's function builds it under the job's seed, in host memory."""
+    """Build the model with the job's function under the job's seed, in host memory."""
     seed_generators(seed)
     module = _checked(make_model())
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(tensor):
             raise JobError(
-                f"{name} of the model is uninitialized: it belongs to a lazy module that has seen no input",
+                f"parameter {name} is uninitialized: its lazy module has not received an input",
                 code="model.lazy-parameter",
                 fix="run the model once on a sample inside Job.model",
             )
         if tensor.is_meta:
             raise JobError(
-                f"{name} of the model is on the meta device and has no value",
+                f"parameter {name} is on the meta device and has no value",
                 code="model.meta-parameter",
-                fix="build it on the CPU, or give the model an init_weights() that sets every parameter",
+                fix="build the model on the CPU, or define init_weights() to initialize every parameter",
             )
     return module
 
 
 def _sampled(found: Skeleton, make_model: Callable[[], nn.Module], seed: int) -> list[str]:
-    """Name what a model samples while it is built, apart from weights: attributes that differ between two seeds."""
+    """Return the attributes that the constructor samples besides weights: those that differ between two seeds."""
     if not found.sampled:
         return []
     seed_generators(seed + 1)
@@ -150,17 +156,17 @@ def _sampled(found: Skeleton, make_model: Callable[[], nn.Module], seed: int) ->
 
 
 def built_meta_model(module: nn.Module) -> MetaModel:
-    """Return the meta model of a module that has its values already."""
+    """Return the meta model of a module that already has its values."""
     return MetaModel(module=module, weights=None, units=find_units(module), buffers=())
 
 
 def find_units(module: nn.Module) -> tuple[Unit, ...]:
-    """Return one unit per repeated block, then the rest, with blocks that share a parameter with others."""
+    """Return one unit per repeated block, then a unit of all other parameters and of blocks that share one."""
     parameters = _specs(module.named_parameters())
     holders: dict[int, set[str]] = {}
     blocks = find_blocks(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), set()).add(_block_of(name, blocks))
+        holders.setdefault(id(parameter), set()).add(block_of(name, blocks))
     shared: set[str] = set()
     for owners in holders.values():
         if len(owners) > 1:
@@ -168,27 +174,23 @@ def find_units(module: nn.Module) -> tuple[Unit, ...]:
     own: dict[str, list[tuple[str, Tensor]]] = {block: [] for block in blocks if block not in shared}
     rest: list[tuple[str, Tensor]] = []
     for name, spec in parameters:
-        own.get(_block_of(name, blocks), rest).append((name, spec))
+        own.get(block_of(name, blocks), rest).append((name, spec))
     units = [Unit(name=block, parameters=tuple(specs)) for block, specs in own.items()]
     return (*units, Unit(name="", parameters=tuple(rest)))
 
 
-def _block_of(name: str, blocks: Mapping[str, nn.Module]) -> str:
-    return next((block for block in blocks if name.startswith(f"{block}.")), "")
-
-
 def structure(make_model: Callable[[], nn.Module], seed: int) -> Skeleton:
-    """Build a model with its parameters on the meta device; also the recipes of its weights, where they are known."""
+    """Build a model with its parameters on the meta device, and record how its weights are initialized."""
     seed_generators(seed)
     before = generator_states()
     try:
         found = skeleton(make_model)
-    except Exception:  # noqa: BLE001 - a model may fail on meta in any way; one that fails for real as well raises below
+    except Exception:  # noqa: BLE001 - a model may raise anything on meta; the real build below raises genuine errors
         found = None
     if found is not None:
         _checked(found.module)
         return found._replace(sampled=generator_states() != before)
-    # Some models read their weights while they are built. Then every rank builds a whole one and forgets it.
+    # Some constructors read the weights. Then every rank builds the full model and discards its values.
     module = build_model(make_model, seed)
     references = tuple(second_references(module))
     forgotten = {id(old): nn.Parameter(old.to("meta"), old.requires_grad) for old in module.parameters()}
@@ -196,7 +198,7 @@ def structure(make_model: Callable[[], nn.Module], seed: int) -> Skeleton:
         for name, old in own_parameters(submodule).items():
             if old is not None:
                 own_parameters(submodule)[name] = forgotten[id(old)]
-    lost = ("what it computes from its weights while it is built",)
+    lost = ("values computed from weights in the constructor",)
     return Skeleton(module, None, lost, references=references)
 
 
@@ -204,9 +206,9 @@ def _checked(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         kind = type(model)
         raise JobError(
-            f"Job.model made a {kind.__module__}.{kind.__qualname__}, and the job's engine is torch",
+            f"Job.model must return a torch.nn.Module, got a {kind.__module__}.{kind.__qualname__}",
             code="job.model-not-of-engine",
-            fix='return a torch.nn.Module, or give Job(engine="mlx") for an mlx.nn.Module',
+            fix='return a torch.nn.Module, or use Job(engine="mlx") for an mlx.nn.Module',
         )
     return model
 
@@ -219,16 +221,22 @@ def _real_values(make_model: Callable[[], nn.Module], seed: int) -> dict[str, Te
 def _from_file(path: Path, module: nn.Module, buffers: Specs) -> tuple[FileWeights, Specs]:
     values = open_weights(path)
     first_name = {id(parameter): name for name, parameter in module.named_parameters()}
-    # A tied weight may be saved under any of its names; it is asked for by its first.
+    # A tied weight may be saved under any of its names; it is read by its first name.
     aliases = {name: first_name.get(id(value), name) for name, value in module.state_dict(keep_vars=True).items()}
-    extra = sorted(name for name in values if name not in aliases)
-    saved = {aliases[name]: name for name in values if name in aliases}
+    saved: dict[str, str] = {}
+    extra = []
+    for name in values:
+        if name in aliases:
+            saved[aliases[name]] = name
+        else:
+            extra.append(name)
+    extra.sort()
     missing = sorted(set(aliases.values()) - set(saved))
     if missing or extra:
         raise JobError(
-            f"Job.weights {path} lacks {missing} and has extra {extra}",
+            f"Job.weights {path} does not match the model: missing {missing}, unexpected {extra}",
             code="model.weights-keys-mismatch",
-            fix="name the state dict of this model",
+            fix="use a state dict of this model",
         )
     return FileWeights(values, saved, path), tuple((name, spec) for name, spec in buffers if name in saved)
 

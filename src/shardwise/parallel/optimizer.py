@@ -1,4 +1,4 @@
-"""The optimizer factory's partner: optimizer states sharded over ranks (ZeRO-1), or kept on the host (offload)."""
+"""Construction of the optimizer, with states sharded over ranks (ZeRO-1) or offloaded to the host."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.parallel.collectives import gather_flat, in_buckets
@@ -17,7 +18,6 @@ from shardwise.parallel.parameter_rules import check_optimizer, check_sharded_up
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from shardwise.job.optimizers import OptimizerFactory
@@ -27,17 +27,17 @@ Named = list[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True, kw_only=True)
 class Optimized:
-    """An optimizer, and what it works on."""
+    """An optimizer and the parameters that it updates."""
 
     optimizer: Optimizer
     named: Named
-    """Its parameters under their names in the model: the model's own, or this rank's rows of them."""
+    """The parameters with their names in the model: the model's parameters, or this rank's rows of them."""
     refresh: Callable[[], None] = lambda: None
-    """Take over the model's values, after something else has written them."""
+    """Copy the model's values to the optimizer's parameters, after something other than the optimizer changed them."""
     groups: tuple[tuple[str, ...], ...] = ()
-    """Names of the parameters in each group, where its members are no longer those of `named`."""
+    """Names of the parameters in each group, if the groups contain other tensors than `named`."""
     first_settings: tuple[dict[str, Any], ...] = field(init=False)
-    """Settings of each group as the factory made them: what differs later, the optimizer has changed."""
+    """Settings of each group as the factory returned them, to detect later changes by the optimizer."""
 
     def __post_init__(self) -> None:
         first = [dict(group) for group in self.param_groups]
@@ -47,12 +47,12 @@ class Optimized:
 
     @property
     def kind(self) -> str:
-        """The optimizer's class, by which reports and checkpoints call it."""
+        """The class name of the optimizer, as written to reports and checkpoints."""
         return type(self.optimizer).__name__
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups: parameters and settings, its learning rate as "lr"."""
+        """The optimizer's parameter groups, with the learning rate as "lr"."""
         return self.optimizer.param_groups
 
     def group_names(self) -> list[list[str]]:
@@ -60,7 +60,11 @@ class Optimized:
         if self.groups:
             return [list(group) for group in self.groups]
         names = {id(parameter): name for name, parameter in self.named}
-        return [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
+        found = []
+        for group in self.optimizer.param_groups:
+            members = map(id, group["params"])
+            found.append([names[member] for member in members])
+        return found
 
 
 def make_optimizer(
@@ -71,11 +75,12 @@ def make_optimizer(
     on_host: bool,
     replica_mesh: DeviceMesh | None = None,
 ) -> Optimized:
-    """Return the job's optimizer over `named`; called on every rank.
+    """Return the job's optimizer over `named`; call on every rank.
 
-    With `shard_mesh` its parameters, and so its states, are this rank's rows of each (ZeRO-1); `on_host` keeps them
-    on the CPU. Either way a step leaves the model's own parameters whole and new. Where FSDP2 shards parameters over
-    `replica_mesh`, those that it left whole become DTensors too: optimizers take one kind of tensor at a time.
+    With `shard_mesh`, the optimizer updates this rank's rows of each parameter (ZeRO-1). With `on_host`, its parameters
+    and states are on the CPU. In both cases every step writes the new full values to the model's parameters. If FSDP2
+    shards parameters over `replica_mesh`, those that it does not shard become replicated DTensors, because optimizers
+    cannot mix tensors and DTensors.
     """
     pieces: dict[str, _Piece] = {}
     for name, parameter in named:
@@ -86,7 +91,10 @@ def make_optimizer(
             pieces[name] = _Piece(parameter, replica_mesh, on_host=on_host, is_sharded=False)
         elif shard_mesh is not None or on_host:
             pieces[name] = _Piece(parameter, None, on_host=on_host)
-    owned = [(name, pieces[name].owned if name in pieces else parameter) for name, parameter in named]
+    owned = []
+    for name, parameter in named:
+        piece = pieces.get(name)
+        owned.append((name, parameter if piece is None else piece.owned))
     optimizer = factory(owned)
     check_optimizer(optimizer)
     check_sharded_updates(optimizer)
@@ -98,89 +106,86 @@ def make_optimizer(
 
 
 class _Piece:
-    """This rank's rows of one parameter, as the optimizer sees them."""
+    """This rank's rows of one parameter, as seen by the optimizer."""
 
     def __init__(
         self, parameter: nn.Parameter, mesh: DeviceMesh | None, *, on_host: bool, is_sharded: bool = True
     ) -> None:
-        """With a `mesh` the optimizer sees a DTensor on it, of this rank's rows or, unless `is_sharded`, whole."""
+        """With a `mesh`, the optimizer's parameter is a DTensor: sharded by rows, or replicated if not `is_sharded`."""
         self.parameter = parameter
         self.is_sharded = mesh is not None and is_sharded
         self.on_host = on_host
         self.rows = parameter.shape[0] if parameter.ndim else 0
-        size, place = (mesh.size(), mesh.get_local_rank()) if mesh is not None and is_sharded else (1, 0)
-        self.rows_per_rank = -(-self.rows // size)
-        self.first = min(self.rows, place * self.rows_per_rank)
+        num_shards, index = 1, 0
+        if mesh is not None and is_sharded:
+            num_shards, index = mesh.size(), mesh.get_local_rank()
+        self.rows_per_rank = -(-self.rows // num_shards)
+        self.first = min(self.rows, index * self.rows_per_rank)
         self.num_rows = min(self.rows, self.first + self.rows_per_rank) - self.first
         mine = self.mine(parameter.detach())
-        owned = local(mine).cpu().clone() if on_host else local(mine)
+        owned = local(mine)
+        if on_host:
+            owned = owned.cpu().clone()
         wrapped: Tensor = owned
         if mesh is not None:
-            home = mesh if not on_host else host_mesh(mesh)
             placements = [Shard(0)] if is_sharded else [Replicate()] * mesh.ndim
-            wrapped = DTensor.from_local(
-                owned, home, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-            )
+            wrapped = _distributed(owned, mesh, placements, parameter, on_host=on_host)
         elif isinstance(mine, DTensor):
-            wrapped = DTensor.from_local(
-                owned,
-                host_mesh(mine.device_mesh) if on_host else mine.device_mesh,
-                mine.placements,
-                run_check=False,
-                shape=mine.shape,
-                stride=mine.stride(),
-            )
+            wrapped = _distributed(owned, mine.device_mesh, mine.placements, mine, on_host=on_host)
         self.owned = nn.Parameter(wrapped, requires_grad=parameter.requires_grad)
         copy_attributes(vars(parameter), self.owned)
 
     def mine(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows of a tensor shaped like the parameter, as a view."""
-        return whole.narrow(0, self.first, self.num_rows) if self.is_sharded else whole
+        """Return this rank's rows of a tensor with the parameter's shape, as a view."""
+        if not self.is_sharded:
+            return whole
+        return whole.narrow(0, self.first, self.num_rows)
 
     def take_values(self) -> None:
-        """Copy the parameter's rows into the optimizer's, where they are not the same memory."""
+        """Copy the parameter's rows to the optimizer's copy on the host, if there is one."""
         if self.on_host:
             local(self.owned.detach()).copy_(local(self.mine(self.parameter.detach())))
 
     def take_gradient(self) -> None:
-        """Show the optimizer the gradient of these rows."""
+        """Set the gradient of the optimizer's parameter to this rank's rows of the gradient."""
         if self.parameter.grad is None:
             self.owned.grad = None
             return
         rows = local(self.mine(self.parameter.grad))
-        rows = rows.to("cpu") if self.on_host else rows
+        if self.on_host:
+            rows = rows.to("cpu")
         if isinstance(self.owned, DTensor):
-            rows = DTensor.from_local(
-                rows,
-                self.owned.device_mesh,
-                self.owned.placements,
-                run_check=False,
-                shape=self.owned.shape,
-                stride=self.owned.stride(),
-            )
+            rows = _distributed(rows, self.owned.device_mesh, self.owned.placements, self.owned, on_host=self.on_host)
         self.owned.grad = rows
 
-    def give_back(self) -> None:
-        """Copy the optimizer's rows into the parameter, where they are not the same memory."""
+    def write_back(self) -> None:
+        """Copy the optimizer's rows on the host to the parameter, if there is such a copy."""
         self.owned.grad = None
         if self.on_host:
             local(self.mine(self.parameter.detach())).copy_(local(self.owned.detach()), non_blocking=True)
 
 
+def _distributed(shard: Tensor, mesh: DeviceMesh, placements: Sequence[Any], like: Tensor, *, on_host: bool) -> DTensor:
+    """Return the DTensor of the shape of `like` with this rank's `shard`; no communication."""
+    if on_host:
+        mesh = host_mesh(mesh)
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
 class _Bridge:
-    """Hooks around the optimizer's step: gradients in, new parameters out to every rank."""
+    """Optimizer step hooks that pass gradients to the pieces and distribute the updated parameters."""
 
     def __init__(self, pieces: Sequence[_Piece], mesh: DeviceMesh | None) -> None:
         self._pieces = pieces
-        self._group = mesh.get_group() if mesh is not None else None
+        self._group = None if mesh is None else mesh.get_group()
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Have every step of `optimizer` pass through here."""
+        """Register the hooks on `optimizer`."""
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
     def refresh(self) -> None:
-        """Take over the model's values, after something else has written them."""
+        """Copy the model's values to the optimizer's parameters."""
         for piece in self._pieces:
             piece.take_values()
 
@@ -190,9 +195,9 @@ class _Bridge:
 
     @torch.no_grad()
     def _after(self, *_: Any) -> None:
-        """Gather the new rows of all ranks; communicates over the shard axis."""
+        """Gather the updated rows of all ranks; communicates over the shard axis."""
         for piece in self._pieces:
-            piece.give_back()
+            piece.write_back()
         if self._group is None:
             return
         sharded = {id(piece.parameter): piece for piece in self._pieces if piece.is_sharded}
@@ -201,7 +206,7 @@ class _Bridge:
 
 
 def _gather_rows(pieces: Sequence[_Piece], group: dist.ProcessGroup) -> None:
-    """Bring the rows of all ranks together, in one collective for all pieces; communicates over `group`."""
+    """Gather the rows of all ranks in one collective for all pieces; communicates over `group`."""
     size = dist.get_world_size(group)
     padded = []
     for piece in pieces:
@@ -218,9 +223,7 @@ def _gather_rows(pieces: Sequence[_Piece], group: dist.ProcessGroup) -> None:
 
 
 def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the same ranks with tensors on the CPU; makes no groups, since nothing is ever sent over it."""
-    from torch.distributed.device_mesh import DeviceMesh as Mesh
-
+    """Return a mesh of the same ranks for CPU tensors, without process groups, since it never communicates."""
     if mesh.device_type == "cpu":
         return mesh
-    return Mesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
+    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)

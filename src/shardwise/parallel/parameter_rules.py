@@ -1,15 +1,16 @@
-"""Which parameters, optimizers and dtypes a plan can run, and what users attach to parameters.
+"""Which parameters, optimizers and dtypes a plan supports, and the attributes of parameters.
 
-Sharding replaces a parameter by another object: FSDP2 and tensor parallelism put a DTensor into the module, ZeRO-1 and
-offload show the optimizer a piece. Attributes (`_no_weight_decay`, `lr_scale`) are copied to the new object. A gradient
-hook would never run on it, a subclass of Parameter would be gone, and a second reference to the old object (in a plain
-list) would leave forward with a weight that nobody trains: a plan that replaces parameters refuses those.
+Sharding replaces parameters: FSDP2 and tensor parallelism put DTensors into the module, and with ZeRO-1 or offload the
+optimizer sees shards. Attributes that users set (`_no_weight_decay`, `lr_scale`) are copied to the new object. A
+gradient hook would not run, a subclass of Parameter would be lost, and a second reference to the old object, such as in
+a plain list, would be a weight that is not trained. A plan that replaces parameters rejects those three.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import defaultdict
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,7 @@ from shardwise.errors import JobError, some_of
 from shardwise.parallel.sharded import DTYPES
 from shardwise.parallel.skeleton import second_references
 from shardwise.plans.pipeline import SCHEDULES
-from shardwise.torch_private.dispatch import has_accumulation_hooks, has_gradient_hooks
-from shardwise.torch_private.modules import drop_step_hooks
+from shardwise.torch_private.dispatch import drop_step_hooks, has_accumulation_hooks, has_gradient_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -38,93 +38,98 @@ Attributes = dict[str, dict[str, Any]]
 
 
 def check_parameters(module: nn.Module, plan: Plan, references: Iterable[tuple[str, str]] | None = None) -> None:
-    """Refuse parameters with something attached that the plan would lose; `module` is not yet under the plan.
+    """Reject parameters with hooks, classes or references that the plan would lose; call before applying it.
 
-    `references` are the (parameter, attribute) pairs of a model whose parameters were moved to the meta device, which
-    cannot be found in it any more; without them they are looked up.
+    `references` are the (parameter, attribute) pairs of a model before its parameters were moved to the meta device,
+    where they cannot be found. If None, they are searched in `module`.
     """
     is_replaced = plan.zero >= 2 or plan.layout.tp > 1 or engine_named(plan.engine).replaces_parameters
-    # Such schedules compute gradients of weights apart, by torch.autograd.grad, which runs no hook of a parameter.
+    # These schedules compute weight gradients separately by torch.autograd.grad, which does not run parameter hooks.
     splits_backward = plan.layout.pp > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward
     is_hidden = is_replaced or plan.zero == 1 or plan.offload.optimizer != "none"
     for name, parameter in module.named_parameters():
         if has_gradient_hooks(parameter) and (is_replaced or splits_backward):
-            raise _refusal(
-                f"{name} has a gradient hook, which {_name(plan)} would never run",
+            raise _unsupported(
+                f"{_name(plan)} does not run gradient hooks, but parameter {name} has one",
                 code="support.parameter-gradient-hook",
             )
         if has_accumulation_hooks(parameter) and plan.layout.world_size > 1:
-            raise _refusal(
-                f"{name} has a hook that runs before its gradient is summed over ranks",
+            raise _unsupported(
+                f"parameter {name} has a hook that runs before its gradient is summed over ranks",
                 code="support.parameter-early-hook",
             )
         if type(parameter) is not nn.Parameter and is_hidden:
             kind = type(parameter).__name__
-            raise _refusal(
-                f"{name} is a {kind}, and {_name(plan)} would make a plain Parameter of it",
+            raise _unsupported(
+                f"{_name(plan)} replaces Parameter subclasses, but parameter {name} is a {kind}",
                 code="support.parameter-subclass",
             )
     if is_replaced or plan.layout.pp > 1:
-        for name, place in second_references(module) if references is None else references:
-            raise _refusal(
-                f"{name} is also kept in the attribute {place}, where {_name(plan)} would leave a weight that is not"
-                " trained",
+        if references is None:
+            references = second_references(module)
+        for name, attribute in references:
+            raise _unsupported(
+                f"{_name(plan)} replaces parameters, but {attribute} also refers to {name} and would not be trained",
                 code="support.parameter-second-reference",
             )
 
 
 def check_dense(module: nn.Module) -> None:
-    """Refuse complex parameters and layers with sparse gradients, which no step here can clip, sum or check."""
+    """Reject complex parameters and sparse gradients, which the training step cannot clip, sum or check."""
     for name, parameter in module.named_parameters():
         if parameter.is_complex():
             raise JobError(
-                f"{name} is {parameter.dtype}, and complex parameters are not trained here",
+                f"complex parameters are not supported, but {name} is {parameter.dtype}",
                 code="model.complex-parameter",
-                fix="keep it as real numbers (torch.view_as_real) and use torch.view_as_complex in forward",
+                fix="store it as real numbers (torch.view_as_real) and use torch.view_as_complex in forward",
             )
     for name, submodule in module.named_modules():
         if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
             raise JobError(
-                f"{name} has sparse = True, and gradients are dense here",
+                f"sparse gradients are not supported, but {name} has sparse = True",
                 code="model.sparse-gradients",
                 fix="use sparse=False",
             )
 
 
 def attributes_of(module: nn.Module) -> Attributes:
-    """Return what users set on parameters, by name."""
+    """Return the attributes that users set on parameters, by parameter name."""
     return {name: dict(vars(parameter)) for name, parameter in module.named_parameters() if vars(parameter)}
 
 
 def restore_attributes(module: nn.Module, attributes: Attributes) -> None:
-    """Set attributes on the parameters of these names that lack them."""
+    """Set attributes on the parameters of the same names, without replacing existing ones."""
     for name, parameter in module.named_parameters():
         copy_attributes(attributes.get(name, {}), parameter)
 
 
 def copy_attributes(attributes: dict[str, Any], parameter: nn.Parameter) -> None:
-    """Set attributes that the parameter lacks."""
+    """Set the attributes that the parameter does not have."""
     own = vars(parameter)
-    own.update({key: value for key, value in attributes.items() if key not in own})
+    for key, value in attributes.items():
+        own.setdefault(key, value)
 
 
 def _name(plan: Plan) -> str:
     if engine_named(plan.engine).replaces_parameters:
         return f"engine {plan.engine}"
-    return f"plan {plan.layout} with zero = {plan.zero}" if plan.zero else f"plan {plan.layout}"
+    zero = ""
+    if plan.zero:
+        zero = f" with zero = {plan.zero}"
+    return f"plan {plan.layout}{zero}"
 
 
-def _refusal(fact: str, *, code: str) -> JobError:
+def _unsupported(fact: str, *, code: str) -> JobError:
     return JobError(fact, code=code, fix="use --plan ddp, or change the model")
 
 
-# Which parameters are trained, and the gradient probe: which of them got no gradient in the first step, by rank.
+# Which parameters are trained, and which of them got no gradient in the first step, by rank.
 
 
 def trainable_of(
     named: Iterable[tuple[str, nn.Parameter]], *, owner: str = "the model"
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that require gradients; an `owner` without one is refused."""
+    """Return the parameters that require gradients; raise if `owner` has none."""
     found = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not found:
         raise JobError(
@@ -135,12 +140,12 @@ def trainable_of(
     return found
 
 
-def refuse_sparse(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse a gradient that is sparse: steps sum, check and clip dense ones."""
+def reject_sparse(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Reject sparse gradients: the training step sums, checks and clips dense gradients."""
     for name, parameter in named:
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise JobError(
-                f"{name} has a sparse gradient, and gradients are dense here",
+                f"sparse gradients are not supported, but {name} has one",
                 code="model.sparse-gradients",
                 fix="use sparse=False",
             )
@@ -151,73 +156,71 @@ def without_gradient(
     group: dist.ProcessGroup | None,
     has_gradient: Callable[[nn.Parameter], bool],
 ) -> dict[int, list[str]]:
-    """Return trainable parameters that have no gradient, by rank of `group`; communicates over it."""
+    """Return the trainable parameters without a gradient, by rank of `group`; communicates over `group`."""
     mine = sorted(name for name, parameter in named if parameter.requires_grad and not has_gradient(parameter))
-    if group is None or dist.get_backend(group) == "fake":
-        return {0: mine} if mine else {}
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone = [mine]
+    if group is not None and dist.get_backend(group) != "fake":
+        everyone = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(everyone, mine, group=group)
     return {rank: names for rank, names in enumerate(everyone) if names}
 
 
-# Which optimizers a plan can run: found by trying, since a class does not declare whether it reads whole tensors.
+# Which optimizers a plan supports. A class does not declare whether it reads full tensors, so a trial decides.
 #
-# An update that treats every element by itself (Adam, SGD) gives the same numbers on a shard as on the whole
-# parameter. One that reads the whole tensor (Adafactor's row means, Muon's orthogonalization) does so only as
-# far as DTensor's operators bring the shards together for it, in the same arithmetic. So a copy of the job's own
-# optimizer takes a few steps on small tensors, whole and sharded as the parameters are: where the results differ,
-# or the operators are not there, the plan is refused by the optimizer's name. This reaches any user's optimizer.
-# The trial is in fp64: vectorized kernels round the ends of a tensor otherwise than its middle, and in fp32 that is
-# as large as a small update.
+# An elementwise update (Adam, SGD) computes the same values on a shard as on the full parameter. An optimizer that
+# reads the full tensor (row means of Adafactor, orthogonalization of Muon) does so only if DTensor's operators gather
+# the shards for it. So a copy of the job's optimizer makes a few steps on small tensors, full and sharded. If the
+# results differ or an operator is missing, the plan is rejected with the optimizer's name. This covers custom
+# optimizers. The trial is in fp64: vectorized kernels round the ends of a tensor differently than its middle, and in
+# fp32 this difference is as large as a small update.
 
 
 _LARGEST = 16
-"""Elements along a dimension of a trial tensor: smaller parameters are tried in their own shape."""
+"""Maximum size of each dimension of a trial tensor; smaller parameters keep their shape."""
 _PER_GROUP = 4
 _STEPS = 3
 _ROUNDINGS = 1000
-"""Rounding errors by which a trial weight, of a size about 1, may differ: sums over shards have another order."""
+"""Rounding errors by which a trial weight of magnitude 1 may differ, because sums over shards are reordered."""
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose `step` cannot be called once after backward, with dense gradients."""
+    """Reject an optimizer whose `step` cannot be called once after backward with dense gradients."""
     kind = type(optimizer).__name__
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise JobError(
-            f"optimizer {kind} evaluates the loss several times in a step, through a closure",
+            f"optimizer {kind} needs a closure that evaluates the loss several times per step",
             code="optimizer.needs-closure",
-            fix="use an optimizer that steps once on given gradients",
+            fix="use an optimizer that does not need a closure",
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise JobError(
-            f"optimizer {kind} takes sparse gradients, and gradients are dense here",
+            f"optimizer {kind} needs sparse gradients, which are not supported",
             code="optimizer.sparse-gradients",
             fix="use Adam",
         )
 
 
 def check_sharded_updates(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that gives other updates on shards than on whole parameters; called on every rank.
+    """Reject an optimizer whose updates of shards differ from those of full parameters; call on every rank.
 
-    Communicates as far as the optimizer's own operators do, over the meshes of sharded parameters; each rank tries
-    its own shards.
+    Communicates over the meshes of sharded parameters if the optimizer's operators do. Each rank checks its own shards.
     """
-    samples = [_samples(group["params"]) for group in optimizer.param_groups]
-    if not any(samples):
+    likes = [_distinct(group["params"]) for group in optimizer.param_groups]
+    if not any(likes):
         return
     state = torch.get_rng_state()
     try:
-        expected = _try(optimizer, samples, lambda whole, _: whole)
-    except Exception:  # noqa: BLE001 - it wants more than parameters with gradients, so nothing can be learnt this way
+        expected = _try(optimizer, likes, lambda full, _: full)
+    except Exception:  # noqa: BLE001 - it needs more than parameters with gradients, so the trial is inconclusive
         return
     finally:
         torch.set_rng_state(state)
     kind = type(optimizer).__name__
-    fix = "use a plan that keeps parameters whole (ddp, pp), or an optimizer that treats every element by itself"
+    fix = "use a plan that does not shard parameters (ddp, pp), or an optimizer with elementwise updates"
     try:
-        found = _try(optimizer, samples, _placed)
-    except Exception as error:  # noqa: BLE001 - whatever torch lacks for shards
+        found = _try(optimizer, likes, _sharded_like)
+    except Exception as error:  # noqa: BLE001 - DTensor raises various errors for unsupported operators
         reason = str(error).strip().splitlines()[0]
         raise JobError(
             f"optimizer {kind} cannot update sharded parameters ({reason})",
@@ -226,22 +229,22 @@ def check_sharded_updates(optimizer: Optimizer) -> None:
         ) from None
     finally:
         torch.set_rng_state(state)
-    likes = [each for group in samples for each in group]
-    if any(map(_differ, found, expected, likes)):
+    flat = list(chain.from_iterable(likes))
+    if any(map(_differ, found, expected, flat)):
         raise JobError(
-            f"optimizer {kind} gives other updates on shards than on whole parameters",
+            f"optimizer {kind} computes different updates on shards than on full parameters",
             code="optimizer.sharded-update-differs",
             fix=fix,
         )
 
 
 def trial_shape(parameter: Tensor) -> list[int]:
-    """Return the shape of a trial tensor in the place of `parameter`."""
+    """Return the shape of the trial tensor for `parameter`."""
     return [min(size, _LARGEST) for size in parameter.shape]
 
 
-def _samples(parameters: Sequence[Tensor]) -> list[DTensor]:
-    """Return one sharded parameter of each number of dimensions and placement."""
+def _distinct(parameters: Sequence[Tensor]) -> list[DTensor]:
+    """Return one sharded parameter for each number of dimensions and placement."""
     found: dict[Any, DTensor] = {}
     for parameter in parameters:
         if isinstance(parameter, DTensor):
@@ -249,83 +252,89 @@ def _samples(parameters: Sequence[Tensor]) -> list[DTensor]:
     return list(found.values())[:_PER_GROUP]
 
 
-def _try(
-    optimizer: Optimizer, samples: list[list[DTensor]], place: Callable[[Tensor, DTensor], Tensor]
-) -> list[Tensor]:
-    """Step a copy of `optimizer` over trial tensors, each placed as its sample, and return by how much each moved."""
-    groups = [[nn.Parameter(place(_draw(each, _STEPS), each)) for each in group] for group in samples]
+def _try(optimizer: Optimizer, likes: list[list[DTensor]], place: Callable[[Tensor, DTensor], Tensor]) -> list[Tensor]:
+    """Run steps of a copy of `optimizer` on trial tensors placed like `likes`, and return their total updates."""
+    groups: list[list[nn.Parameter]] = []
+    for group in likes:
+        initial = [place(_random_like(each, _STEPS), each) for each in group]
+        groups.append(list(map(nn.Parameter, initial)))
     trial = object.__new__(type(optimizer))
     vars(trial).update(vars(optimizer))
-    members = zip(optimizer.param_groups, groups, strict=True)
-    trial.param_groups = [{**group, "params": parameters} for group, parameters in members if parameters]
+    trial.param_groups = []
+    for settings, members in zip(optimizer.param_groups, groups, strict=True):
+        if members:
+            trial.param_groups.append({**settings, "params": members})
     trial.state = defaultdict(dict)
     drop_step_hooks(trial)
     step = type(trial).step
     if getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined] # without global hooks, which count steps of the training
-    likes = [each for group in samples for each in group]
-    parameters = [each for group in groups for each in group]
+        step = step.__wrapped__  # type: ignore[attr-defined] # without global hooks, which count training steps
+    flat = list(chain.from_iterable(likes))
+    parameters = list(chain.from_iterable(groups))
     before = [each.detach().clone() for each in parameters]
     for number in range(_STEPS):
-        for parameter, like in zip(parameters, likes, strict=True):
-            parameter.grad = place(_draw(like, number), like)
+        for parameter, like in zip(parameters, flat, strict=True):
+            parameter.grad = place(_random_like(like, number), like)
         step(trial)
     return [each.detach() - first for each, first in zip(parameters, before, strict=True)]
 
 
-def _placed(whole: Tensor, like: DTensor) -> DTensor:
-    """Return `whole` sharded as `like`, whose own mesh knows this rank's coordinates.
+def _sharded_like(full: Tensor, like: DTensor) -> DTensor:
+    """Return `full` sharded as `like`, on the mesh of `like`, which has this rank's coordinate.
 
-    The mesh of a result may be an equal one out of DTensor's cache, made in the process that this one was forked from.
+    The mesh of a result may come from DTensor's cache, created in the process from which this one was forked.
     """
     placements = [Shard(each.dim) if each.is_shard() else Replicate() for each in like.placements]  # type: ignore[attr-defined]
-    return distribute_tensor(whole, like.device_mesh, placements, src_data_rank=None)
+    return distribute_tensor(full, like.device_mesh, placements, src_data_rank=None)
 
 
-def _draw(like: DTensor, seed: int) -> Tensor:
-    """Return numbers for a small tensor in the place of `like`, the same on every rank."""
-    drawn = torch.randn(trial_shape(like), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return drawn.to(like.to_local().device)
+def _random_like(like: DTensor, seed: int) -> Tensor:
+    """Return a small random tensor with the trial shape of `like`, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    sample = torch.randn(trial_shape(like), generator=generator, dtype=torch.float64)
+    return sample.to(like.to_local().device)
 
 
-def _differ(update: Tensor, whole: Tensor, like: DTensor) -> bool:
-    """Whether this rank's shard of an update is not that of the update of the whole parameter."""
+def _differ(update: Tensor, full: Tensor, like: DTensor) -> bool:
+    """Return whether this rank's shard of an update differs from the shard of the full parameter's update."""
     if not isinstance(update, DTensor):
         return True
-    found, expected = update.to_local(), _placed(whole, like).to_local()
+    found, expected = update.to_local(), _sharded_like(full, like).to_local()
     if not expected.numel():
         return False
-    allowed = _ROUNDINGS * torch.finfo(whole.dtype).eps * (1 + float(whole.abs().max()))
-    return not float((found - expected).abs().max()) <= allowed  # also true of NaN
+    allowed = _ROUNDINGS * torch.finfo(full.dtype).eps * (1 + float(full.abs().max()))
+    return not float((found - expected).abs().max()) <= allowed  # also true for NaN
 
 
-# Which dtypes of weights a plan can have: mixes that no wrapper takes are refused by name, before any is wrapped.
+# Which dtypes of weights a plan supports: unsupported mixtures are rejected by name before sharding.
 
 
 def check_dtypes(module: nn.Module, plan: Plan, *, adapted: bool) -> None:
-    """Refuse weights that no wrapper takes together, by name, before any is wrapped.
+    """Reject mixtures of parameter dtypes that FSDP2 or adapters do not support.
 
-    What is trained must be in the dtype of the plan's parameters, wherever that is relied on: beside adapters
-    and in FSDP2. Weights frozen beside adapters may also be in the dtype that the plan computes in.
+    With adapters or FSDP2, trained parameters must have the plan's parameter dtype. Frozen parameters with adapters
+    may also have the compute dtype.
     """
     stored, computed = DTYPES[plan.precision.parameter], DTYPES[plan.precision.compute]
-    named = [(name, weight) for name, weight in module.named_parameters() if weight.is_floating_point()]
-    trained = [f"{name} ({_dtype_name(each)})" for name, each in named if each.requires_grad and each.dtype != stored]
+    trained, frozen = [], []
+    for name, weight in module.named_parameters():
+        if not weight.is_floating_point():
+            continue
+        shown = f"{name} ({str(weight.dtype).removeprefix('torch.')})"
+        if weight.requires_grad and weight.dtype != stored:
+            trained.append(shown)
+        if weight.dtype not in {stored, computed}:
+            frozen.append(shown)
     if trained and (adapted or (plan.zero >= 2 and engine_named(plan.engine).uses_fsdp)):
         raise JobError(
-            f"{some_of(trained)} with requires_grad, where the plan trains parameters in {plan.precision.parameter}",
+            f"trained parameters must be {plan.precision.parameter}, got {some_of(trained)}",
             code="model.trained-dtype-mismatch",
-            fix=f"freeze them, or make them {plan.precision.parameter}, as by model.float()",
+            fix=f"freeze them, or convert them to {plan.precision.parameter}, such as by model.float()",
         )
-    frozen = [f"{name} ({_dtype_name(each)})" for name, each in named if each.dtype not in {stored, computed}]
     if frozen and adapted:
         raise JobError(
-            f"{some_of(frozen)} beside adapters, where the plan's parameters are {plan.precision.parameter}"
-            f" and computes in {plan.precision.compute}",
+            f"parameters of a model with adapters must be {plan.precision.parameter} or {plan.precision.compute}, got"
+            f" {some_of(frozen)}",
             code="model.frozen-dtype-mismatch",
-            fix=f"make the model {plan.precision.parameter}, or --set precision=bf16 for a bf16 one",
+            fix=f"convert the model to {plan.precision.parameter}, or --set precision=bf16 for a bf16 model",
         )
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

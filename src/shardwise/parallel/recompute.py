@@ -1,4 +1,4 @@
-"""Recompute (activation checkpointing), and the repeated blocks that it, compile and FSDP2 take as units."""
+"""Activation checkpointing, and the repeated blocks to which recompute, compile and FSDP2 are applied."""
 
 from __future__ import annotations
 
@@ -33,20 +33,23 @@ _KEPT = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-"""Operators with expensive results: "selective" keeps these and recomputes norms, activations and sums."""
+"""Operators with expensive results: "selective" saves these and recomputes norms, activations and sums."""
 
 
 def recompute_block(block: nn.Module, *, selective: bool) -> None:
-    """Have `block` forget its activations after forward; everything, or all but the results of expensive operators."""
-    # The block's own forward is replaced, not the block: names of parameters stay as they are.
+    """Apply activation checkpointing to `block`; `selective` saves the results of expensive operators."""
+    # Replacing the block's forward, not the block, preserves the names of parameters.
     contexts = partial(_contexts, BlockDropout(block), list(batch_norms(block)), selective=selective)
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
 def _contexts(masks: BlockDropout, norms: list[BatchNorm], *, selective: bool) -> Contexts:
-    """Return what surrounds forward, and what surrounds its repetition; called when forward begins."""
-    first, again = create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
-    # Wrapped even when there is nothing to put back: what `again` keeps is let go when it ends, not with the graph.
+    """Return the contexts of the forward pass and of its recomputation; called when forward starts."""
+    first: AbstractContextManager[Any] = nullcontext()
+    again: AbstractContextManager[Any] = nullcontext()
+    if selective:
+        first, again = create_selective_checkpoint_contexts(_policy)
+    # A generator context releases the tensors of `again` when it ends, not with the graph, even if it restores nothing.
     return first, _repeating(again, norms, masks.replay())
 
 
@@ -63,16 +66,17 @@ def _kept_operators() -> set[Any]:
 def _repeating(
     inner: AbstractContextManager[Any], norms: Iterable[BatchNorm], masks: AbstractContextManager[None]
 ) -> Iterator[None]:
-    with _without_tracking(norms), masks, inner:  # what the first copies is no operator of the block
+    with _without_tracking(norms), masks, inner:  # the copies of _without_tracking are not operators of the block
         yield
 
 
 @contextmanager
 def _without_tracking(norms: Iterable[BatchNorm]) -> Iterator[None]:
-    """Leave running statistics alone: the first pass has moved them."""
+    """Preserve running statistics, which the first forward pass has updated."""
     norms = list(norms)
-    kept = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+    kept = []
     for norm in norms:
+        kept += [(buffer, buffer.clone()) for buffer in norm.buffers()]
         norm.tracks = False
     try:
         yield
@@ -80,25 +84,30 @@ def _without_tracking(norms: Iterable[BatchNorm]) -> Iterator[None]:
         for norm in norms:
             norm.tracks = True
         for buffer, before in kept:
-            buffer.data.copy_(before)  # by .data: backward, which has seen it, must not think it changed
+            buffer.data.copy_(before)  # by .data: autograd, which saved the buffer, must not detect a change
 
 
-# The repeated blocks of a model: what is recomputed, compiled and sharded as one unit.
+# The repeated blocks of a model, which are recomputed, compiled and sharded as units.
 
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost repeated blocks by name, in the order of the module; a model may have none.
+    """Return the outermost repeated blocks by name, in module order; empty if the model has none.
 
-    A block is an entry of a ModuleList, or one of several of a class in a Sequential, that has parameters and
-    submodules: a single Linear is too small to be worth a collective. A module without a forward (a ModuleDict)
-    only groups modules that others call: the blocks are in it.
+    A block is a ModuleList entry, or one of several modules of the same class in a Sequential, that has parameters and
+    submodules. A single Linear is too small for a collective. A module without forward (a ModuleDict) only groups
+    modules, so its children are searched for blocks.
     """
     blocks: dict[str, nn.Module] = {}
     _collect(module, "", blocks)
     return blocks
+
+
+def block_of(name: str, blocks: Iterable[str]) -> str:
+    """Return the name of the block that contains the parameter or module `name`; "" if none does."""
+    return next((block for block in blocks if name.startswith(f"{block}.")), "")
 
 
 def _collect(module: nn.Module, prefix: str, blocks: dict[str, nn.Module]) -> None:
@@ -114,7 +123,7 @@ def _collect(module: nn.Module, prefix: str, blocks: dict[str, nn.Module]) -> No
 
 def _is_block(module: nn.Module) -> bool:
     has_children = next(module.children(), None) is not None
-    # A Linear with an adapter has children, and is as small as without.
+    # A Linear with an adapter has children, but is still small.
     is_called = getattr(type(module), "forward", nn.Module.forward) is not nn.Module.forward
     is_small = isinstance(module, (*_LISTS, nn.Linear))
     return has_children and is_called and not is_small and next(module.parameters(), None) is not None

@@ -1,4 +1,4 @@
-"""Replicated parameters: DDP with every argument set by the plan, compressed gradients, and low communication."""
+"""Replicated parameters: DDP configured by the plan, gradient compression, and low-communication training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersg
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.parallel.gradsync import local, sum_tensors
-from shardwise.torch_private.modules import NormBase
+from shardwise.torch_private.dispatch import NormBase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 def replicate(
     module: nn.Module, group: dist.ProcessGroup, device: torch.device, options: Communication
 ) -> DistributedDataParallel:
-    """Wrap `module` in DDP over `group`; called on every rank of it, which then all have rank 0's weights."""
+    """Wrap `module` in DDP over `group`, which broadcasts rank 0's weights; call on every rank of `group`."""
     on_gpu = device.type == "cuda"
-    # torch 2.13 renamed the argument; the old name warns there, the new one is unknown before.
+    # torch 2.13 renamed the argument: the old name warns there, and older versions do not accept the new one.
     parameters = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
     buffers: dict[str, Any] = {name: options.broadcast_buffers}
     model = DistributedDataParallel(
         module,
-        device_ids=[device.index] if on_gpu else None,  # CPU modules refuse device_ids
+        device_ids=[device.index] if on_gpu else None,  # DDP rejects device_ids for CPU modules
         process_group=group,
         **buffers,
         bucket_cap_mb=options.bucket_mb,
@@ -47,20 +47,20 @@ def replicate(
     return model
 
 
-# Compressed gradients for DDP: half precision on any backend, or low-rank PowerSGD; both change the numbers.
+# Gradient compression for DDP: half precision on any backend, or low-rank PowerSGD. Both change the numbers.
 
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _POWERSGD_START = 10
-"""Steps with plain averages first: the error feedback needs gradients that have settled."""
+"""Initial steps without compression: PowerSGD's error feedback needs gradients that have stabilized."""
 
 
 def compress(model: DistributedDataParallel, options: Communication) -> None:
-    """Have DDP send its buckets as the plan asks; called on every rank."""
+    """Register the communication hook for the plan's compression; call on every rank."""
     if dist.get_backend(model.process_group) == "fake":
-        model.register_comm_hook(None, _unchanged_hook)  # DDP asserts on the fake group's own all-reduce
+        model.register_comm_hook(None, _unchanged_hook)  # DDP does not support the all-reduce of the fake backend
     elif options.compression in _HALF:
-        # torch's own bf16 hook is refused by name on gloo; one without annotations is not looked at.
+        # DDP rejects torch's bf16 hook on gloo by its name, but accepts hooks without annotations.
         model.register_comm_hook((model.process_group, _HALF[options.compression]), _half_hook)
     elif options.compression == "powersgd":
         state = powersgd.PowerSGDState(
@@ -71,7 +71,7 @@ def compress(model: DistributedDataParallel, options: Communication) -> None:
 
 
 def _unchanged_hook(_, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - see `compress`
-    """Send nothing: a fake world has nobody to send to."""
+    """Return the bucket unchanged: a fake world has one real rank."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
@@ -81,7 +81,7 @@ def _half_hook(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, 
     """Average a bucket in half precision; communicates over the group in `state`."""
     group, dtype = state
     buffer = bucket.buffer()
-    small = (buffer / dist.get_world_size(group)).to(dtype)  # divided first: fp16 ends at 65504
+    small = (buffer / dist.get_world_size(group)).to(dtype)  # divided first: the largest fp16 is 65504
     work = dist.all_reduce(small, group=group, async_op=True)
 
     def widen(_: Any) -> Any:
@@ -93,23 +93,23 @@ def _half_hook(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, 
 def _powersgd_hook(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - see `compress`
     """Average a bucket by PowerSGD and wait for it; communicates over the group in `state`.
 
-    Its callbacks send again. nccl runs them in the order of calls; elsewhere they run when a message has come, between
-    the buckets that `backward` begins meanwhile, in an order that each rank has for itself.
+    PowerSGD's callbacks communicate again. NCCL runs them in the order of calls. Other backends run them when a message
+    arrives, interleaved with new buckets of backward, in an order that differs between ranks.
     """
     future = powersgd.powerSGD_hook(state, bucket)
     future.wait()
     return future
 
 
-# Low communication: replicas train on their own for a round of steps, then an outer optimizer brings them together.
+# Low communication: replicas train independently for a round of steps, then an outer optimizer averages them.
 
 
 class OuterSync:
-    """Local SGD and DiLoCo: gradients are summed within a replica only; replicas synchronize at the end of a round.
+    """Local SGD and DiLoCo: gradients are summed within a replica, and replicas synchronize after each round.
 
-    There the outer optimizer, Nesterov's SGD, takes the mean over replicas of how far each went from the anchor, the
-    weights they all began the round with, for its gradient; all go on from where it moves the anchor. Anchor and
-    momentum are as large as the trained parameters each, and live where those are.
+    The outer optimizer is SGD with Nesterov momentum. The anchor is the weights at the start of the round. The outer
+    gradient is the mean over replicas of anchor minus weights, and all replicas continue from the updated anchor.
+    Anchor and momentum have the size of the trained parameters each, on the same device.
     """
 
     def __init__(
@@ -122,14 +122,15 @@ class OuterSync:
         options: Communication,
         ends_round: Callable[[int], bool],
     ) -> None:
-        """`inner` sums within a replica; `group` joins the ranks that have the same shard of every replica.
+        """`inner` sums within a replica; `group` contains the ranks with the same shard of every replica.
 
-        `statistics` are averaged when replicas synchronize; `ends_round` returns whether they do after a step.
+        `statistics` are averaged when replicas synchronize. `ends_round` returns whether they synchronize after a step.
         """
         self._inner = inner
         self._group = group
         self._replicas = dist.get_world_size(group)
-        # A feed counts what one replica reads and takes the others to count alike; a gradient is the replica's own.
+        # The loss normalizer is the global count, which assumes equal counts on all replicas, but gradients are per
+        # replica.
         self.gain = inner.gain * self._replicas
         self._ends_round = ends_round
         self._statistics = statistics
@@ -139,30 +140,30 @@ class OuterSync:
         self._optimizer = torch.optim.SGD(
             self._anchors, lr=options.outer_lr, momentum=options.outer_momentum, nesterov=options.outer_momentum > 0
         )
-        if options.outer_momentum:  # made now rather than at the first sync, so that a checkpoint can fill it
+        if options.outer_momentum:  # created here, not at the first sync, so that a checkpoint can restore it
             for anchor in self._anchors:
                 self._optimizer.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor)
         self._is_in_round = False
 
     def accumulate(self) -> AbstractContextManager[object]:
-        """Keep back what is summed within a replica."""
+        """Return the context of `inner`, in which sync within a replica is deferred."""
         return self._inner.accumulate()
 
     def no_sync(self) -> AbstractContextManager[object]:
-        """Keep back what is summed within a replica."""
+        """Return the context of `inner`, in which sync within a replica is deferred."""
         return self._inner.no_sync()
 
-    def finish_held(self) -> None:
-        """Sum within the replica what was kept back."""
-        self._inner.finish_held()
+    def finish_deferred(self) -> None:
+        """Sum deferred gradients within the replica; communicates over its ranks."""
+        self._inner.finish_deferred()
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
-        """Ask what sums within a replica."""
+        """Return whether this rank's backward computed a gradient of `parameter`."""
         return self._inner.has_gradient(parameter)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sum within the replica; the weights before the first update of a round are its anchor."""
+        """Sum within the replica, and copy the weights to the anchor before the first update of a round."""
         self._inner.finish()
         if not self._is_in_round:
             _copy(self._anchors, self._weights)
@@ -170,7 +171,10 @@ class OuterSync:
 
     @torch.no_grad()
     def finish_step(self, number: int) -> None:
-        """Communicate over the replicas if `number` updates end a round: move the anchor, and go on from there."""
+        """Synchronize replicas if step `number` ends a round: update the anchor and copy it to the weights.
+
+        Communicates over the replicas then; call on every rank.
+        """
         if not self._ends_round(number):
             return
         moves = [anchor - weight for anchor, weight in zip(self._anchors, self._weights, strict=True)]
@@ -184,26 +188,26 @@ class OuterSync:
         self._is_in_round = False
 
     def state(self) -> dict[str, Tensor]:
-        """The momentum, as outer_momentum/PARAMETER; between rounds, when it is saved, the weights are the anchor."""
-        states: list[dict[str, Any]] = [self._optimizer.state.get(anchor, {}) for anchor in self._anchors]
-        return {
-            f"outer_momentum/{name}": state["momentum_buffer"]
-            for name, state in zip(self._names, states, strict=True)
-            if "momentum_buffer" in state
-        }
+        """Return the momentum as outer_momentum/PARAMETER. Between rounds, the anchor equals the weights."""
+        found = {}
+        for name, anchor in zip(self._names, self._anchors, strict=True):
+            momentum = self._optimizer.state.get(anchor, {}).get("momentum_buffer")
+            if momentum is not None:
+                found[f"outer_momentum/{name}"] = momentum
+        return found
 
 
-def by_rounds(
+def sync_by_rounds(
     inner: GradSync,
     model: nn.Module,
     named: Sequence[tuple[str, nn.Parameter]],
     *,
     plan: Plan,
-    place: MeshContext,
+    context: MeshContext,
     ends_round: Callable[[int], bool],
 ) -> GradSync:
-    """Return the sync of a plan whose replicas synchronize after rounds of steps; else `inner`."""
-    mesh = place.axis("replicate")
+    """Return an `OuterSync` if the plan's replicas synchronize after rounds of steps, else `inner`."""
+    mesh = context.axis("replicate")
     if plan.communication.sync_every == 1 or mesh is None:
         return inner
     statistics: list[Tensor] = []

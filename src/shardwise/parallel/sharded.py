@@ -1,4 +1,4 @@
-"""Sharded parameters: FSDP2 with one unit per repeated block, units and gradients in one order on all ranks."""
+"""Sharded parameters: FSDP2 with one unit per repeated block, and a consistent order of units on all ranks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, **LOWER}
-"""Words of a plan -> dtypes."""
+"""dtypes by their names in a plan."""
 
 
 def shard_unit(module: nn.Module, plan: Plan, mesh: DeviceMesh, *, keep: bool = False) -> None:
-    """Shard the parameters of one unit that are not yet sharded; called on every rank of `mesh`, inner units first.
+    """Shard the unsharded parameters of one unit; call on every rank of `mesh`, inner units first.
 
-    On a mesh of two axes the first replicates and the second shards (HSDP). With `keep` they stay gathered from
-    forward to backward; of the root unit, which backward needs first, that costs no memory.
+    On a mesh of two axes, the first replicates and the second shards (HSDP). With `keep`, parameters stay gathered from
+    forward to backward. This costs no memory for the root unit, which backward needs first.
     """
     options: dict[str, Any] = {}
     if plan.offload.parameters == "cpu":
@@ -44,7 +44,7 @@ def shard_unit(module: nn.Module, plan: Plan, mesh: DeviceMesh, *, keep: bool = 
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=LOWER.get(precision.compute), reduce_dtype=DTYPES[precision.reduce]
         )
-    # ZeRO-2 keeps gathered parameters until backward is done; ZeRO-3 frees them after each use.
+    # ZeRO-2 keeps parameters gathered until the end of backward; ZeRO-3 frees them after each use.
     fully_shard(
         module,
         mesh=mesh,
@@ -53,58 +53,60 @@ def shard_unit(module: nn.Module, plan: Plan, mesh: DeviceMesh, *, keep: bool = 
         **options,
     )
     sharded: FSDPModule = module  # type: ignore[assignment]
-    # The loss is divided by the global count already: gradients are summed, never averaged.
+    # The loss is divided by the global count, so gradients are summed, not averaged.
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
 
 
 def unshardable(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that FSDP2 cannot shard, which stay replicated: scalars, and those without elements."""
+    """Return the parameters that FSDP2 cannot shard and that stay replicated: scalars and empty tensors."""
     return [parameter for parameter in module.parameters() if parameter.ndim == 0 or parameter.numel() == 0]
 
 
 def check_sharded(module: nn.Module, plan: Plan, *, by_step: bool = True) -> None:
-    """Refuse scalars, which FSDP2 cannot shard, where nobody would sum their gradients: with tp, and outside a step."""
+    """Reject scalars, which FSDP2 cannot shard, if their gradients would not be summed: with tp, or without a step."""
     names = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     if plan.zero < 2 or not names or (by_step and plan.layout.tp == 1):
         return
-    why = "which tp has made DTensors already" if by_step else "and a loop of your own does not sum their gradients"
+    why = "and a custom training loop does not sum their gradients"
+    fix = "reshape them to one dimension, or use build_step"
+    if by_step:
+        why = "and tp has converted them to DTensors"
+        fix = "reshape them to one dimension, or use tp without sharding"
     raise JobError(
         f"FSDP2 does not shard scalar parameters ({some_of(names)}), {why}",
         code="support.fsdp-scalar-parameter",
-        fix="give them one dimension" + (", or use tp without sharding" if by_step else ", or use build_step"),
+        fix=fix,
     )
 
 
-def set_prefetch(blocks: Sequence[nn.Module], depth: int) -> None:
-    """Gather `depth` blocks ahead of use, forward and backward; 1 is what FSDP2 does by itself."""
+def set_prefetch(units: Sequence[FSDPModule], depth: int) -> None:
+    """Prefetch `depth` units in forward and backward; 1 is FSDP2's default."""
     if depth == 1:
         return
-    units: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     for order, prefetch in (
         (units, FSDPModule.set_modules_to_forward_prefetch),
         (units[::-1], FSDPModule.set_modules_to_backward_prefetch),
     ):
         for position, unit in enumerate(order):
-            prefetch(unit, order[position + 1 : position + 1 + depth])
+            prefetch(unit, list(order[position + 1 : position + 1 + depth]))
 
 
-# One list of gradients on all data-parallel ranks of FSDP2, also where ranks use different parameters.
+# Gradients of FSDP2 units on data-parallel ranks that use different parameters.
 #
-# FSDP2 packs the gradients that a rank has into one buffer and sums the buffers. Where ranks use different
-# parameters of a unit (the experts of a mixture), it would add the gradient of one parameter to that of another, or
-# wait for bytes that nobody sends. The invariant kept here: every rank reduces every trainable parameter of a unit,
-# zeros for one that it did not use. A parameter that no rank used has no gradient afterwards, as in one process, so
-# the optimizer passes it over.
+# FSDP2 packs the gradients of a rank into one buffer and sums the buffers. If ranks use different parameters of a unit
+# (the experts of a mixture), it would sum the gradients of different parameters, or wait for bytes that no rank sends.
+# The invariant kept here: every rank reduces every trainable parameter of a unit, with zeros for unused ones. A
+# parameter that no rank used has no gradient afterwards, as in one process, so the optimizer skips it.
 
 
 class ReducedList:
-    """Completes the gradients of every FSDP2 unit of a model before they are reduced."""
+    """Completes the gradients of every FSDP2 unit of a model before the reduction."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, *, by_itself: bool = False) -> None:
-        """`group` joins on the host the ranks that sum gradients; None for one rank.
+        """`group` is a host group of the ranks that sum gradients; None for one rank.
 
-        With `by_itself` every backward that reduces ends with `finish`, for a loop that does not call it.
+        With `by_itself`, every backward that reduces ends with `finish`, for training loops that do not call it.
         """
         self._group = group
         self._by_itself = by_itself
@@ -112,29 +114,29 @@ class ReducedList:
         self._members: list[Any] = []
         """FSDP2's records of all trainable parameters, in the same order on every rank."""
         self._used: set[int] = set()
-        """Ids of sharded parameters that this rank had a gradient for."""
+        """Ids of sharded parameters for which this rank computed a gradient."""
         self._filled: set[int] = set()
-        """Ids of those that got zeros, and had no gradient from an earlier micro-batch."""
+        """Ids of parameters that got zeros and had no gradient from an earlier micro-batch."""
         for unit in parameter_groups(model):
             self._members += _trainable(unit)
             unit.post_backward = partial(self._reduce, unit, unit.post_backward)
 
     def _reduce(self, unit: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-        """Run FSDP2's reduction of one unit, of the whole list where it reduces at all."""
+        """Run FSDP2's reduction of one unit, with the gradients of all trainable parameters if it reduces."""
         if unit.reduce_grads:
             self._complete(unit)
             if self._by_itself and not self._is_queued:
-                # Runs after the callback that FSDP2 has queued already, which reduces what is left.
+                # This callback runs after the one that FSDP2 has queued, which reduces the remaining gradients.
                 call_after_backward(self.finish)
                 self._is_queued = True
         post_backward(*unused)
 
     def _complete(self, unit: Any) -> None:
-        """Give every trainable parameter of a unit a gradient, all of them in one dtype."""
+        """Set a gradient for every trainable parameter of a unit, all in one dtype."""
         members = [member for member in _trainable(unit) if gathered_parameter(member) is not None]
         for member in members:
             member.accumulate_unsharded_grad_if_needed()
-        # Micro-batches that were not reduced left their gradients in the dtype of the reduction.
+        # Micro-batches without reduction accumulated their gradients in the dtype of the reduction.
         are_accumulated = any(member.unsharded_accumulated_grad is not None for member in members)
         for member in members:
             whole: Any = gathered_parameter(member)
@@ -148,11 +150,11 @@ class ReducedList:
                 member.to_accumulated_grad_if_needed()
 
     def is_used(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank used a sharded parameter since the last `finish`."""
+        """Return whether this rank used a sharded parameter since the last `finish`."""
         return id(parameter) in self._used
 
     def finish(self) -> None:
-        """Take zeros back where no rank used a parameter; communicates, on every rank after a step's backward."""
+        """Remove gradients of parameters that no rank used; communicates, call on every rank after backward."""
         used = torch.tensor([id(member.sharded_param) in self._used for member in self._members], dtype=torch.uint8)
         if self._group is not None:
             dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
@@ -168,16 +170,16 @@ def _trainable(unit: Any) -> list[Any]:
     return [member for member in unit.fsdp_params if member.sharded_param.requires_grad]
 
 
-# Parameters of an FSDP2 unit that are used outside of its forward, where only shards of them are present.
+# Parameters of an FSDP2 unit that are used outside its forward, when they are sharded.
 
 
 _MIXED = "mixed torch.Tensor and DTensor"
-"""torch's message for an operation on a whole tensor and a shard."""
+"""torch's message for an operation on a tensor and a DTensor."""
 
 
 @contextmanager
 def naming_outside_use(model: nn.Module) -> Iterator[None]:
-    """Surround a forward pass of a sharded `model`: name the module that computes with shards, and its unit."""
+    """Wrap a forward pass of a sharded `model` and name the module that computes with shards, if any."""
     try:
         yield
     except RuntimeError as error:
@@ -189,65 +191,65 @@ def naming_outside_use(model: nn.Module) -> Iterator[None]:
 def _outside_use(model: nn.Module, traceback: TracebackType | None) -> JobError:
     modules = {id(module): name for name, module in model.named_modules()}
     name = ""
-    while traceback is not None:  # from the outermost call to the one that failed
+    while traceback is not None:  # from the outermost call to the failing one
         caller = traceback.tb_frame.f_locals.get("self")
         name = modules.get(id(caller), name)
         traceback = traceback.tb_next
-    kind = type(model.get_submodule(name)).__name__.removeprefix("FSDP")  # fully_shard adds that to the class
+    kind = type(model.get_submodule(name)).__name__.removeprefix("FSDP")  # fully_shard adds this prefix
     used = f"{name or 'the model'} ({kind})"
     unit = _unit_of(model, name)
     if unit:
-        fact = f"FSDP2 gathers {unit} for its own forward, and {used} is called outside of it"
+        fact = f"FSDP2 gathers {unit} only in its forward, but {used} is called outside it"
     else:
-        fact = f"FSDP2 gathers parameters for the forward of the model or of a repeated block, and {used} reads shards"
+        fact = f"FSDP2 gathers parameters only in the forward of the model or a block, but {used} reads shards"
     return JobError(
         fact,
         code="support.fsdp-use-outside-block",
-        fix="call the model, which calls its blocks, or use --plan ddp or zero1, which keep parameters whole",
+        fix="call the model, which calls its blocks, or use --plan ddp or zero1, which do not shard parameters",
     )
 
 
 def _unit_of(model: nn.Module, name: str) -> str:
-    """Return the innermost unit around a module, "" for the model itself."""
+    """Return the innermost unit around a module; "" for the model itself."""
     while name and not isinstance(model.get_submodule(name), FSDPModule):
         name = name.rpartition(".")[0]
     return name
 
 
-# One order of FSDP2 units on all data-parallel ranks, also where the data decides which units run.
+# One order of FSDP2 units on all data-parallel ranks, even if the data determines which units run.
 #
-# FSDP2 gathers a unit when its forward is called. A rank that skips one (an expert without tokens, a dropped layer)
-# would pair its next all-gather with another unit's on the other ranks: wrong weights where sizes are equal, an
-# abort or a wait where they are not. The invariant kept here: every rank makes the same sequence of unit calls. A
-# rank that skips a unit makes a stand-in call, which runs FSDP2's own hooks and no forward: it gathers, and in
-# backward gathers and reduces, when the others do. Autograd runs nodes in the reverse order of their creation, so
-# backward keeps the order of forward.
+# FSDP2 gathers a unit when its forward is called. A rank that skips a unit (an expert without tokens, a dropped layer)
+# would pair its next all-gather with the one of a different unit on other ranks, which causes wrong weights if the
+# sizes are equal, and an abort or a hang otherwise. The invariant kept here: every rank makes the same sequence of unit
+# calls. A rank that skips a unit makes a placeholder call, which runs FSDP2's hooks but no forward: it gathers, and in
+# backward gathers and reduces, together with the other ranks. Autograd runs nodes in the reverse order of their
+# creation, so backward preserves the order.
 #
-# In the first passes ranks agree on the next unit before each call, one small collective on the host. If all of
-# them ran all units, in one sequence, that is the list which each rank follows from then on by itself; else they
+# In the first passes, ranks agree on the next unit before each call by one small collective on the host. If all ranks
+# ran all units in one sequence, each rank follows this sequence without communication from then on. Otherwise they
 # agree in every pass.
 
 
 _AGREED_PASSES = 2
-"""A model that is called in two ways, one after the other, has shown both."""
+"""Two passes: enough to detect a model that alternates between two orders."""
 
 
 def keep_unit_order(root: nn.Module, units: Mapping[str, FSDPModule], group: dist.ProcessGroup) -> None:
-    """Have the ranks of the host `group` call the `units` of `root` in one sequence; forward then communicates."""
+    """Make the ranks of the host `group` call the `units` of `root` in one order; forward then communicates."""
     order = _UnitOrder(root, units, group)
     root.register_forward_pre_hook(order.begin, prepend=True)
-    root.register_forward_hook(order.end, prepend=True)  # before FSDP2's own, which ends the pass
+    root.register_forward_hook(order.end, prepend=True)  # before FSDP2's hook, which ends the pass
     for index, unit in enumerate(units.values()):
         unit.register_forward_pre_hook(order.before(index), prepend=True, with_kwargs=True)  # type: ignore[attr-defined]
 
 
 class _UnitCall(NamedTuple):
-    """A call of a unit."""
+    """A call of a unit in a forward pass."""
 
     unit: int
-    """Its index among the units as the model lists them; their number marks the end of a pass."""
+    """Index of the unit in the model; the number of units marks the end of a pass."""
     has_gradient: bool
-    """Whether the unit's input has one. FSDP2 reduces the unit when that is there; without one, when backward ends."""
+    """Whether an input requires a gradient. If so, FSDP2 reduces the unit at that gradient, else after backward."""
 
 
 class _Sequence:
@@ -257,11 +259,11 @@ class _Sequence:
         self._num_units = num_units
         self.passes = 0
         self.varies = False
-        """Ranks or passes differed, or left out a unit: ranks agree before every call."""
+        """Whether ranks or passes differed or skipped a unit; then ranks agree before every call."""
         self.calls: list[_UnitCall] = []
 
-    def learn(self, calls: list[_UnitCall], *, differed: bool) -> None:
-        """Take over what a pass called."""
+    def update(self, calls: list[_UnitCall], *, differed: bool) -> None:
+        """Record the calls of a pass."""
         is_whole = len({call.unit for call in calls}) == self._num_units
         is_same = self.passes == 0 or calls == self.calls
         self.varies = self.varies or differed or not (is_whole and is_same)
@@ -270,7 +272,7 @@ class _Sequence:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether each rank can follow the list by itself."""
+        """Whether each rank can follow the recorded sequence without communication."""
         return self.passes >= _AGREED_PASSES and not self.varies
 
 
@@ -283,30 +285,30 @@ class _UnitOrder:
         self._known = {is_training: _Sequence(len(units)) for is_training in (True, False)}
         self._is_running = False
         self._calls: list[_UnitCall] = []
-        self._num_stand_ins = 0
+        self._num_placeholders = 0
         self._tokens: list[Tensor] = []
-        """Outputs of stand-ins, which become part of the root's output so that backward reaches them."""
+        """Outputs of placeholder calls, which become inputs of the root's output so that backward reaches them."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, _module: nn.Module, _args: Any) -> None:
         """Start a pass of the root."""
         self._is_running = True
-        self._calls, self._tokens, self._num_stand_ins = [], [], 0
+        self._calls, self._tokens, self._num_placeholders = [], [], 0
 
     def before(self, index: int) -> Any:
-        """Return the hook that runs before a unit's forward: the calls that other ranks make first."""
+        """Return the hook that runs before a unit's forward and makes the calls that other ranks make first."""
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._is_running:
-                return  # recomputed in backward, or called outside of the root's forward
+                return  # recomputation in backward, or a call outside the root's forward
             self._catch_up(_UnitCall(index, any(_differentiable(leaf) for leaf in tree_leaves((args, kwargs)))))
 
         return hook
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Make the calls that other ranks still make, and finish the pass."""
+        """Make the remaining calls of other ranks, and finish the pass."""
         if not self._is_running:
             return output
         self._catch_up(_UnitCall(len(self._units), has_gradient=False))
@@ -316,14 +318,14 @@ class _UnitOrder:
         tokens, self._tokens = self._tokens, []
         if not any(_differentiable(leaf) for leaf in tree_leaves(output)):
             raise JobError(
-                "the model returns no tensor with a gradient, and this rank skips repeated blocks that others run",
+                "the model returns no tensor with a gradient, but this rank skips blocks that other ranks run",
                 code="support.fsdp-output-without-gradient",
                 fix="return tensors in tuples, lists or dicts, or use --plan ddp or zero1",
             )
         return tree_map_only(Tensor, lambda leaf: _tie(leaf, tokens), output)
 
     def _catch_up(self, wanted: _UnitCall) -> None:
-        """Make stand-in calls until it is the turn of `wanted`; communicates while the order is not fixed."""
+        """Make placeholder calls until the call `wanted` is next; communicates while the order is not fixed."""
         known = self._known[self._root.training]
         while True:
             turn = self._listed(known, wanted) if known.is_fixed else self._agreed(wanted)
@@ -332,31 +334,31 @@ class _UnitOrder:
             self._calls.append(turn)
             if turn.unit == wanted.unit:
                 return
-            self._stand_in(turn)
+            self._call_placeholder(turn)
         if not known.is_fixed:
-            differed = _smallest(-self._num_stand_ins, self._group) < 0
-            known.learn(self._calls, differed=differed)
+            differed = _smallest(-self._num_placeholders, self._group) < 0
+            known.update(self._calls, differed=differed)
 
     def _agreed(self, wanted: _UnitCall) -> _UnitCall:
-        """Return what all ranks call next: the first unit, as the model lists them, that any of them wants."""
+        """Return the next call of all ranks: the first unit in model order that any rank wants; communicates."""
         index, has_none = divmod(_smallest(2 * wanted.unit + (not wanted.has_gradient), self._group), 2)
         return _UnitCall(index, not has_none)
 
     def _listed(self, known: _Sequence, wanted: _UnitCall) -> _UnitCall:
-        """Return what is next on the list."""
+        """Return the next call of the recorded sequence."""
         rest = known.calls[len(self._calls) :]
         if wanted.unit != len(self._units) and all(wanted.unit != call.unit for call in rest):
             raise JobError(
-                f"{self._names[wanted.unit]} runs at another place than in the first passes, and FSDP2 gathers units"
-                " in one order on all ranks",
+                f"FSDP2 gathers units in one order on all ranks, but {self._names[wanted.unit]} runs in a different"
+                " order than in the first passes",
                 code="support.fsdp-block-order",
                 fix="run repeated blocks in the same order in every pass, or use --plan ddp or zero1",
             )
         return rest[0] if rest else _UnitCall(len(self._units), has_gradient=False)
 
-    def _stand_in(self, call: _UnitCall) -> None:
-        """Gather a unit as if it ran."""
-        self._num_stand_ins += 1
+    def _call_placeholder(self, call: _UnitCall) -> None:
+        """Gather a unit without running its forward; communicates over the unit's mesh."""
+        self._num_placeholders += 1
         has_gradient = call.has_gradient and torch.is_grad_enabled()
         output = gather_without_forward(self._units[call.unit], has_gradient=has_gradient)
         if output.requires_grad:
@@ -364,12 +366,12 @@ class _UnitOrder:
 
 
 class _Tie(torch.autograd.Function):
-    """A copy of a tensor whose backward also reaches tokens, with a gradient of zero."""
+    """Copy a tensor so that backward also reaches `tokens`, with a gradient of zero."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *tokens: Tensor) -> Tensor:
         ctx.save_for_backward(*tokens)
-        return tensor.clone()  # a view made here could not be changed in place by the loss
+        return tensor.clone()  # a view created here could not be changed in place by the loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:

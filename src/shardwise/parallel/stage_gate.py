@@ -1,9 +1,9 @@
-"""The gate of a pipeline stage: between its layers and those of its neighbours, and what may not pass it.
+"""The gate of a pipeline stage, which replaces the layers of other stages and exits after the stage's last layer.
 
-Every stage runs the user's own forward. The gate replaces the output of the layer before the stage's first by what the
-neighbour sent, and leaves forward, by an exception, after the stage's last layer. What a stage does not have is NaN, so
-that its use shows; what would go wrong without a NaN is refused here: a boundary inside an autograd function, which
-splits the graph, and a walk over modules, of which only this stage's would be found.
+Every stage runs the user's forward. The gate replaces the output of the layer before the stage's first by the received
+activations, and exits forward by an exception after the stage's last layer. Tensors of other stages are NaN, so that
+their use is detected. Two cases that would fail without a NaN raise an error here: a boundary inside an autograd
+function, which splits the graph, and iteration over modules, which would only find those of this stage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch.autograd.function import FunctionCtx
 
 from shardwise.errors import JobError
 from shardwise.parallel.gradsync import local
-from shardwise.torch_private.modules import own_parameters
+from shardwise.parallel.skeleton import joined
+from shardwise.torch_private.dispatch import own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,19 +29,19 @@ if TYPE_CHECKING:
     from shardwise.plans.pipeline import StageSplit
 
 
-def stand_in(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return NaN in the shape of `tensor`, in a few bytes: for what lives on another stage.
+def nan_placeholder(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a placeholder of the shape of `tensor` for a tensor of another stage: NaN, stored in a few bytes.
 
-    The part before the layers runs on every stage, so that masks and positions are there; what it makes of
-    parameters it has not is thrown away, and is NaN, so that nothing can use it unnoticed.
+    The code before the layers runs on every stage to compute masks and positions. Results that depend on absent
+    parameters are discarded, and they are NaN, so that their use is detected.
     """
     if not tensor.is_floating_point():
         return torch.zeros((), dtype=tensor.dtype, device=device or tensor.device).expand(tensor.shape)
     return torch.full((), torch.nan, dtype=dtype or tensor.dtype, device=device or tensor.device).expand(tensor.shape)
 
 
-class Left(BaseException):
-    """Carries the output of a stage's last layer out of the user's forward; no Exception, which users catch."""
+class StageExit(BaseException):
+    """Carries the output of a stage's last layer out of forward; a BaseException, which user code does not catch."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -48,92 +49,92 @@ class Left(BaseException):
 
 
 class Gate:
-    """The boundary between the layers of a stage and its neighbours', during one forward."""
+    """The boundary between the layers of a stage and those of its neighbours, during one forward."""
 
     def __init__(self, layers: str, own: range) -> None:
         self.own = own
         self.layers = layers
         self.is_open = False
         self.received: Any = None
-        self.strangers: list[str] = []
-        """Parts of other stages that were used in this forward; what they made is NaN."""
+        self.foreign: list[str] = []
+        """Modules of other stages that were used in this forward; their outputs are NaN."""
         self._nothing: Any = None
         self._has_grad = False
         self._seen: set[int] = set()
 
     def open(self, received: tuple[Tensor, ...], structure: Structure) -> None:
-        """Begin a forward with the output of the layer before this stage's first."""
-        self.is_open, self._seen, self.strangers = True, set(), []
+        """Start a forward pass with the output of the layer before this stage's first."""
+        self.is_open, self._seen, self.foreign = True, set(), []
         self.received = unpack(received, structure)
         self._has_grad = torch.is_grad_enabled()
-        self._nothing = unpack(tuple(stand_in(tensor) for tensor in received), structure)
+        self._nothing = unpack(tuple(nan_placeholder(tensor) for tensor in received), structure)
 
     def close(self) -> None:
-        """End a forward."""
+        """End a forward pass."""
         self.is_open, self.received, self._nothing = False, None, None
 
     def name_of(self, number: int) -> str:
         """Return the name of a layer; the list of layers may be the model itself."""
-        return f"{self.layers}.{number}" if self.layers else str(number)
+        return joined(self.layers, str(number))
 
     @property
     def has_skipped_all(self) -> bool:
-        """Whether every layer before this stage's own was called, as the first to run must be."""
+        """Whether every layer before this stage's first was called, as the schedule requires."""
         return len(self._seen) == self.own.start
 
     def skip(self, number: int) -> Any:
-        """Stand for a layer of another stage: return what the last of them did, for those before it NaN."""
+        """Replace a layer of another stage: return the received activations for the last of them, NaN for others."""
         if number in self._seen or number >= self.own.stop:
             raise JobError(
                 f"layer {self.name_of(number)} runs twice or out of order in one forward",
                 code="support.pipeline-layer-order",
-                fix="pipelines need every layer once, in the order of the list; use pp = 1",
+                fix="call every layer once, in the order of the list, or use pp = 1",
             )
         self._seen.add(number)
         if number != self.own.start - 1:
             return self._nothing
-        self._refuse_reentrant(number)
+        self._check_reentrant(number)
         return self.received
 
     def check_foreign(self, path: str) -> None:
-        """Note that a module of another stage is used; refuse it where this stage's layers have begun."""
-        self.strangers.append(path)
+        """Record the use of a module of another stage; raise if this stage's layers have started."""
+        self.foreign.append(path)
         if self.is_open and self.own.start and self.has_skipped_all:
             raise JobError(
-                f"{path} is registered before {self.layers} and used after it, so it is on the wrong pipeline stage",
+                f"{path} is used after {self.layers} but registered before it, so it is on the wrong pipeline stage",
                 code="support.pipeline-registration-order",
-                fix="register it again, behind the layers: parent.name = parent._modules.pop(name)",
+                fix="register it again, after the layers: parent.name = parent._modules.pop(name)",
             )
 
     def leave(self, _: nn.Module, __: Any, output: Any) -> None:
-        """Leave the user's forward after this stage's last layer; a layer run again in backward stays."""
+        """Exit the user's forward after this stage's last layer; recomputation in backward does not exit."""
         if self.is_open:
-            self._refuse_reentrant(self.own[-1])
-            raise Left(output)
+            self._check_reentrant(self.own[-1])
+            raise StageExit(output)
 
-    def _refuse_reentrant(self, number: int) -> None:
-        """Refuse a boundary inside an autograd function: activations would pass it, and gradients would not."""
+    def _check_reentrant(self, number: int) -> None:
+        """Reject a stage boundary inside an autograd function: gradients would not cross it."""
         if self._has_grad and not torch.is_grad_enabled() and _is_inside_function():
             raise JobError(
-                f"layer {self.name_of(number)} runs inside an autograd function, as reentrant activation checkpointing"
-                " runs it, and no gradient would cross the pipeline stage's boundary there",
+                f"layer {self.name_of(number)} runs inside an autograd function, as with reentrant activation"
+                " checkpointing, so gradients would not cross the boundary of the pipeline stage",
                 code="support.pipeline-reentrant-checkpoint",
-                fix="use checkpoint(..., use_reentrant=False), leave recompute to the plan, or use pp = 1",
+                fix="use checkpoint(..., use_reentrant=False), remove it and set the plan's recompute, or use pp = 1",
             )
 
-    def refuse_walk(self, path: str) -> None:
-        """Refuse a forward that has walked over all submodules of a module, some of which are on other stages."""
+    def reject_iteration(self, path: str) -> None:
+        """Raise after a forward iterated over all submodules of a module, some of which are on other stages."""
         if self.is_open:
             raise JobError(
-                f"the forward pass iterates over all submodules of {path or 'the model'}, by parameters() or modules(),"
-                " and a pipeline stage has only some of them",
+                f"forward iterates over all submodules of {path or 'the model'}, for example with parameters()"
+                " or modules(), but a pipeline stage has only some of them",
                 code="support.pipeline-iterates-modules",
-                fix="compute what needs all parameters outside of the model, or use pp = 1",
+                fix="move computations over all parameters out of forward, or use pp = 1",
             )
 
 
 def _is_inside_function() -> bool:
-    """Whether one of the callers is the forward of a torch.autograd.Function."""
+    """Return whether a caller is the forward of a torch.autograd.Function."""
     frame = inspect.currentframe()
     while frame is not None:
         if isinstance(frame.f_locals.get("ctx"), FunctionCtx):
@@ -142,16 +143,17 @@ def _is_inside_function() -> bool:
     return False
 
 
-def guard_walks(module: nn.Module, gate: Gate, elsewhere: Iterable[str]) -> None:
-    """Have modules that lack something of `elsewhere` (names of tensors on other stages) refuse a complete walk.
+def guard_iteration(module: nn.Module, gate: Gate, elsewhere: Iterable[str]) -> None:
+    """Make modules with tensors on other stages raise an error when forward iterates over all their submodules.
 
-    `next(model.parameters())`, which only reads, stays allowed. parameters(), buffers() and modules() all go through
-    named_modules(), which passes `memo` where it calls itself.
+    `elsewhere` are the names of these tensors. `next(model.parameters())` stays allowed. parameters(), buffers() and
+    modules() all call named_modules(), which passes `memo` in recursive calls.
     """
     incomplete = {""}
     for name in elsewhere:
         parents = name.split(".")[:-1]
-        incomplete |= {".".join(parents[:depth]) for depth in range(1, len(parents) + 1)}
+        for depth in range(1, len(parents) + 1):
+            incomplete.add(".".join(parents[:depth]))
     for path, child in list(module.named_modules()):
         if path in incomplete:
             child.__dict__["named_modules"] = _guarded(child.named_modules, gate, path)
@@ -161,17 +163,17 @@ def _guarded(walk: Callable[..., Iterator[Any]], gate: Gate, path: str) -> Calla
     def named_modules(memo: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
         yield from walk(memo, *args, **kwargs)
         if memo is None:
-            gate.refuse_walk(path)
+            gate.reject_iteration(path)
 
     return named_modules
 
 
-# What travels between pipeline stages: all tensors of a layer's output, and how they were arranged.
+# Activations between pipeline stages: all tensors of a layer's output, and the structure of the output.
 
 
 @dataclass(frozen=True)
 class _At:
-    """Stands in a structure for the tensor at a position."""
+    """A placeholder in a structure for the tensor at a position."""
 
     position: int
 
@@ -181,14 +183,14 @@ Structure = Any
 
 
 def pack(output: Any, layer: str) -> tuple[tuple[Tensor, ...], Structure]:
-    """Take the tensors of a layer's output out of it, ready to be sent and to get a gradient back."""
+    """Return the tensors of a layer's output, ready to be sent and to receive gradients, and its structure."""
     tensors: list[Tensor] = []
     structure = _take(output, tensors, layer)
     return tuple(_ready(tensor) for tensor in tensors), structure
 
 
 def unpack(tensors: tuple[Tensor, ...], structure: Structure) -> Any:
-    """Put tensors back where `pack` found them."""
+    """Return the output that `pack` separated into tensors and a structure."""
     if isinstance(structure, _At):
         return tensors[structure.position]
     if isinstance(structure, dict):
@@ -199,7 +201,7 @@ def unpack(tensors: tuple[Tensor, ...], structure: Structure) -> Any:
 
 
 def receive(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Have tensors that nobody uses get a gradient of zeros, since their sender waits for one."""
+    """Make unused tensors receive zero gradients, because the sending stage waits for a gradient of each."""
     if len(tensors) < 2 or not torch.is_grad_enabled():
         return tensors
     received: tuple[Tensor, ...] = _Received.apply(*tensors)  # type: ignore[no-untyped-call]
@@ -228,44 +230,45 @@ def _take(value: Any, tensors: list[Tensor], layer: str) -> Structure:
         return type(value)(_take(item, tensors, layer) for item in value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    kind = f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        kind = f"{value.dtype} tensor"
     raise JobError(
-        f"layer {layer} returns a {kind}, which cannot go to the next pipeline stage",
+        f"layer {layer} returns a {kind}, which cannot be sent to the next pipeline stage",
         code="support.pipeline-layer-output",
-        fix="return floating-point tensors, in plain tuples, lists or dicts",
+        fix="return floating-point tensors in plain tuples, lists or dicts",
     )
 
 
 def _ready(tensor: Tensor) -> Tensor:
     if torch.is_grad_enabled() and not tensor.requires_grad:
-        tensor = tensor.detach().requires_grad_()  # all in front of it is frozen; the schedule sends a gradient anyway
+        tensor = tensor.detach().requires_grad_()  # the layers before are frozen, but the schedule sends a gradient
     return tensor.contiguous()
 
 
-# Parameters tied across pipeline stages: the first and the last stage keep a copy each.
+# Parameters tied across pipeline stages, of which the first and the last stage store a copy each.
 #
-# An embedding whose weight is the head's too is used on both ends of a pipeline. As in Megatron-LM, both stages
-# hold it, start from the same values, and sum the gradients of the two copies once a step, after data-parallel
-# ranks have summed theirs; equal gradients and equal optimizer states keep the copies equal. Both go by the
-# parameter's first name, so a checkpoint has one of them and fills both. On schedules that put both stages on one
-# rank, one parameter serves both.
+# An embedding that shares its weight with the head is used at both ends of a pipeline. As in Megatron-LM, both stages
+# store it, start from the same values, and sum the gradients of the two copies once per step, after the data-parallel
+# reduction. Equal gradients and optimizer states keep the copies equal. Both copies have the parameter's first name, so
+# a checkpoint contains one and restores both. Schedules that place both stages on one rank share one parameter.
 
 
 class Ties(NamedTuple):
-    """Which parameters of a whole model have several names, and which of them two stages have."""
+    """The parameters of a full model with several names, and those of them that two stages store."""
 
     first_names: Mapping[str, str]
-    """Every further name of a parameter, with its first."""
+    """Every further name of a parameter, with its first name."""
     shared: frozenset[str]
-    """First names of those of which the first and the last stage have a copy each."""
+    """First names of the parameters of which the first and the last stage store a copy each."""
 
 
 def find_ties(module: nn.Module, owners: Mapping[str, int], split: StageSplit, layers: str) -> Ties:
-    """Return the ties of a whole model; those that its stages cannot have are refused by name.
+    """Return the ties of a full model; raise for ties that stages cannot have.
 
-    `owners` gives the stage of every name.
+    `owners` maps every name to its stage.
     """
-    ends, inside = {0, split.num_stages - 1}, f"{layers}." if layers else ""
+    ends, inside = {0, split.num_stages - 1}, joined(layers, "")
     first: dict[int, str] = {}
     first_names, shared = {}, set()
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -278,17 +281,17 @@ def find_ties(module: nn.Module, owners: Mapping[str, int], split: StageSplit, l
         in_layers = name.startswith(inside) or original.startswith(inside)
         if in_layers or {owners[name], owners[original]} != ends:
             raise JobError(
-                f"{original} and {name} are one parameter, and the pipeline puts them on stages {owners[original]} and"
-                f" {owners[name]}",
+                f"{original} and {name} are the same parameter, but they belong to pipeline stages {owners[original]}"
+                f" and {owners[name]}",
                 code="support.pipeline-tied-weights",
-                fix="tie only what comes before the layers to what comes after them, or use pp = 1",
+                fix="tie only modules before the layers to modules after them, or use pp = 1",
             )
         shared.add(original)
     return Ties(first_names, frozenset(shared))
 
 
 def share_copies(stages: Sequence[Stage]) -> None:
-    """Have stages of one rank use one parameter where they are tied; called after all transforms of the stages."""
+    """Share one parameter between tied stages of one rank; call after all transforms of the stages."""
     first: dict[str, nn.Parameter] = {}
     for stage in stages:
         for name, parameter in list(stage.named_parameters()):
@@ -301,7 +304,7 @@ def share_copies(stages: Sequence[Stage]) -> None:
 
 
 def tied_copies(stages: Sequence[Stage]) -> Iterator[nn.Parameter]:
-    """Yield the parameters that another rank's first stage has as well, and counts."""
+    """Yield the tied parameters whose copy on the first stage, on another rank, is the one that counts."""
     if any(stage.is_first for stage in stages):
         return
     for stage in stages:
@@ -314,20 +317,26 @@ class TieSync:
     def __init__(
         self, stages: Sequence[Stage], split: StageSplit, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """`stages` are this rank's; `group` joins the ranks along pp and sends tensors of `device`."""
+        """`stages` are this rank's; `group` contains the ranks along pp and communicates tensors on `device`."""
         self._group = group
         self._device = device
         rank, ends = dist.get_rank(group), {split.ranks[0], split.ranks[-1]}
-        self._peer = next(iter(ends - {rank}), None) if rank in ends else None
+        self._peer: int | None = None
+        self._parameters: list[nn.Parameter] = []
+        if rank not in ends or len(ends) == 1:
+            return
+        (self._peer,) = ends - {rank}
         named: dict[str, nn.Parameter] = {}
         for stage in stages:
-            trained = {name: parameter for name, parameter in stage.named_parameters() if parameter.requires_grad}
-            named |= {name: trained[name] for name in stage.model_ties.shared & trained.keys()}
-        self._parameters = [named[name] for name in sorted(named)] if self._peer is not None else []
+            own = dict(stage.named_parameters())
+            for name in stage.model_ties.shared & own.keys():
+                if own[name].requires_grad:
+                    named[name] = own[name]
+        self._parameters = [named[name] for name in sorted(named)]
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sum once a step, after the last backward; communicates between the two ranks, on both."""
+        """Sum the gradients after the last backward of a step; communicates between the two ranks, call on both."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -336,7 +345,7 @@ class TieSync:
                 continue
             sent = mine.to(self._device).contiguous()
             received = torch.empty_like(sent)
-            # The sum of two numbers is the same in either order, so both ranks get the same bits.
+            # The sum of two numbers does not depend on their order, so both ranks compute the same bits.
             exchange = [
                 dist.P2POp(dist.isend, sent, group=self._group, group_peer=self._peer),
                 dist.P2POp(dist.irecv, received, group=self._group, group_peer=self._peer),

@@ -1,11 +1,11 @@
-"""Values that layers leave on modules, and that another pipeline stage reads.
+"""Values that the layers of one pipeline stage store on modules and that another stage reads.
 
 In one process a layer may store a value on itself (`self.aux_loss = ...`, as mixtures of experts do) or on another
-module (`root.losses.append(...)`), and the model reads it after the layers. Between pipeline stages only the output of
-a layer is sent, so another stage would find what the constructor left there: a loss without the auxiliary losses of
-other stages, with no error. Storing alone is harmless, and so is reading alone (models read settings of layers). So
-until the first step is done every stage notes what its own layers change, and what it reads of the layers it does not
-run or, on the last stage after the layers, of all other modules. What is in both lists is refused by name.
+module (`root.losses.append(...)`), and the model reads it after the layers. Between pipeline stages only layer outputs
+are sent, so another stage would read the initial value: the loss would silently omit the auxiliary losses of other
+stages. Storing without reading is harmless, and so is reading settings of layers. So until the end of the first step
+every stage records the attributes that its layers change, and the attributes that it reads from layers of other stages
+or, on the last stage after the layers, from all other modules. An attribute in both lists raises an error.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from shardwise.errors import JobError
 from shardwise.parallel.counter_random import COUNTER
-from shardwise.parallel.skeleton import attribute_values
-from shardwise.torch_private.dispatch import version_of
-from shardwise.torch_private.modules import is_compiled
+from shardwise.parallel.skeleton import attribute_values, joined
+from shardwise.torch_private.dispatch import is_compiled, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -28,35 +27,35 @@ if TYPE_CHECKING:
     Modules = Mapping[str, nn.Module]
     """Modules by their path in the model."""
     Values = dict[tuple[str, str], list[tuple[Any, int]]]
-    """By path and attribute: the values in it, and how often each tensor was written."""
+    """For each path and attribute: the contained values and the version counter of each tensor."""
 
 Attribute = tuple[str, str]
-"""Path of a module and one of its attributes."""
+"""The path of a module and the name of one of its attributes."""
 
 
-class Exchanged(NamedTuple):
-    """What one stage knows of its first step."""
+class AttributeAccesses(NamedTuple):
+    """The attributes that one stage changed and read in its first step."""
 
     changed: frozenset[Attribute]
-    """What its layers have changed in forward, on themselves and, on stages before the last, on other modules."""
+    """Attributes that its layers changed on themselves and, on stages before the last, on other modules."""
     read: frozenset[Attribute]
-    """What it has read in forward of other stages' layers and, after the layers, of other modules."""
+    """Attributes that it read from layers of other stages and, after the layers, from other modules."""
 
 
 class StageValues:
-    """Notes what the layers of one stage leave on modules, and what the stage reads of other stages."""
+    """Records the attributes that the layers of one stage change, and those that it reads from other stages."""
 
     def __init__(
         self, own: Modules, absent: Iterable[tuple[str, nn.Module]], outside: Modules, *, is_last: bool
     ) -> None:
-        """`own` are the stage's layers with their submodules, `absent` those of other stages, `outside` all else."""
+        """`own` are the stage's layers with their submodules, `absent` those of other stages, `outside` the rest."""
         self._own = own
         self._absent = list(absent)
         self._outside = outside
         self._is_last = is_last
         self._is_running = False
         self._is_behind = False
-        """Whether the layers of the last stage have run in the forward that is running."""
+        """Whether the layers of the last stage have run in the current forward."""
         self._before: Values = {}
         self._outside_before: Values = {}
         self._changed: set[Attribute] = set()
@@ -66,10 +65,10 @@ class StageValues:
         self._handles: list[RemovableHandle] = []
 
     def connect(self, first: nn.Module, last: nn.Module) -> None:
-        """Begin to watch, after all transforms; `first` and `last` are layers of this stage.
+        """Start recording, after all transforms; `first` and `last` are layers of this stage.
 
-        What layers change on other modules is what differs between the start of the first and the end of the last.
-        Of compiled layers only what they change on themselves is seen: a hook would be compiled too.
+        Changes on other modules are the differences between the start of `first` and the end of `last`. For compiled
+        layers, only changes on the layers are recorded, because a hook would be compiled too.
         """
         for path, module in self._absent:
             self._watch(module, path, lambda: self._is_running)
@@ -82,29 +81,29 @@ class StageValues:
         self._handles.append(last.register_forward_hook(lambda *_: self._leave()))
 
     def begin(self) -> None:
-        """Begin a forward pass of the stage."""
+        """Start a forward pass of the stage."""
         self._is_running, self._missing = True, None
         self._before = _values(self._own)
 
     def end(self) -> None:
-        """End a forward pass of the stage, however it ended."""
+        """Finish a forward pass of the stage, whether it succeeded or not."""
         self._is_running = self._is_behind = False
         self._changed |= _changed(self._before, _values(self._own))
         self._before = {}
 
     def explain(self, error: AttributeError) -> None:
-        """Refuse a forward pass that raised `error` because a layer of another stage lacks here what it sets there."""
+        """Raise an explanation if `error` is about an attribute that a layer of another stage sets in its forward."""
         if self._missing is not None and f"'{self._missing[1]}'" in str(error):
-            raise _refusal(*self._missing) from error
+            raise _unsupported(*self._missing) from error
 
-    def stop(self) -> Exchanged:
-        """Stop watching and return what was noted."""
+    def stop(self) -> AttributeAccesses:
+        """Stop recording and return the recorded accesses."""
         for module, kind in self._kinds:
             module.__class__ = kind
         for handle in self._handles:
             handle.remove()
         self._kinds, self._handles = [], []
-        return Exchanged(frozenset(self._changed), frozenset(self._read))
+        return AttributeAccesses(frozenset(self._changed), frozenset(self._read))
 
     def _enter(self) -> None:
         if self._is_running and not self._is_last:
@@ -112,7 +111,7 @@ class StageValues:
 
     def _leave(self) -> None:
         if not self._is_running:
-            return  # a layer that backward runs again
+            return  # recomputation of a layer in backward
         if self._is_last:
             self._is_behind = True
         else:
@@ -120,7 +119,7 @@ class StageValues:
             self._outside_before = {}
 
     def _watch(self, module: nn.Module, path: str, is_on: Callable[[], bool]) -> None:
-        """Have every read of an attribute noted while `is_on`; the module keeps its class's name and methods."""
+        """Record every attribute read while `is_on`; the module keeps the name and methods of its class."""
         kind = type(module)
 
         def read(module: nn.Module, name: str) -> Any:
@@ -132,24 +131,27 @@ class StageValues:
             try:
                 return kind.__getattr__(module, name)
             except AttributeError:
-                self._missing = (path, name) if is_on() else None
+                if is_on():
+                    self._missing = (path, name)
+                else:
+                    self._missing = None
                 raise
 
         methods = {"__getattribute__": read, "__getattr__": read_missing, "__module__": kind.__module__}
         try:
             module.__class__ = type(kind.__name__, (kind,), methods)
         except TypeError:
-            return  # a class of another memory layout, such as a scripted module's
+            return  # a class with a different memory layout, such as a scripted module
         self._kinds.append((module, kind))
 
 
-def refuse_exchanged(stages: Iterable[Exchanged]) -> None:
-    """Refuse what the layers of one stage have changed and another stage has read; the same on every rank."""
+def check_accesses(stages: Iterable[AttributeAccesses]) -> None:
+    """Raise if one stage changed an attribute that another stage read; call with the same values on every rank."""
     found = list(stages)
     for index, owner in enumerate(found):
         for other, stage in enumerate(found):
             if index != other and owner.changed & stage.read:
-                raise _refusal(*min(owner.changed & stage.read))
+                raise _unsupported(*min(owner.changed & stage.read))
 
 
 def _values(modules: Modules) -> Values:
@@ -158,10 +160,14 @@ def _values(modules: Modules) -> Values:
     for path, module in modules.items():
         for key, leaves in attribute_values(module, seen):
             if key == COUNTER:
-                continue  # counters of random numbers: every stage keeps its own
-            # Values themselves, not their ids: an id is only good while its object lives.
-            found[path, key] = [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves]
+                continue  # counters of random numbers: each stage has its own
+            # The values, not their ids, which are valid only while the objects exist.
+            found[path, key] = [(leaf, _version(leaf)) for leaf in leaves]
     return found
+
+
+def _version(value: Any) -> int:
+    return version_of(value) if isinstance(value, Tensor) else 0
 
 
 def _changed(before: Values, after: Values) -> set[Attribute]:
@@ -180,11 +186,10 @@ def _are_same(before: list[tuple[Any, int]], after: list[tuple[Any, int]]) -> bo
     return True
 
 
-def _refusal(path: str, attribute: str) -> JobError:
-    where = f"{path}.{attribute}" if path else attribute
+def _unsupported(path: str, attribute: str) -> JobError:
     return JobError(
-        f"layers of one pipeline stage set {where} in forward and another stage reads it, where that value never"
-        " arrives",
+        f"pipeline stages exchange only layer outputs, but layers of one stage set {joined(path, attribute)} in forward"
+        " and another stage reads it",
         code="support.stage-side-value",
-        fix="return it from the layers, whose outputs are sent from stage to stage, or use pp = 1",
+        fix="return the value from the layers, or use pp = 1",
     )

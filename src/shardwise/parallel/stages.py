@@ -1,9 +1,9 @@
-"""Pipeline stages: every stage runs the user's own forward, with its own layers real and the others skipped.
+"""Pipeline stages: every stage runs the user's forward with its own layers and skips the layers of other stages.
 
-No model has to be rewritten as a list of stages. A stage calls the whole forward; the layers before its own are skipped
-by the gate (`stage_gate`), which hands the neighbour's output to the first own layer and leaves forward behind the last
-one by an exception. The invariant: tensors of other stages are NaN or absent, so that using one fails or is refused by
-name, and never trains on a wrong value. Schedules are torch.distributed.pipelining's.
+Models need not be rewritten as a list of stages. A stage calls the full forward. The gate (`stage_gate`) skips the
+layers before its own, passes the received activations to its first layer, and exits forward after its last layer by an
+exception. The invariant: tensors of other stages are NaN or absent, so that their use raises an error and never trains
+on a wrong value. The schedules are those of torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -16,9 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import JobError, nearest
-from shardwise.parallel.stage_gate import Gate, Left, Structure, Ties, find_ties, guard_walks, pack, receive, stand_in
+from shardwise.parallel.skeleton import joined
+from shardwise.parallel.stage_gate import (
+    Gate,
+    StageExit,
+    Structure,
+    Ties,
+    find_ties,
+    guard_iteration,
+    nan_placeholder,
+    pack,
+    receive,
+)
 from shardwise.parallel.stage_values import StageValues
-from shardwise.torch_private.modules import BatchNormBase, own_buffers, own_modules, own_parameters
+from shardwise.torch_private.dispatch import BatchNormBase, own_buffers, own_modules, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,20 +37,17 @@ if TYPE_CHECKING:
     from shardwise.plans.pipeline import StageSplit
 
 _RIVAL = 0.25
-"""A second list with this share of the largest one's parameters makes the choice between them the user's."""
+"""A second list with at least this share of the largest list's parameters requires the user's choice."""
 
 
 def find_layers(module: nn.Module, name: str | None = None) -> str:
-    """Return the name of the list of repeated blocks that a pipeline is split along; `name` is the user's choice."""
-    lists = {
-        path: submodule
-        for path, submodule in module.named_modules()
-        if isinstance(submodule, nn.ModuleList | nn.Sequential)
-    }
+    """Return the name of the list of blocks that pipeline parallelism splits into stages: `name` if it is given."""
+    kinds = nn.ModuleList | nn.Sequential
+    lists = {path: submodule for path, submodule in module.named_modules() if isinstance(submodule, kinds)}
     if name is not None:
         if name not in lists:
             raise JobError(
-                f"Job.layers is {name!r}, which is no ModuleList or Sequential of the model",
+                f"Job.layers must name a ModuleList or Sequential of the model, got {name!r}",
                 code="job.layers-not-found",
                 fix=nearest(name, lists),
             )
@@ -49,31 +57,31 @@ def find_layers(module: nn.Module, name: str | None = None) -> str:
         if _repeats(blocks):
             sizes[path] = sum(parameter.numel() for parameter in blocks.parameters())
     if not any(sizes.values()):
+        fix = "use pp = 1"
+        if lists:
+            fix = f"set Job(layers=...) to one of {', '.join(map(repr, lists))}"
         raise JobError(
-            "the model has no list of repeated blocks to split a pipeline along",
-            code="support.pipeline-no-blocks",
-            fix=f"name one, Job(layers=...): {', '.join(map(repr, lists))}" if lists else "use pp = 1",
+            "the model has no list of repeated blocks for a pipeline", code="support.pipeline-no-blocks", fix=fix
         )
     largest = max(sizes, key=lambda path: sizes[path])
-    inside = f"{largest}." if largest else ""
-    rivals = [
-        path
-        for path, size in sizes.items()
-        if path != largest and not path.startswith(inside) and size >= _RIVAL * sizes[largest]
-    ]
+    inside = joined(largest, "")
+    rivals = []
+    for path, size in sizes.items():
+        is_inside = path == largest or path.startswith(inside)
+        if not is_inside and size >= _RIVAL * sizes[largest]:
+            rivals.append(path)
     if rivals:
         raise JobError(
-            f"the model has several lists of blocks a pipeline could be split along: {', '.join([largest, *rivals])}",
+            f"the model has several lists of blocks for a pipeline: {', '.join([largest, *rivals])}",
             code="support.pipeline-several-lists",
-            fix=f"name one, Job(layers={largest!r}), or the one that runs first where a later one uses what it made; or"
-            " use pp = 1",
+            fix=f"set Job(layers={largest!r}), or the list that runs first if others use its outputs, or use pp = 1",
         )
     return largest
 
 
 def count_layers(module: nn.Module, layers: str) -> int:
-    """Return how many layers the list named `layers` has."""
-    return len(own_modules(module.get_submodule(layers)))  # children() leaves out repeated ones
+    """Return the number of layers of the list named `layers`."""
+    return len(own_modules(module.get_submodule(layers)))  # children() omits duplicates
 
 
 def _repeats(submodule: nn.Module) -> bool:
@@ -90,47 +98,52 @@ def split_stages(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> list[Stage]:
-    """Return the stages that `rank` (along pp) runs, in order; takes `module` apart, which may be on the meta device.
+    """Return the stages that `rank` (along pp) runs, in order; modifies `module`, which may be on the meta device.
 
-    `layers` names the list to split along, `device` is where the stages will run. Of a stage, `named_parameters()`
-    gives exactly what it owns, under the names of the whole model: its layers; on the first stage also what the model
-    registers before the list, on the last what comes after. Buffers outside the list stay on every stage. A parameter
-    tied between the first and the last stage is on both, under its first name.
-    `dtype` is what parameters are computed in where that is not their own dtype.
+    `layers` names the list to split, and `device` is where the stages will run. `named_parameters()` of a stage returns
+    exactly the parameters that it owns, under their names in the full model: its layers, on the first stage also the
+    modules registered before the list, and on the last stage those after it. Buffers outside the list are on every
+    stage. A parameter tied between the first and the last stage is on both, under its first name. `dtype` is the
+    compute dtype if it differs from the parameters' dtype.
     """
     owners = _owners(module, split, layers)
     ties = find_ties(module, owners, split, layers)
     *others, last = split.stages_of(rank)
-    copies = [(stage, _copy_structure(module)) for stage in others]
-    fake = partial(stand_in, device=device, dtype=dtype)
-    return [
-        _make_stage(own, split, stage, layers=layers, owners=owners, ties=ties, fake=fake)
-        for stage, own in [*copies, (last, module)]
-    ]
+    modules = {stage: _copy_structure(module) for stage in others}
+    modules[last] = module
+    fake = partial(nan_placeholder, device=device, dtype=dtype)
+    stages = []
+    for index, own in modules.items():
+        stage = _make_stage(own, split, index, layers=layers, owners=owners, ties=ties, fake=fake)
+        stages.append(stage)
+    return stages
 
 
 def check_stages(module: nn.Module, split: StageSplit, layers: str) -> None:
-    """Refuse ties between stages that no pipeline can have; `module` may be on the meta device."""
+    """Raise for ties between stages that a pipeline does not support; `module` may be on the meta device."""
     find_ties(module, _owners(module, split, layers), split, layers)
 
 
 def _owners(module: nn.Module, split: StageSplit, layers: str) -> dict[str, int]:
-    """Name the stage of every parameter and buffer, under every name it has."""
-    keys = list(own_modules(module.get_submodule(layers)))  # a Sequential may have names for keys
+    """Return the stage of every parameter and buffer, for each of its names."""
+    keys = list(own_modules(module.get_submodule(layers)))  # keys of a Sequential may be names
     if len(keys) != split.num_layers:
         raise JobError(
-            f"{layers or 'the model'} has {len(keys)} layers, the pipeline is split for {split.num_layers}",
+            f"{layers or 'the model'} has {len(keys)} layers, but the pipeline is split for {split.num_layers}",
             code="plan.pipeline-layer-count",
         )
-    prefix = f"{layers}." if layers else ""
+    prefix = joined(layers, "")
     stages = {f"{prefix}{key}": split.stage_of(index) for index, key in enumerate(keys)}
     owners: dict[str, int] = {}
     outside = 0
     for path, submodule in module.named_modules(remove_duplicate=False):
-        own = {**own_parameters(submodule), **own_buffers(submodule)}
-        for key in (key for key, tensor in own.items() if tensor is not None):
-            name = f"{path}.{key}" if path else key
-            layer = prefix + name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
+        for key, tensor in {**own_parameters(submodule), **own_buffers(submodule)}.items():
+            if tensor is None:
+                continue
+            name = joined(path, key)
+            layer = ""
+            if name.startswith(prefix):
+                layer = prefix + name.removeprefix(prefix).partition(".")[0]
             if layer in stages:
                 outside = split.num_stages - 1
             owners[name] = stages.get(layer, outside)
@@ -138,7 +151,7 @@ def _owners(module: nn.Module, split: StageSplit, layers: str) -> dict[str, int]
 
 
 def _copy_structure(module: nn.Module) -> nn.Module:
-    """Copy modules and buffers but no parameter: a stage keeps only its own, and those it shares are one on a rank."""
+    """Copy modules and buffers but share parameters: tied parameters must be one object on a rank."""
     return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 
@@ -157,9 +170,9 @@ def _make_stage(
     absent: list[tuple[str, nn.Module]] = []
     for number, (key, layer) in enumerate(children.items()):
         if number not in split.layers(index) and layer is not None:
-            path = f"{layers}.{key}" if layers else key
+            path = joined(layers, key)
             children[key] = stub = _stub(layer, gate, number, fake)
-            # The layer itself as well: another one may refer to it by an attribute of its own.
+            # The layer too: another module may refer to it by an attribute.
             absent += [(path, stub), *layer.named_modules(prefix=path)]
     paths: dict[nn.Module, list[str]] = {}
     for path, submodule in module.named_modules(remove_duplicate=False):
@@ -167,17 +180,15 @@ def _make_stage(
     for submodule, (path, *more) in paths.items():
         away = [key for key in own_parameters(submodule) if _is_away([path, *more], key, owners, index)]
         for key in away:
-            # A plain attribute: neither optimizers nor casts, shards or state dicts take it for a parameter.
+            # A plain attribute, so that optimizers, casts, sharding and state dicts ignore it.
             submodule.__dict__[key] = fake(cast("Tensor", own_parameters(submodule).pop(key)))
         if away:
             submodule.register_forward_pre_hook(lambda *_, path=path: gate.check_foreign(path))
-        buffers = own_buffers(submodule)
-        if isinstance(submodule, BatchNormBase) and (
-            away or any(_is_away([path], key, owners, index) for key in buffers)
-        ):
-            # Its output is NaN here; torch's own forward would refuse a single row, which a synced one does not.
-            submodule.__dict__["forward"] = stand_in
-    guard_walks(module, gate, [name for name, owner in owners.items() if owner != index])
+        away_buffers = [key for key in own_buffers(submodule) if _is_away([path], key, owners, index)]
+        if isinstance(submodule, BatchNormBase) and (away or away_buffers):
+            # Its output is NaN on this stage. torch's forward would reject a single row, a synchronized norm does not.
+            submodule.__dict__["forward"] = nan_placeholder
+    guard_iteration(module, gate, [name for name, owner in owners.items() if owner != index])
     foreign = frozenset(name for name, _ in module.named_buffers() if owners.get(name, index) != index)
     values = _stage_values(module, layers, split.layers(index), absent, is_last=index == split.num_stages - 1)
     return Stage(module, gate, values, index=index, num_stages=split.num_stages, foreign_buffers=foreign, ties=ties)
@@ -186,32 +197,36 @@ def _make_stage(
 def _stage_values(
     module: nn.Module, layers: str, own: range, absent: list[tuple[str, nn.Module]], *, is_last: bool
 ) -> StageValues:
-    """Return what watches the values that this stage's layers leave on modules."""
+    """Return the recorder of the attributes that this stage's layers change."""
     keys = list(own_modules(module.get_submodule(layers)))
-    prefixes = tuple(f"{layers}.{keys[number]}." if layers else f"{keys[number]}." for number in own)
+    prefixes = tuple(joined(layers, f"{keys[number]}.") for number in own)
     skipped = {submodule for _, submodule in absent}
     inside: dict[str, nn.Module] = {}
     outside: dict[str, nn.Module] = {}
     for path, submodule in nn.Module.named_modules(module):
-        if submodule not in skipped:
-            (inside if f"{path}.".startswith(prefixes) else outside)[path] = submodule
+        if submodule in skipped:
+            continue
+        if f"{path}.".startswith(prefixes):
+            inside[path] = submodule
+        else:
+            outside[path] = submodule
     return StageValues(inside, absent, outside, is_last=is_last)
 
 
 def _is_away(paths: Sequence[str], key: str, owners: Mapping[str, int], index: int) -> bool:
-    """Whether a tensor of a module, which may be registered several times, belongs to other stages only."""
-    stages = {owners.get(f"{path}.{key}" if path else key, index) for path in paths}
-    return index not in stages
+    """Return whether all names of a tensor, which may be registered several times, are on other stages."""
+    return all(owners.get(joined(path, key), index) != index for path in paths)
 
 
 def _stub(layer: nn.Module, gate: Gate, number: int, fake: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Return an empty layer: of the same class, with all its attributes, since models ask their layers for them.
+    """Return a placeholder of a layer, of the same class and with its attributes, which models may read.
 
-    Its submodules are plain attributes, which nobody takes for modules of this stage; parameters among them are NaN.
+    Its submodules are plain attributes, so that they are not modules of this stage; their parameters are NaN.
     """
     for submodule in layer.modules():
         own = own_parameters(submodule)
-        submodule.__dict__ |= {key: None if value is None else fake(value) for key, value in own.items()}
+        for key, value in own.items():
+            submodule.__dict__[key] = None if value is None else fake(value)
         own.clear()
     stub = copy.copy(layer)
     nn.Module.__init__(stub)
@@ -221,18 +236,18 @@ def _stub(layer: nn.Module, gate: Gate, number: int, fake: Callable[[Tensor], Te
 
 
 class Stage(nn.Module):
-    """One stage of a pipeline; replaces the user's module: same submodules, same names.
+    """One stage of a pipeline, which replaces the user's module and has the same submodules and names.
 
-    Called with the tensors that the stage before sent (none on the first), it runs `program`. Returns the tensors to
-    send on or, on the last stage, what the program returned.
+    Its inputs are the tensors that the previous stage sent (none on the first stage). It runs `program` and returns the
+    tensors to send or, on the last stage, the result of the program.
     """
 
     program: Callable[[nn.Module], Any]
     """Runs the user's module on one micro-batch; set before each call."""
     incoming: Structure | None = None
-    """How the tensors that arrive were arranged in the output of the layer before; set before the first call."""
+    """The structure of the received tensors in the output of the previous layer; set before the first call."""
     outgoing: Structure | None = None
-    """The same of what was sent last."""
+    """The structure of the tensors sent last."""
 
     def __init__(
         self,
@@ -245,15 +260,15 @@ class Stage(nn.Module):
         foreign_buffers: frozenset[str],
         ties: Ties,
     ) -> None:
-        """`foreign_buffers` are those whose values count on another stage only; `ties` are those of the whole model."""
-        self.__dict__["_user_module"] = module  # not as a child: its own children are shared instead
+        """`foreign_buffers` are buffers that another stage owns; `ties` are the ties of the full model."""
+        self.__dict__["_user_module"] = module  # not as a child: its children are shared instead
         training = module.training
         super().__init__()
         self.training = training
         self.__dict__ |= {name: module.__dict__[name] for name in ("_modules", "_parameters", "_buffers")}
         self._gate = gate
         self.values: StageValues | None = values
-        """Watches what layers leave on modules, until the first step is done; then None."""
+        """Records attribute accesses until the first step is done; then None."""
         self.index = index
         self.num_stages = num_stages
         self.foreign_buffers = foreign_buffers
@@ -261,7 +276,7 @@ class Stage(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The user's module decides."""
+        """Whether the user's module is in training mode."""
         return self.user_module.training
 
     @training.setter
@@ -269,8 +284,8 @@ class Stage(nn.Module):
         self.user_module.training = mode
 
     def named_parameters(self, prefix: str = "", *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what this stage owns, each by the first name that the whole model has for it; options as torch's."""
-        start = f"{prefix}." if prefix else ""
+        """Yield the parameters of this stage under their first names in the full model; options as in torch."""
+        start = joined(prefix, "")
         for name, parameter in super().named_parameters("", *args, **options):
             yield start + self.model_ties.first_names.get(name, name), parameter
 
@@ -282,12 +297,12 @@ class Stage(nn.Module):
 
     @property
     def received(self) -> Any:
-        """What the stage before sent for the forward pass that is running; None outside of one."""
+        """The activations received for the current forward pass; None outside a forward pass."""
         return self._gate.received
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage reads the batch alone."""
+        """Whether this stage only reads the batch, not activations."""
         return self.index == 0
 
     @property
@@ -296,11 +311,11 @@ class Stage(nn.Module):
         return self.index == self.num_stages - 1
 
     def connect(self) -> None:
-        """Have forward end after this stage's last layer; called once, after all transforms of the layers."""
-        layers: Any = self.user_module.get_submodule(self._gate.layers)  # which may be the model itself
+        """Make forward exit after this stage's last layer; call once, after all transforms of the layers."""
+        layers: Any = self.user_module.get_submodule(self._gate.layers)  # may be the model itself
         first, last = layers[self._gate.own[0]], layers[self._gate.own[-1]]
         if self.values is not None:
-            self.values.connect(first, last)  # before the gate's hook, which leaves
+            self.values.connect(first, last)  # before the gate's hook, which exits
         if not self.is_last:
             last.register_forward_hook(self._gate.leave)
 
@@ -312,9 +327,9 @@ class Stage(nn.Module):
         try:
             result = self.program(self.user_module)
             self._check_end()
-        except Left as left:
+        except StageExit as exit_:
             self._check_start()
-            tensors, self.outgoing = pack(left.output, self._gate.name_of(self._gate.own[-1]))
+            tensors, self.outgoing = pack(exit_.output, self._gate.name_of(self._gate.own[-1]))
             return tensors
         except AttributeError as error:
             if self.values is not None:
@@ -324,7 +339,7 @@ class Stage(nn.Module):
             if "more than one element of the written-to tensor" not in str(error):
                 raise
             raise JobError(
-                "the model writes into a parameter in its forward pass, and that one is on another pipeline stage",
+                "forward writes to a parameter that is on another pipeline stage",
                 code="support.pipeline-parameter-write",
                 fix="use pp = 1",
             ) from error
@@ -334,27 +349,28 @@ class Stage(nn.Module):
                 self.values.end()
         return result
 
-    def refuse_nan(self, given: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Refuse a model that made NaN of what it was given: it used tensors of other stages; called after forward."""
-        strangers = self._gate.strangers
-        if any(bool(tensor.isnan().any()) for tensor in given):
+    def check_nan(self, inputs: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """Raise if this stage computed NaN from finite inputs: it used tensors of other stages; call after forward."""
+        if any(bool(tensor.isnan().any()) for tensor in inputs):
             return
         if any(bool(tensor.isnan().any()) for tensor in sent):
-            used = f" of {strangers[0] or 'the model itself'}" if strangers else ""
+            used = ""
+            if self._gate.foreign:
+                used = f" of {self._gate.foreign[0] or 'the model itself'}"
             raise JobError(
-                f"pipeline stage {self.index} made NaN of finite numbers: it used a parameter{used} of another stage,"
-                f" which is NaN here (what is registered before {self._gate.layers} is on the first stage, what comes"
-                " after it on the last)",
+                f"pipeline stage {self.index} computed NaN from finite inputs: it used a parameter{used} of another"
+                f" stage, which is NaN here (modules registered before {self._gate.layers} are on the first stage, and"
+                " those after it on the last)",
                 code="support.pipeline-foreign-parameter",
-                fix="register parameters on the side of the layers where forward uses them, or use pp = 1",
+                fix="register each parameter before or after the layers, in the order of forward, or use pp = 1",
             )
 
     def _check_start(self) -> None:
         if not self._gate.has_skipped_all:
             raise JobError(
-                f"layer {self._gate.name_of(self._gate.own[-1])} ran before all layers in front of it",
+                f"layer {self._gate.name_of(self._gate.own[-1])} ran before the layers that precede it in the list",
                 code="support.pipeline-layer-order",
-                fix="pipelines need every layer once, in the order of the list; use pp = 1",
+                fix="call every layer once, in the order of the list, or use pp = 1",
             )
 
     def _check_end(self) -> None:
@@ -362,6 +378,6 @@ class Stage(nn.Module):
             raise JobError(
                 f"the forward pass ended without layer {self._gate.name_of(self._gate.own[-1])}",
                 code="support.pipeline-layer-skipped",
-                fix="pipelines need every layer in every forward; use pp = 1",
+                fix="call every layer in every forward, or use pp = 1",
             )
         self._check_start()

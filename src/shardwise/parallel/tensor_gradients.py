@@ -1,9 +1,9 @@
-"""Gradients of replicated parameters under tensor parallelism: equal on all tp ranks, or a sum over them is missing.
+"""Checks that gradients of replicated parameters are equal on all tensor-parallel ranks.
 
-A parameter that is whole on every tp rank and acts on whole activations gets the same gradient on all of them. One that
-acts on an activation between a column and a row module (inside an activation function, a norm of heads) gets a partial
-gradient, that of the rank's own columns, which has to be summed over tp: by the rule "summed". The first gradients show
-which is which, whatever the model and whoever wrote its rules.
+A parameter that is replicated on every tp rank and acts on replicated activations gets the same gradient on all ranks.
+A parameter that acts on an activation between a column and a row module (inside an activation function, a norm of
+heads) gets a partial gradient of this rank's columns, which must be summed over tp by the rule "summed". The first
+gradients show which case applies, for any model and any rules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import JobError, some_of
 from shardwise.parallel.gradsync import local
-from shardwise.torch_private.modules import DropoutBase, own_parameters
+from shardwise.torch_private.dispatch import DropoutBase, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 _CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Relative difference that another order of summation explains; partial gradients differ by themselves."""
+"""Relative difference that summation order can cause; partial gradients differ by far more."""
 _CLOSE_IN_LOWER = 5e-2
 _SAME_LOSS = 1e-5
-"""Ranks compute their loss from the same numbers, in the same order."""
+"""Relative tolerance of losses, which ranks compute from the same values in the same order."""
 _SMALL = 1e-5
-"""Of the norm of the whole gradient: gradients below are rounding noise, as that of a bias before a softmax."""
+"""Relative to the norm of the full gradient: smaller gradients are rounding noise, such as of a bias before softmax."""
 
 
 def unequal_gradients(
@@ -41,10 +41,10 @@ def unequal_gradients(
     dtype: torch.dtype,
     losses: Sequence[Tensor] = (),
 ) -> list[str]:
-    """Return the replicated parameters whose gradients differ over the tp ranks of `group`; communicates over it.
+    """Return the replicated parameters whose gradients differ over the tp ranks; communicates over `group`.
 
-    `group` is on the host, and `dtype` what the model computes in. Where ranks do not even agree on their `losses`, it
-    is forward that differs, not a sum that is missing: then there are none.
+    `group` is a host group, and `dtype` is the compute dtype. If `losses` differ between ranks, forward differs and no
+    sum is missing, so the result is empty.
     """
     replicated = [(name, local(each.grad)) for name, each in named if each.grad is not None and _is_replicated(each)]
     if not replicated:
@@ -55,7 +55,7 @@ def unequal_gradients(
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
     if not bool(largest.isfinite().all() and smallest.isfinite().all()):
-        return []  # the step is skipped, and its gradients show nothing
+        return []  # the step is skipped, and its gradients are not comparable
     if float(largest[0, 0] - smallest[0, 0]) > _SAME_LOSS * float(largest[0, 0].abs()):
         return []
     largest, smallest = largest[1:], smallest[1:]
@@ -63,20 +63,24 @@ def unequal_gradients(
     noise = _SMALL * float(norms.square().sum().sqrt())
     bound = _CLOSE.get(dtype, _CLOSE_IN_LOWER) * norms.clamp(min=noise)
     is_unequal = ((largest - smallest) > bound[:, None]).any(dim=1)
-    return [name for (name, _), unequal in zip(replicated, is_unequal.tolist(), strict=True) if unequal]
+    unequal = []
+    for (name, _), differs in zip(replicated, is_unequal.tolist(), strict=True):
+        if differs:
+            unequal.append(name)
+    return unequal
 
 
-def refuse_unequal(names: list[str]) -> None:
-    """Raise if there are such parameters, with the rule that sums their gradients."""
+def reject_unequal(names: list[str]) -> None:
+    """Raise if `names` is not empty, with the rule that sums the gradients of these parameters."""
     if not names:
         return
     modules = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0]) for name in names)
     rules = ", ".join(f'"{module}": "summed"' for module in list(modules)[:3])
     raise JobError(
-        f"under tp the gradients of whole parameters differ between ranks ({some_of(names)}): they act on activations"
-        " that are split over ranks",
+        f"gradients of replicated parameters differ between tensor-parallel ranks ({some_of(names)}), because"
+        " these parameters are applied to sharded activations",
         code="support.tp-unequal-gradients",
-        fix=f"add {{{rules}}} to the rules in Job(tensor_rules=...), which sums their gradients, or use tp 1",
+        fix=f"add {{{rules}}} to Job(tensor_rules=...), which sums their gradients, or use tp 1",
     )
 
 
@@ -84,26 +88,26 @@ def _is_replicated(parameter: nn.Parameter) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ("tp",)
-    places = dict(zip(names, parameter.placements, strict=True))
-    return "tp" in places and places["tp"].is_replicate()
+    placements = dict(zip(names, parameter.placements, strict=True))
+    return "tp" in placements and placements["tp"].is_replicate()
 
 
 def _summary(gradient: Tensor) -> Tensor:
-    """Return norm, sum, and sum with alternating signs: partial gradients of two ranks do not have all in common."""
+    """Return norm, sum, and alternating sum of a gradient; partial gradients of two ranks differ in at least one."""
     flat = gradient.detach().double().flatten()
     signs = 1.0 - 2.0 * (torch.arange(len(flat), device=flat.device) % 2)
-    root = max(1, len(flat)) ** 0.5  # so that a sum is at most the norm, in whose units differences are measured
+    root = max(1, len(flat)) ** 0.5  # scales sums to at most the norm, the unit of differences
     return torch.stack([flat.norm(), flat.sum() / root, (flat * signs).sum() / root])
 
 
-# Random masks under tensor parallelism: different where activations are split over ranks, equal elsewhere.
+# Dropout masks under tensor parallelism: different on each rank for sharded activations, equal elsewhere.
 
 
 class ShardedRandom:
-    """Gives each rank of a tensor-parallel mesh random numbers of its own between `enter` and `leave`.
+    """Uses different random numbers on each rank of a tensor-parallel mesh between `enter` and `leave`.
 
-    Outside, the default generators run on as if only one seed had been sampled inside, equal on all ranks as
-    long as their CPU generators are. Nothing is kept from one region to the next: a recomputed one samples the same.
+    Outside, the default generators continue as if one seed had been sampled inside, equal on all ranks if their CPU
+    generators are. No state persists between regions, so a recomputed region samples the same numbers.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -113,7 +117,7 @@ class ShardedRandom:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self) -> None:
-        """Seed this rank's own numbers; nothing happens inside already."""
+        """Seed this rank's generators; no effect inside a region."""
         if self._outside is not None:
             return
         seed = int(torch.randint(2**62, ()).item()) + 1 + self._index
@@ -123,7 +127,7 @@ class ShardedRandom:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self) -> None:
-        """Continue with the generators from before `enter`; nothing happens outside already."""
+        """Restore the generators from before `enter`; no effect outside a region."""
         if self._outside is None:
             return
         for generator, state in zip(self._generators(), self._outside, strict=True):
@@ -137,14 +141,14 @@ class ShardedRandom:
 
 
 def uses_dropout(module: nn.Module) -> bool:
-    """Whether a module drops anything at random: a Dropout, or a config attribute named after one, above 0."""
+    """Return whether a module uses dropout: a Dropout module or a config attribute of a dropout rate above 0."""
     for child in module.modules():
         if isinstance(child, DropoutBase) and child.p > 0:
             return True
-        for holder in (child, getattr(child, "config", None)):
-            named = vars(holder) if hasattr(holder, "__dict__") else {}
-            if any(_is_rate(value) for name, value in named.items() if "dropout" in name or "pdrop" in name):
-                return True
+        for owner in (child, getattr(child, "config", None)):
+            for name, value in getattr(owner, "__dict__", {}).items():
+                if ("dropout" in name or "pdrop" in name) and _is_rate(value):
+                    return True
     return False
 
 
@@ -152,17 +156,17 @@ def _is_rate(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-# torch's own transformer layers under tensor parallelism: they read the parameters of modules inside them.
+# torch's transformer layers under tensor parallelism, which read the parameters of their submodules.
 
 
-def lend_parameters(module: nn.Module, plain: Callable[[Tensor | None], Tensor | None]) -> None:
-    """Let torch's attention layers in `module` find plain parameters in their projection, made by `plain` at each call.
+def expose_parameters(module: nn.Module, plain: Callable[[Tensor | None], Tensor | None]) -> None:
+    """Make torch's attention layers in `module` read plain parameters of their projection, computed by `plain`.
 
-    Encoder layers lose their fused inference kernel, which reads the parameters of all modules inside.
+    Encoder layers lose their fused inference kernel, which reads the parameters of all submodules.
     """
     for child in module.modules():
         if isinstance(child, nn.TransformerEncoderLayer):
-            child.activation_relu_or_gelu = 0  # what the layer takes for "neither", and so for "not fused"
+            child.activation_relu_or_gelu = 0  # an activation that is neither, which disables the fused kernel
         if isinstance(child, nn.MultiheadAttention):
             child.forward = _with_plain(child.out_proj, child.forward, plain)  # type: ignore[method-assign]
 
@@ -171,7 +175,7 @@ def _with_plain(
     projection: nn.Module, inner: Callable[..., Any], plain: Callable[[Tensor | None], Tensor | None]
 ) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = dict(own_parameters(projection))  # what the attention reads as out_proj.weight
+        own = dict(own_parameters(projection))  # read by the attention as out_proj.weight
         for kind, parameter in own.items():
             own_parameters(projection)[kind] = plain(parameter)  # type: ignore[assignment]
         try:

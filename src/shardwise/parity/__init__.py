@@ -1,1 +1,1 @@
-"""Parity on the user's own job: every plan trained beside one process, and what differs named."""
+"""Parity: training under each plan is compared with training in one process, and differences are diagnosed."""

@@ -1,4 +1,4 @@
-"""One training, recorded for comparison: digests, fingerprints and whole tensors of every rank."""
+"""Recording of a training for comparison: digests of rows, fingerprints of shards, and full tensors."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
     from shardwise.training.step.step import Step, StepReport
 
 
-# What a rank's tensors are, made small enough to compare across ranks: fingerprints, digests, pieces.
+# Fingerprints and digests of tensors, small enough to be compared across ranks.
 
 
 Print = tuple[float, float]
-"""A projection of a tensor on a fixed pattern, and its norm: equal for equal tensors, as good as never for others."""
+"""Projection of a tensor on a fixed pattern, and its norm; different tensors almost never have the same fingerprint."""
 
 _PATTERN = 97
 
 
 def fingerprint(value: Tensor) -> Print:
-    """Project a tensor; the difference of two prints is about the norm of the difference of the tensors."""
+    """Return the fingerprint of a tensor; two fingerprints differ by about the norm of the tensors' difference."""
     flat = value.detach().to("cpu", torch.float64).flatten()
     pattern = (torch.arange(len(flat)) * 31 % _PATTERN - _PATTERN // 2).double() / (_PATTERN / 4)
     return float(flat @ pattern), float(flat.norm())
 
 
 def pieces(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return this rank's own part of each tensor; ranks that hold the same part give it the same key."""
+    """Return the local shard of each tensor; ranks with the same shard use the same key."""
     parts = {}
     for name, tensor in named:
         if isinstance(tensor, DTensor):
@@ -80,21 +80,22 @@ def _shard_coordinate(tensor: DTensor) -> str:
 
 
 def row_digests(batch: StepBatch) -> list[str]:
-    """Return a digest of every real row of a step, in order."""
+    """Return a digest of every row of a step, without padding, in order."""
     return [
         digest
         for each in batch.micro_batches
-        for digest in digest_rows(each.uncut, each.rows, settle_marks(each.marks, each.uncut, each.filled))
+        for digest in digest_rows(each.unsharded, each.rows, settle_marks(each.marks, each.unsharded, each.filled))
     ]
 
 
 def digest_rows(batch: Any, rows: int, marks: RowMarks) -> list[str]:
-    """Return a digest of each of the first `rows` of a batch whose tensors with rows are marked."""
+    """Return a digest of each of the first `rows` rows of a batch; `marks` are the tensors that contain rows."""
     parts = [tensor for tensor, marked in zip(tensors(batch), marks, strict=True) if marked]
-    return [_digest(part[row] for part in parts) for row in range(rows)]
+    return [digest_tensors(part[row] for part in parts) for row in range(rows)]
 
 
-def _digest(values: Iterable[Any]) -> str:
+def digest_tensors(values: Iterable[Any]) -> str:
+    """Return a digest of the bytes of tensors."""
     digest = hashlib.blake2b(digest_size=8)
     for value in values:
         digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -105,54 +106,54 @@ Prints = dict[str, Print]
 
 
 class Traced(msgspec.Struct, kw_only=True):
-    """What one rank saw and made; whole tensors are in the folder, see `grads_file` and its neighbours."""
+    """The recording of one rank; full tensors are in the files of `grads_file`, `values_file` and `local_file`."""
 
     rank: int
     losses: list[float] = msgspec.field(default_factory=list)
     """This rank's share of the mean loss, by step."""
     norms: list[float | None] = msgspec.field(default_factory=list)
     rows: list[list[str]] = msgspec.field(default_factory=list)
-    """A digest of every real row this rank read, by step."""
+    """Digests of the rows that this rank read, without padding, by step."""
     gradients: list[Prints] = msgspec.field(default_factory=list)
-    """Prints of this rank's pieces after the sum over ranks and before clipping, by step."""
+    """Fingerprints of this rank's gradient shards after the reduction and before clipping, by step."""
     parameters: list[Prints] = msgspec.field(default_factory=list)
-    """Prints of this rank's pieces before the first step, then after each."""
+    """Fingerprints of this rank's parameter shards before the first step and after each step."""
     buffers: Prints = msgspec.field(default_factory=dict)
-    """Prints after the last step."""
+    """Fingerprints after the last step."""
     evaluation: dict[str, float] = msgspec.field(default_factory=dict)
-    """Loss and metrics over the test split after the last step; empty where nothing was evaluated."""
+    """Loss and metrics over the test split after the last step; empty without an evaluation."""
     num_parameters: int = 0
-    """Elements of parameters on this rank."""
+    """Number of parameter elements on this rank."""
     optimized: int = 0
-    """Elements that this rank's optimizer keeps states for."""
+    """Number of elements for which the optimizer of this rank has states."""
     has_batch_norm: bool = False
     loss_dtype: str = ""
     silenced: bool = False
     """Whether the model has dropout, which was set to 0."""
     draws_random: bool = False
-    """Whether a step moved the random generator although dropout is off."""
+    """Whether a step advanced the random generator although dropout is off."""
     drawn_by: str = ""
-    """The first module that did so in the first step; of the reference in plain PyTorch only."""
+    """The first module that did so in the first step; recorded for the plain PyTorch reference only."""
     remarks: list[str] = msgspec.field(default_factory=list)
-    """On the job's loss; of the reference in plain PyTorch only."""
+    """Remarks about the job's loss; recorded for the plain PyTorch reference only."""
     longest_s: float = 0.0
-    """Longest pause between two moments of the training."""
+    """Longest time between two progress marks of the training, in seconds."""
     imported: list[str] = msgspec.field(default_factory=list)
     """Modules that the training imported."""
 
 
 def values_file(folder: Path, step: int) -> Path:
-    """Whole parameters and buffers before `step`; the number of steps names those after the last."""
+    """Return the file of full parameters and buffers before `step`; the number of steps means after the last step."""
     return folder / f"values-{step}.pt"
 
 
 def grads_file(folder: Path, step: int) -> Path:
-    """Whole gradients of `step`."""
+    """Return the file of the full gradients of `step`."""
     return folder / f"grads-{step}.pt"
 
 
 def local_file(folder: Path, rank: int) -> Path:
-    """What one rank had in the step that was looked at closely: its gradients and micro-batches."""
+    """Return the file of the gradient shards and micro-batches of a rank in the step that is examined in detail."""
     return folder / f"local-{rank}.pt"
 
 
@@ -167,11 +168,11 @@ def trace(
     plain: bool = False,
     limit: PauseLimit,
 ) -> Traced:
-    """Train under `plan` and write down what happens; communicates over the world, on every rank.
+    """Train under `plan` and record the training. Communicates over the world; call on every rank.
 
-    Rank 0 writes whole tensors into `folder`; of step `close_up` every rank also writes its own. With `plain` the job
-    is trained in plain PyTorch instead, in the precision of `plan`, which is that of one process. A rank that makes no
-    progress for longer than `limit` ends.
+    Rank 0 writes full tensors to `folder`, and for step `close_up` every rank writes its own tensors. With `plain`, the
+    job is trained in plain PyTorch in one process, in the precision of `plan`. A rank without progress for longer than
+    `limit` exits.
     """
     there = set(sys.modules)
     build = PlainTraining if plain else build_step
@@ -210,7 +211,7 @@ def _train(  # noqa: PLR0917 - positions of one private caller
 
 
 def _evaluate(job: Job, plan: Plan, step: Step | PlainTraining) -> dict[str, float]:
-    """Return loss and metrics over the test split; communicates over the world, on every rank."""
+    """Return loss and metrics over the test split. Communicates over the world; call on every rank."""
     dataset = dataset_of(job, "test")
     if dataset is None or isinstance(dataset, IterableDataset) or not engine_named(plan.engine).has_plain_reference:
         return {}
@@ -220,14 +221,14 @@ def _evaluate(job: Job, plan: Plan, step: Step | PlainTraining) -> dict[str, flo
 
 
 class _TrainingWatch:
-    """Records one training."""
+    """Records a training."""
 
     def __init__(
         self, world: World, step: Step | PlainTraining, folder: Path, close_up: int | None, pulse: Pulse
     ) -> None:
         self.seen = Traced(
             rank=world.rank,
-            num_parameters=_elements(step.held().values.values()),
+            num_parameters=_elements(step.local_state().values.values()),
             optimized=_elements(each for group in step.optimized.param_groups for each in group["params"]),
         )
         self._world = world
@@ -244,25 +245,25 @@ class _TrainingWatch:
         return len(self.seen.losses)
 
     def before(self, batch: StepBatch) -> None:
-        """Note what is read."""
-        self._pulse.begin(batch.samples)  # a short step may have other shapes than a full one
+        """Record the rows of a batch."""
+        self._pulse.begin(batch.samples)  # a partial step may have other shapes than a full one
         self._batch = batch
         self.seen.rows.append(row_digests(batch))
         self._streams = self._step.random_state()
 
     def gradients(self) -> None:
-        """Note the gradients; communicates over the world."""
+        """Record the gradients. Communicates over the world; call on every rank."""
         self._pulse.beat()
         named = list(self._step.gradients().items())
         self.seen.gradients.append(_prints(named))
         self._write(grads_file(self._folder, self._number), full_values(named))
         if self._number == self._close_up and self._batch is not None:
-            micro_batches = [msgspec.structs.replace(each, batch=each.uncut) for each in self._batch.micro_batches]
+            micro_batches = [msgspec.structs.replace(each, batch=each.unsharded) for each in self._batch.micro_batches]
             own = {name: value.clone() for name, value in pieces(named).items()}
             torch.save({"gradients": own, "micro_batches": micro_batches}, local_file(self._folder, self._world.rank))
 
     def after(self, report: StepReport) -> None:
-        """Note what the step made; communicates over the world when the step is looked at closely."""
+        """Record the results of a step. Communicates over the world if the step is examined in detail."""
         if self._first_pass is not None:
             self._first_pass.end()
             self.seen.drawn_by = next((name or "the model" for name in self._first_pass.sampled), "")
@@ -276,9 +277,9 @@ class _TrainingWatch:
         self._pulse.end()
 
     def values(self) -> None:
-        """Note parameters; write them whole at the start, the end and around the close-up. Communicates."""
+        """Record parameters; write full tensors at the start, the end and around the examined step. Communicates."""
         self._pulse.beat()
-        parameters = list(self._step.held().values.items())
+        parameters = list(self._step.local_state().values.items())
         self.seen.parameters.append(_prints(parameters))
         number = self._number
         if number in {0, self._step.length.num_steps, self._close_up}:
@@ -293,7 +294,7 @@ class _TrainingWatch:
 
 
 def _watch_draws(step: Step | PlainTraining) -> FirstPass | None:
-    """Have the first step of the reference name the modules that draw; None for any other, or if draws are keyed."""
+    """Return a recorder of the modules that sample in the reference's first step; None for others and keyed masks."""
     if not isinstance(step, PlainTraining) or random_of(step.model) is not None:
         return None
     name_modules(step.model, staged=False)

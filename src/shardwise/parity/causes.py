@@ -1,4 +1,4 @@
-"""Causes that show in the gradient or in some parameters of one step, each a pure function over the evidence."""
+"""Causes that are visible in the gradients or parameters of one step, each a pure function of the evidence."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 
 
 def no_gradient(evidence: Evidence) -> Finding | None:
-    """Whether parameters got no gradient at all that have one in one process."""
+    """Whether parameters that have a gradient in one process have none under the plan."""
     missing = [name for name in evidence.expected_gradients if name not in evidence.gradients]
     if not missing:
         return None
     return Finding(
         cause="no gradient",
-        evidence=f"{len(missing)} parameters got no gradient in step {evidence.step}, {missing[0]} is the first",
+        evidence=f"{len(missing)} parameters have no gradient in step {evidence.nth}; the first is {missing[0]}",
         parameter=missing[0],
         step=evidence.step,
     )
 
 
 def state_between_passes(evidence: Evidence) -> Finding | None:
-    """Whether a model changes from one forward pass to the next, and the plan has more of them than one process."""
+    """Whether the model changes with every forward pass, and the plan runs more forward passes than one process."""
     has_more = evidence.micro_batches > 1 or evidence.plan.layout.pp > 1
     if not has_more or evidence.repeat_gap <= max(SAME, evidence.tolerance):
         return None
     return Finding(
         cause="state between forward passes",
-        evidence=f"the gradient of one micro-batch of step {evidence.step} is {evidence.repeat_gap:.1e} apart when the"
+        evidence=f"the gradient of one micro-batch of step {evidence.nth} is {evidence.repeat_gap:.1e} apart when the"
         " model runs it again: it counts forward passes, or keeps something from one to the next, and"
         f" {evidence.plan.layout} runs {evidence.micro_batches} micro-batches a step where one process runs 1",
         step=evidence.step,
@@ -54,13 +54,11 @@ def state_between_passes(evidence: Evidence) -> Finding | None:
 
 
 def depends_on_grouping(evidence: Evidence) -> Finding | None:
-    """Whether the plan has exactly the sum over its micro-batches, and the job itself is not such a sum."""
+    """Whether the gradient is exactly the sum over the micro-batches, but the job's loss is not such a sum."""
     cells = [cell for cell in evidence.all_cells if cell.count]
     if len(cells) < 2 or not evidence.is_explained_by(mean_gradient(cells)):
         return None
-    counts = (
-        f"the gradient of step {evidence.step} is exactly that of the {len(cells)} micro-batches, summed and divided"
-    )
+    counts = f"the gradient of step {evidence.nth} is exactly that of {len(cells)} micro-batches, summed and divided"
     cause, why = "loss over the whole batch", "".join(evidence.expected.remarks[:1])
     if not why:
         cause = "model or loss over the whole batch"
@@ -72,7 +70,7 @@ def depends_on_grouping(evidence: Evidence) -> Finding | None:
 
 
 def missing_all_reduce(evidence: Evidence) -> Finding | None:
-    """Whether ranks kept their own gradient of a parameter, and together they have the right one."""
+    """Whether ranks kept their local gradients of a parameter, whose sum is correct."""
     split = evidence.split
     if not split or len(split) < len(evidence.off):
         return None
@@ -85,7 +83,7 @@ def missing_all_reduce(evidence: Evidence) -> Finding | None:
     every = len(split) == len(evidence.expected_gradients)
     return Finding(
         cause="missing all-reduce",
-        evidence=f"the gradient of {'every parameter' if every else ', '.join(split)} in step {evidence.step} differs"
+        evidence=f"the gradient of {'every parameter' if every else ', '.join(split)} in step {evidence.nth} differs"
         " by rank, and only the ranks together have that of one process",
         parameter=split[0],
         step=evidence.step,
@@ -94,7 +92,7 @@ def missing_all_reduce(evidence: Evidence) -> Finding | None:
 
 
 def double_scaling(evidence: Evidence) -> Finding | None:
-    """Whether every gradient is off by the same factor."""
+    """Whether all gradients are wrong by the same factor."""
     found, wanted = evidence.gradients, evidence.expected_gradients
     if not evidence.off or found.keys() != wanted.keys():
         return None
@@ -112,7 +110,7 @@ def double_scaling(evidence: Evidence) -> Finding | None:
         "the number of ranks": layout.world_size,
         "the tensor-parallel degree": layout.tp,
     }
-    text = f"every gradient of step {evidence.step} is {factor:.6g} times that of one process"
+    text = f"every gradient of step {evidence.nth} is {factor:.6g} times that of one process"
     for meaning, value in known.items():
         if value > 1 and abs(max(factor, 1 / factor) / value - 1) < 1e-6:
             text += f" ({meaning})" if factor > 1 else f" ({meaning}, divided by)"
@@ -121,7 +119,7 @@ def double_scaling(evidence: Evidence) -> Finding | None:
 
 
 def mean_of_means(evidence: Evidence) -> Finding | None:
-    """Whether means of unequal counts were averaged as if they were equal."""
+    """Whether means over different counts were averaged without weights."""
     by_rank: list[list[Cell]] = []
     by_number: dict[int, list[Cell]] = {}
     for row in evidence.cells:
@@ -141,7 +139,7 @@ def mean_of_means(evidence: Evidence) -> Finding | None:
         if evidence.is_explained_by(plain_average([mean_gradient(group) for group in groups])):
             return Finding(
                 cause="mean of means",
-                evidence=f"the gradient of step {evidence.step} is the plain average over {what}, whose counts differ"
+                evidence=f"the gradient of step {evidence.nth} is the plain average over {what}, whose counts differ"
                 f" ({', '.join(f'{count:g}' for count in counts)})",
                 step=evidence.step,
             )
@@ -149,7 +147,7 @@ def mean_of_means(evidence: Evidence) -> Finding | None:
 
 
 def skipped_micro_batch(evidence: Evidence) -> Finding | None:
-    """Whether the gradient is that of a step without the last micro-batch."""
+    """Whether the gradient equals that of a step without the last micro-batch."""
     if not evidence.cells or min(map(len, evidence.cells)) < 2:
         return None
     without = [cell for row in evidence.cells for cell in row[:-1]]
@@ -163,7 +161,7 @@ def skipped_micro_batch(evidence: Evidence) -> Finding | None:
 
 
 def wrong_tied_shard(evidence: Evidence) -> Finding | None:
-    """Whether one module's share of a tied gradient landed in another rank's piece."""
+    """Whether the contribution of one module to a tied gradient was added to the shard of another rank."""
     if len(evidence.off) != 1:
         return None
     (name,) = evidence.off
@@ -179,13 +177,13 @@ def wrong_tied_shard(evidence: Evidence) -> Finding | None:
 
 
 def skipped_last(evidence: Evidence, step: int, text: str) -> Finding:
-    """Return the finding that the last micro-batch of a step was left out."""
+    """Return the finding that the last micro-batch of a step was skipped."""
     ranks = tuple(each.rank for each in evidence.traced)
-    return Finding(cause="skipped last micro-batch", evidence=f"step {step}: {text}", step=step, ranks=ranks)
+    return Finding(cause="skipped last micro-batch", evidence=f"step {step + 1}: {text}", step=step, ranks=ranks)
 
 
 def wrong_shard(evidence: Evidence, name: str, text: str, step: int | None) -> Finding:
-    """Return the finding that the shards of a parameter are in the wrong places."""
+    """Return the finding that the shards of a parameter are in the wrong order."""
     others = evidence.tied.get(name, ())
     tied = f" (tied to {', '.join(others)})" if others else ""
     return Finding(
@@ -196,19 +194,19 @@ def wrong_shard(evidence: Evidence, name: str, text: str, step: int | None) -> F
     )
 
 
-# Causes that show in some parameters of a step, each a pure function over the evidence.
+# Causes that are visible in some parameters of a step, each a pure function of the evidence.
 
 
 _LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""From the one that holds the fewest numbers on: a gradient of bf16 is one of fp32 as well."""
+"""Lower precisions, the least precise first: every bf16 value is representable in fp32 as well."""
 _MOST_BY_CHANCE = 0.05
-"""Share of a sound gradient's elements that a lower precision may hold exactly, zeros apart."""
+"""Fraction of a correct gradient's nonzero elements that may be representable in a lower precision by chance."""
 
 _MOST_ROUNDED_ALIKE = 0.95
 
 
 def rounded_gradients(evidence: Evidence) -> Finding | None:
-    """Whether gradients were summed or sent in a lower precision than they were computed in."""
+    """Whether gradients were reduced or communicated in a lower precision than they were computed in."""
     off = [name for name in evidence.off if name in evidence.gradients and name in evidence.expected_gradients]
     found = _flat(evidence.gradients, off)
     wanted = _flat(evidence.expected_gradients, off)
@@ -217,14 +215,14 @@ def rounded_gradients(evidence: Evidence) -> Finding | None:
             continue
         was_summed = _representable(found, dtype) == 1 and _representable(wanted, dtype) < _MOST_BY_CHANCE
         if was_summed:
-            evident = f"every element is a number of {precision}, and next to none is in one process"
+            evident = f"every element is representable in {precision}, unlike in one process"
         elif _is_sum_of_rounded(evidence, off, found, dtype):
-            evident = f"they are the sums of what each data-parallel rank has, rounded to {precision}"
+            evident = f"they are sums of the gradients of data-parallel ranks, each rounded to {precision}"
         else:
             continue
         return Finding(
             cause="gradients in lower precision",
-            evidence=f"{len(off)} gradients of step {evidence.step} differ by rounding to {precision}: {evident}",
+            evidence=f"{len(off)} gradients of step {evidence.nth} differ by rounding to {precision}: {evident}",
             parameter=off[0],
             step=evidence.step,
         )
@@ -232,7 +230,7 @@ def rounded_gradients(evidence: Evidence) -> Finding | None:
 
 
 def scaled_parameters(evidence: Evidence) -> Finding | None:
-    """Whether the gradients of some parameters are off by one factor, and all others agree."""
+    """Whether the gradients of some parameters are wrong by a common factor, while all others are correct."""
     off = evidence.off
     if not off or len(off) == len(evidence.expected_gradients) or evidence.split:
         return None
@@ -247,7 +245,7 @@ def scaled_parameters(evidence: Evidence) -> Finding | None:
     shown = ", ".join(off[:3]) + (f" and {len(off) - 3} more" if len(off) > 3 else "")
     return Finding(
         cause="scaled gradient",
-        evidence=f"the gradient of {shown} in step {evidence.step} is {factor:.6g} times that of one process, and the"
+        evidence=f"the gradient of {shown} in step {evidence.nth} is {factor:.6g} times that of one process, and the"
         f" other {len(evidence.expected_gradients) - len(off)} gradients agree",
         parameter=off[0],
         step=evidence.step,
@@ -255,7 +253,7 @@ def scaled_parameters(evidence: Evidence) -> Finding | None:
 
 
 def repeated_bias(evidence: Evidence) -> Finding | None:
-    """Whether tensor-parallel ranks each added a bias to their share, so that the sum has it several times."""
+    """Whether each tensor-parallel rank added the bias, so that the sum contains it several times."""
     for times, gradients in evidence.repeated_bias.items():
         names = [name for name in gradients if name in evidence.gradients]
         found = _flat(evidence.gradients, names)
@@ -265,7 +263,7 @@ def repeated_bias(evidence: Evidence) -> Finding | None:
             continue
         return Finding(
             cause="bias added several times",
-            evidence=f"the gradient of step {evidence.step} is that of one process in which row-parallel modules add"
+            evidence=f"the gradient of step {evidence.nth} is that of one process in which row-parallel modules add"
             f" their bias {times} times: it belongs after the sum over tensor-parallel ranks",
             step=evidence.step,
         )
@@ -273,13 +271,13 @@ def repeated_bias(evidence: Evidence) -> Finding | None:
 
 
 def wrong_positions(evidence: Evidence) -> Finding | None:
-    """Whether context-parallel ranks count the positions of their tokens from the beginning of their slice."""
+    """Whether context-parallel ranks count the positions of tokens from the start of their shard of the sequence."""
     if not evidence.restarted_positions or not evidence.is_explained_by(evidence.restarted_positions):
         return None
     degree = evidence.plan.layout.cp
     return Finding(
         cause="wrong positions",
-        evidence=f"the gradient of step {evidence.step} is that of one process in which positions begin at 0 in each of"
+        evidence=f"the gradient of step {evidence.nth} is that of one process in which positions begin at 0 in each of"
         f" the {degree} slices of a sequence",
         step=evidence.step,
         ranks=tuple(each.rank for each in evidence.traced if evidence.plan.layout.coordinate(each.rank).cp),
@@ -287,24 +285,24 @@ def wrong_positions(evidence: Evidence) -> Finding | None:
 
 
 def lost_use(evidence: Evidence) -> Finding | None:
-    """Whether a parameter that several modules share was trained by some of them alone."""
+    """Whether only some of the modules that share a parameter contributed to its gradient."""
     for name, others in evidence.tied.items():
         found, uses = evidence.gradients.get(name), evidence.uses.get(name, ())
         if found is None or name not in evidence.off:
             continue
         apart = [other for other in others if other in evidence.gradients]
         if apart:
-            text = f"{', '.join(apart)} is a parameter of its own under the plan, and {name} itself in one process"
+            text = f"{', '.join(apart)} is a separate parameter under the plan, but tied to {name} in one process"
             return _untied(evidence, name, text)
         if _sums_up_some(found, uses, max(SAME, evidence.tolerance)):
             names = ", ".join([name, *others])
-            text = f"of the gradients that {names} give in step {evidence.step}, the plan sums up some only"
+            text = f"the plan sums only some of the gradients of {names} in step {evidence.nth}"
             return _untied(evidence, name, text)
     return None
 
 
 def local_buffers(evidence: Evidence) -> Finding | None:
-    """Whether ranks keep buffers of their own that the forward pass reads, so that their models differ."""
+    """Whether ranks have different buffers that the forward pass reads, so that their models differ."""
     if evidence.step == 0 or not evidence.expected.buffers:
         return None
     prints = [each.buffers for each in evidence.traced]
@@ -315,7 +313,7 @@ def local_buffers(evidence: Evidence) -> Finding | None:
             return Finding(
                 cause="local buffers",
                 evidence=f"buffer {apart[0]} differs between ranks {one} and {other}, the parameters before step"
-                f" {evidence.step} agree, and {evidence.first} is the first value to differ: the forward pass reads it",
+                f" {evidence.nth} agree, and {evidence.first} is the first value to differ: the forward pass reads it",
                 parameter=apart[0],
                 step=evidence.step,
                 ranks=(one, other),
@@ -324,7 +322,7 @@ def local_buffers(evidence: Evidence) -> Finding | None:
 
 
 def _is_sum_of_rounded(evidence: Evidence, names: Sequence[str], found: Tensor, dtype: torch.dtype) -> bool:
-    """Whether gradients are what ranks have, rounded one by one; a last bit of fp64 may round some the other way."""
+    """Whether gradients are sums of individually rounded local gradients, except for ties in the last bit of fp64."""
     count = sum(cell.count for cell in evidence.all_cells)
     if not count or any(not cell.gradients.keys() >= set(names) for cell in evidence.all_cells):
         return False
@@ -350,7 +348,7 @@ def _sums_up_some(found: Tensor, uses: Sequence[Tensor], tolerance: float) -> bo
 
 
 def _representable(values: Tensor, dtype: torch.dtype) -> float:
-    """Return the share of elements, zeros apart, that a dtype holds exactly."""
+    """Return the fraction of nonzero elements that are representable in a dtype."""
     values = values[values != 0]
     return float((values.to(dtype).double() == values).double().mean()) if len(values) else 0.0
 
@@ -360,7 +358,7 @@ def _is_same(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 def _flat(gradients: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    """Return the named gradients as one vector of fp64."""
+    """Return the named gradients as one fp64 vector."""
     empty = torch.zeros(0, dtype=torch.float64)
     return torch.cat([empty, *(gradients[name].double().flatten() for name in names)])
 

@@ -1,4 +1,4 @@
-"""Two trainings side by side: every value in the order of training, and where they diverge."""
+"""Comparison of two trainings: all values in the order of training, and the first that differ."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from shardwise.parity.runner import Record
 
 EXACT = 1e-9
-"""Largest relative difference in fp64: rounding ends up near 1e-13, real differences near 1e-3."""
+"""Largest relative difference in fp64. Rounding causes about 1e-13, real differences about 1e-3."""
 NOISE = 4.0
-"""How many noise floors fp32 may be away: floors are a maximum over a few trials, not over all."""
+"""Number of noise floors by which fp32 may differ, because a floor is the maximum of a few trials only."""
 SMALL = 1e-3
-"""Tensors below this share of the largest one are measured against it: a gradient that is zero but for rounding
-(the bias of attention keys) has no scale of its own."""
+"""Tensors smaller than this fraction of the largest tensor are compared relative to the largest. A gradient that is
+zero except for rounding, such as that of the bias of attention keys, has no scale."""
 KINDS: tuple[Kind, ...] = (
     "initial value",
     "loss",
@@ -42,50 +42,50 @@ KINDS: tuple[Kind, ...] = (
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest gaps that still count as equal, and the elements of parameters that are compared at all."""
+    """The largest gaps that count as equal, and the elements of parameters that are compared."""
 
     kinds: dict[Kind, float]
     buffers: dict[str, float] = {}
-    """Own limits of buffers that follow ill-conditioned parameters, such as the running mean behind a bias."""
+    """Limits of individual buffers that depend on ill-conditioned parameters, such as the running mean after a bias."""
     compared: Path | None = None
-    """File with a mask for every parameter of which only some elements are compared; None compares all."""
+    """File with a mask for every parameter of which only some elements are compared; None if all are compared."""
     left_out: int = 0
-    """Elements of parameters that the masks leave out."""
+    """Number of parameter elements that the masks exclude."""
     elements: int = 0
-    """Elements of all parameters."""
+    """Number of elements of all parameters."""
     first_gradient: float = 0.0
-    """Noise of the gradients of the first step, before any optimizer amplified it."""
+    """Noise of the gradients of the first step, before the optimizer amplifies it."""
 
     def of(self, kind: Kind, name: str = "") -> float:
-        """Return the limit of one value."""
+        """Return the limit of a kind of value, or of a buffer by name."""
         limit = self.kinds[kind]
         return max(limit, self.buffers.get(name, 0.0)) if kind == "buffer" else limit
 
     def masks(self) -> dict[str, Tensor]:
-        """Return by parameter the elements that are compared; parameters without an entry are compared whole."""
+        """Return parameter name -> mask of the compared elements; parameters without a mask are compared in full."""
         return {} if self.compared is None else load_tensors(self.compared)
 
 
 def strict_limits() -> Limits:
-    """Return the limits of fp64 for a job whose rounding errors nothing amplifies."""
+    """Return the fp64 limits of a job that does not amplify rounding errors."""
     return Limits(kinds=dict.fromkeys(KINDS, EXACT))
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """How far two trainings are apart."""
+    """The differences between two trainings."""
 
     worst: Gap
-    """Of all values the one farthest in terms of its limit."""
+    """The gap that is largest relative to its limit."""
     first: Gap | None
-    """The largest gap at the first moment at which any is beyond its limit."""
+    """The largest gap at the first moment at which a gap exceeds its limit."""
     deviating: tuple[str, ...]
-    """Names beyond the limit at that moment."""
+    """Names of the values that exceed their limits at that moment."""
     largest: dict[Kind, float]
     """Largest relative gap by kind."""
 
 
 def compare(record: Record, expected: Record, limits: Limits) -> Comparison:
-    """Compare a plan's ranks with one process; reads whole tensors from both folders."""
+    """Compare the ranks of a plan with one process; reads full tensors from both folders."""
     worst: Gap | None = None
     first: list[Gap] = []
     largest: dict[Kind, float] = {}
@@ -110,7 +110,7 @@ def losses_of(traced: Sequence[Traced], layout: Layout) -> list[float]:
 
 
 def _moments(record: Record, reference: Record, limits: Limits) -> Iterator[list[Gap]]:
-    """Yield the gaps of each moment, in the order of training."""
+    """Yield the gaps at each moment, in the order of training."""
     observed, folder, layout = record.traced, record.folder, record.layout
     expected, expected_folder = reference.traced[0], reference.folder
     steps = len(expected.losses)
@@ -141,10 +141,10 @@ def _moments(record: Record, reference: Record, limits: Limits) -> Iterator[list
 
 
 def evaluation_gaps(observed: Sequence[Traced], expected: Traced, limits: Mapping[Kind, float]) -> list[Gap]:
-    """Return how far each rank's evaluation after the last step is from that of one process.
+    """Return the gaps between the evaluation of each rank after the last step and that of one process.
 
-    Its loss is of kind "evaluation", the job's metrics are of kind "metric"; a kind without a limit is not compared.
-    A metric may be NaN, which here equals NaN.
+    The loss is of kind "evaluation", the metrics of the job are of kind "metric". A kind without a limit is not
+    compared. A metric may be NaN, which equals NaN here.
     """
     gaps = []
     for name, wanted in expected.evaluation.items():
@@ -159,18 +159,18 @@ def evaluation_gaps(observed: Sequence[Traced], expected: Traced, limits: Mappin
 
 
 def load_tensors(path: Path, *, weights_only: bool = True) -> Any:
-    """Read what a training wrote; a rank's own file also holds batches, which may be of any class."""
+    """Load a file of a recorded training; the file of a rank also contains batches, which may be of any class."""
     return torch.load(path, weights_only=weights_only, mmap=True)
 
 
 def gradients_of(record: Record, step: int) -> Mapping[str, Tensor]:
-    """Return the whole gradients of a step, by parameter."""
+    """Return the full gradients of a step by parameter."""
     gradients: Mapping[str, Tensor] = load_tensors(grads_file(record.folder, step))
     return gradients
 
 
 def all_values(folder: Path, step: int) -> dict[str, Tensor]:
-    """Return whole parameters and buffers before a step, by name."""
+    """Return the full parameters and buffers before a step by name."""
     values = load_tensors(values_file(folder, step))
     return {**values["parameters"], **values["buffers"]}
 
@@ -178,9 +178,9 @@ def all_values(folder: Path, step: int) -> dict[str, Tensor]:
 def relative_gaps(
     observed: Mapping[str, Tensor], expected: Mapping[str, Tensor], compared: Mapping[str, Tensor] | None = None
 ) -> dict[str, float]:
-    """Return by name the largest difference over the largest value; infinite where one side lacks it or is NaN.
+    """Return name -> largest difference over largest value; infinite if a side lacks the tensor or is NaN.
 
-    `compared` masks the elements whose difference counts; a tensor that it does not name counts whole.
+    `compared` are masks of the elements that are compared; a tensor without a mask is compared in full.
     """
     compared = compared or {}
     overall = max((_top(value) for value in expected.values()), default=0.0)
@@ -203,7 +203,7 @@ def _top(value: Tensor) -> float:
 
 
 def ratio(difference: float, scale: float) -> float:
-    """Return a difference over its scale; infinite where either is NaN, or a scale of 0 has a difference."""
+    """Return a difference over its scale; infinite if either is NaN, or if the scale is 0 and the difference is not."""
     if math.isnan(difference) or math.isnan(scale):
         return math.inf
     if not scale:
@@ -212,7 +212,7 @@ def ratio(difference: float, scale: float) -> float:
 
 
 def relative(found: float, wanted: float) -> float:
-    """Return the difference over the value; infinite where only one of the two is a number."""
+    """Return the relative difference of two values; infinite if only one of them is a number."""
     if math.isnan(found) or math.isnan(wanted):
         return 0.0 if math.isnan(found) and math.isnan(wanted) else math.inf
     if not wanted:
@@ -238,7 +238,7 @@ def _tensor_gaps(  # noqa: PLR0917 - positions of private callers
 def rank_gaps(
     kind: Kind, step: int | None, prints: Sequence[Prints], layout: Layout, limit_of: Callable[[str], float]
 ) -> list[Gap]:
-    """Compare ranks that hold the same piece; not across stages, which may keep buffers of others unused."""
+    """Compare ranks with the same shard, except across stages, which may have unused buffers of other stages."""
     overall = max((norm for each in prints for _, norm in each.values()), default=0.0)
     gaps = []
     for one, other in combinations(range(len(prints)), 2):

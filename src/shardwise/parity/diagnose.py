@@ -1,4 +1,4 @@
-"""Naming the cause of a divergence: hypotheses in the order of training, each a pure function over the evidence."""
+"""Diagnosis of a divergence: hypotheses in the order of training, each a pure function of the evidence."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
-    """Return the cause, or that none of the known ones explains what was seen."""
+    """Return the cause, or a finding that no known cause explains the evidence."""
     for hypothesis in HYPOTHESES:
         finding = hypothesis(evidence)
         if finding is not None:
@@ -47,7 +47,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
 
 
 def other_initial_weights(evidence: Evidence) -> Finding | None:
-    """Whether plan and process, or two ranks, started from different values."""
+    """Whether the plan and one process, or two ranks, started with different values."""
     first = evidence.first
     if first.kind != "initial value":
         return None
@@ -65,7 +65,7 @@ def other_initial_weights(evidence: Evidence) -> Finding | None:
 
 
 def other_batches(evidence: Evidence) -> Finding | None:
-    """Whether the ranks together read other rows than one process."""
+    """Whether the ranks together read different rows than one process."""
     layout = evidence.plan.layout
     for step, wanted in enumerate(evidence.expected.rows[: evidence.step + 1]):
         by_dp_rank: dict[int, list[str]] = {}
@@ -79,12 +79,12 @@ def other_batches(evidence: Evidence) -> Finding | None:
         if not (missing or extra or odd):
             continue
         if missing and not extra and evidence.micro_batches < evidence.plan.accumulation:
-            return skipped_last(evidence, step, f"{missing.total()} rows of step {step} were given to no rank")
+            return skipped_last(evidence, step, f"{missing.total()} rows of step {step + 1} were given to no rank")
         ranks = odd or [each.rank for each in evidence.traced if extra.keys() & set(each.rows[step])]
         return Finding(
             cause="other batches",
-            evidence=f"of {len(wanted)} rows of step {step}, {missing.total()} were read by no rank, {extra.total()}"
-            " rows were read that one process did not read"
+            evidence=f"of {len(wanted)} rows of step {step + 1}, {missing.total()} were read by no rank,"
+            f" {extra.total()} rows were read that one process did not read"
             + (f", and ranks {odd} read other rows than their peers" if odd else ""),
             step=step,
             ranks=tuple(ranks),
@@ -93,13 +93,13 @@ def other_batches(evidence: Evidence) -> Finding | None:
 
 
 def not_finite(evidence: Evidence) -> Finding | None:
-    """Whether one process itself has numbers that nothing is equal to."""
+    """Whether one process itself has non-finite values, which nothing equals."""
     bad = [name for name, gradient in evidence.expected_gradients.items() if not bool(gradient.isfinite().all())]
     if not bad:
         return None
     return Finding(
         cause="not finite in one process",
-        evidence=f"the gradient of {bad[0]} in step {evidence.step} is not finite in one process either, so there is"
+        evidence=f"the gradient of {bad[0]} in step {evidence.nth} is not finite in one process either, so there is"
         " nothing to compare with",
         parameter=bad[0],
         step=evidence.step,
@@ -107,7 +107,7 @@ def not_finite(evidence: Evidence) -> Finding | None:
 
 
 def non_deterministic(evidence: Evidence) -> Finding | None:
-    """Whether the same plan gave other numbers the second time."""
+    """Whether a second run of the same plan had different results."""
     first = evidence.first
     for step in range(evidence.step + 1):
         for one, other in zip(evidence.traced, evidence.again, strict=True):
@@ -116,7 +116,7 @@ def non_deterministic(evidence: Evidence) -> Finding | None:
             if gaps[name] > 0.1 * min(first.relative, 1.0):
                 return Finding(
                     cause="non-deterministic operation",
-                    evidence=f"gradient {name} of step {step} on rank {one.rank} is {gaps[name]:.1e} apart between"
+                    evidence=f"gradient {name} of step {step + 1} on rank {one.rank} is {gaps[name]:.1e} apart between"
                     " two runs of the same plan",
                     parameter=name,
                     step=step,
@@ -126,7 +126,7 @@ def non_deterministic(evidence: Evidence) -> Finding | None:
 
 
 def unsynced_clipping(evidence: Evidence) -> Finding | None:
-    """Whether gradients agreed and the norm they were clipped by did not."""
+    """Whether gradients agree but the norm for clipping does not."""
     first = evidence.first
     if first.kind != "gradient norm" or first.step is None:
         return None
@@ -140,7 +140,7 @@ def unsynced_clipping(evidence: Evidence) -> Finding | None:
     if wanted and max(known) - min(known) <= first.limit * wanted:
         return Finding(
             cause="wrong gradient norm",
-            evidence=f"the gradients of step {step} agree before clipping, but every rank clips by a norm of"
+            evidence=f"the gradients of step {step + 1} agree before clipping, but every rank clips by a norm of"
             f" {known[0]:.6g}, {known[0] / wanted:.4g} times that of one process",
             step=step,
             ranks=ranks,
@@ -148,7 +148,7 @@ def unsynced_clipping(evidence: Evidence) -> Finding | None:
     shown = ", ".join(f"{norm:.6g} on rank {rank}" for rank, norm in norms if norm is not None)
     return Finding(
         cause="un-synced norm clipping",
-        evidence=f"the gradients of step {step} agree before clipping, but they were clipped by a norm of {shown};"
+        evidence=f"the gradients of step {step + 1} agree before clipping, but they were clipped by a norm of {shown};"
         f" one process has {wanted:.6g}",
         step=step,
         ranks=ranks,
@@ -156,7 +156,7 @@ def unsynced_clipping(evidence: Evidence) -> Finding | None:
 
 
 def stale_buffers(evidence: Evidence) -> Finding | None:
-    """Whether parameters agree to the end and buffers do not."""
+    """Whether all parameters agree but buffers do not."""
     first = evidence.first
     if first.kind != "buffer":
         return None
@@ -176,7 +176,7 @@ def stale_buffers(evidence: Evidence) -> Finding | None:
 
 
 def _counts_passes(evidence: Evidence, name: str) -> str:
-    """Return evidence that a buffer grew once per micro-batch, where one process has one a step; else nothing."""
+    """Return evidence that a buffer changed once per micro-batch instead of once per step, or ""."""
     times, key = evidence.micro_batches, name.partition(" [")[0]
     start = fingerprint(evidence.expected_start[key])[0] if key in evidence.expected_start else 0.0
     wanted = evidence.expected.buffers.get(key, (0.0, 0.0))[0] - start
@@ -190,7 +190,7 @@ def _counts_passes(evidence: Evidence, name: str) -> str:
 
 
 def wrong_evaluation(evidence: Evidence) -> Finding | None:
-    """Whether training agreed to the end and the evaluation after it did not."""
+    """Whether training agrees but the evaluation after it does not."""
     first = evidence.first
     if first.kind not in {"evaluation", "metric"}:
         return None
@@ -206,7 +206,7 @@ def wrong_evaluation(evidence: Evidence) -> Finding | None:
 
 
 def wrong_update(evidence: Evidence) -> Finding | None:
-    """Whether gradients agreed until the weights did not."""
+    """Whether gradients agree but the updated weights do not."""
     first = evidence.first
     if first.kind == "parameter":
         step, name, gap = evidence.step, first.name, first.relative
@@ -218,7 +218,7 @@ def wrong_update(evidence: Evidence) -> Finding | None:
             return None
     return Finding(
         cause="different updates",
-        evidence=f"the gradients of step {step} agree, but the weights after it do not: {name} is {gap:.1e} apart"
+        evidence=f"the gradients of step {step + 1} agree, but the weights after it do not: {name} is {gap:.1e} apart"
         f" between {first.between}",
         parameter=name,
         step=step,
@@ -226,45 +226,44 @@ def wrong_update(evidence: Evidence) -> Finding | None:
 
 
 def random_numbers(evidence: Evidence) -> Finding | None:
-    """Whether a model draws random numbers that no switch of dropout stops."""
+    """Whether the model samples random numbers although dropout is off."""
     drawing = tuple(each.rank for each in evidence.traced if each.draws_random)
     if not drawing:
         return None
     name = evidence.expected.drawn_by or "the model"
     return Finding(
         cause="random numbers",
-        evidence=f"{name} draws random numbers in training although every dropout is 0, and each rank draws its own:"
-        f" {KEYED}",
+        evidence=f"{name} samples random numbers although every dropout is 0, and ranks sample different ones: {KEYED}",
         ranks=drawing,
     )
 
 
 def lower_precision(evidence: Evidence) -> Finding | None:
-    """Whether the loss comes out of a model in fp64 in less."""
+    """Whether the loss of an fp64 model has a lower precision."""
     dtype = evidence.expected.loss_dtype
     if evidence.plan.precision.compute != "fp64" or dtype in {"", "float64"}:
         return None
     return Finding(
         cause="lower precision inside the model",
-        evidence=f"weights and inputs are fp64, but the loss comes out as {dtype}: compare with --precision fp32",
+        evidence=f"weights and inputs are fp64, but the loss is {dtype}: compare with --precision fp32",
     )
 
 
 HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
-    lost_use,  # a weight that is two has no one initial value
-    other_initial_weights,  # first what goes in: everything after it would differ as well
+    lost_use,  # before initial weights, which differ if a tied weight was untied
+    other_initial_weights,  # inputs first, because all later values would differ as well
     other_batches,
-    not_finite,  # then what no comparison of gradients could be trusted under
+    not_finite,  # then conditions under which gradients cannot be compared
     non_deterministic,
-    stale_buffers,  # these by when the trainings part: everything before was equal
+    stale_buffers,  # then causes by the time of the divergence, before which all values were equal
     wrong_evaluation,
     unsynced_clipping,
-    wrong_update,  # then what makes it useless to look at the gradient of the step
+    wrong_update,  # then causes that are not visible in the gradient of the step
     no_gradient,
     local_buffers,
     repeated_bias,
     wrong_positions,
-    state_between_passes,  # then what is the job's own doing: the plan adds up what its micro-batches give
+    state_between_passes,  # then causes in the job, for which the plan's sum over micro-batches is correct
     depends_on_grouping,
     missing_all_reduce,
     rounded_gradients,
@@ -273,7 +272,7 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
     wrong_tied_shard,
     skipped_micro_batch,
     mean_of_means,
-    lower_precision,  # last, what only may be the cause
+    lower_precision,  # last, a possible but uncertain cause
     random_numbers,
 )
 
@@ -282,14 +281,14 @@ def _unknown(evidence: Evidence) -> Finding:
     first = evidence.first
     return Finding(
         cause="unknown cause",
-        evidence=f"initial weights and batches are equal and a second run gave equal numbers; {first} diverges first",
+        evidence=f"initial weights and batches are equal, and a second run had equal results; {first} diverges first",
         parameter=first.name,
         step=first.step,
     )
 
 
 def _print_gaps(one: Prints, other: Prints) -> dict[str, float]:
-    """Return by key how far two prints are apart, over the larger norm; tiny tensors over the largest of all."""
+    """Return key -> difference of two fingerprints, relative to the larger norm, or to the largest for tiny tensors."""
     gaps = {}
     overall = max((norm for _, norm in [*one.values(), *other.values()]), default=0.0)
     for key in one.keys() & other.keys():
@@ -299,7 +298,7 @@ def _print_gaps(one: Prints, other: Prints) -> dict[str, float]:
 
 
 def _odd_ranks(prints: Sequence[Prints], key: str) -> tuple[int, ...]:
-    """Ranks whose print is not the most common one among those that hold the piece."""
+    """Return the ranks whose fingerprint of a shard is not the most common one among the ranks with that shard."""
     by_rank = {rank: each[key] for rank, each in enumerate(prints) if key in each}
     if len(set(by_rank.values())) < 2:
         return ()

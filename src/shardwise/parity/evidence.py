@@ -1,4 +1,4 @@
-"""What is known about a plan that diverged from one process, and the arithmetic every hypothesis needs."""
+"""Evidence about a plan that diverged from one process, and arithmetic that is common to all hypotheses."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
 
 MATCH = 1e-3
-"""How much closer than to one process a gradient must be to a hypothesis for that to be the cause."""
+"""How much closer a gradient must be to that of a hypothesis than to that of one process for a diagnosis."""
 SAME = 1e-6
-"""Relative difference up to which two gradients are the same one."""
+"""Relative difference up to which two gradients are considered the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What one micro-batch of one data-parallel rank contributes: the gradient of its loss sum, and its count."""
+    """Contribution of a micro-batch of a data-parallel rank: the gradient of its loss sum, and its count."""
 
     gradients: Tensors
     count: float
@@ -37,65 +37,71 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Everything known about a plan that diverged from one process."""
+    """All evidence about a plan that diverged from one process."""
 
     plan: Plan
     comparison: Comparison
     tolerance: float
     """Relative difference up to which gradients are equal."""
     step: int
-    """Looked at closely: where the two diverged."""
+    """The step that is examined in detail, in which the two diverged."""
     traced: Sequence[Traced]
     again: Sequence[Traced]
-    """The same plan once more."""
+    """A second run of the same plan."""
     expected: Traced
     start: Tensors
-    """Initial parameters and buffers of the plan; then of one process."""
+    """Initial parameters and buffers of the plan, followed by those of one process."""
     expected_start: Tensors
     before: Tensors
-    """Parameters before `step`, of the plan; then of one process."""
+    """Parameters before `step` of the plan, followed by those of one process."""
     expected_before: Tensors
     gradients: Tensors
-    """Of `step`, whole, of the plan; then of one process."""
+    """Full gradients of `step` of the plan, followed by those of one process."""
     expected_gradients: Tensors
     locals: Sequence[Tensors]
-    """Of `step`, each rank's own pieces."""
+    """Gradient shards of each rank in `step`."""
     micro_batches: int
-    """Micro-batches that each data-parallel rank was given in `step`."""
+    """Number of micro-batches of each data-parallel rank in `step`."""
     cells: Sequence[Sequence[Cell]] = ()
-    """By data-parallel rank and micro-batch, at the weights of one process."""
+    """Contributions by data-parallel rank and micro-batch, with the weights of one process."""
     repeat_gap: float = 0.0
-    """How far the gradient of one micro-batch is apart when the model runs it again, with the same random numbers."""
+    """Relative difference of the gradients of a micro-batch when the model repeats it with the same random numbers."""
     repeated_bias: Mapping[int, Tensors] = field(default_factory=dict)
-    """By number of times, the gradient of one process whose row-parallel modules add their bias so often."""
+    """Number of times -> gradient of one process in which row-parallel modules add their bias that often."""
     restarted_positions: Tensors = field(default_factory=dict)
-    """The gradient of one process whose positions start over in each slice of a sequence; empty without slices."""
+    """Gradient of one process in which positions restart in each shard of a sequence; empty without context
+    parallelism."""
     uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    """Of a parameter that several modules share, the gradient by module."""
+    """Shared parameter -> its gradient by module."""
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Other names of such a parameter."""
+    """Shared parameter -> its other names."""
+
+    @property
+    def nth(self) -> int:
+        """The number of `step` counted from 1, as people see it."""
+        return self.step + 1
 
     @property
     def first(self) -> Gap:
-        """The gap that made the plan fail."""
+        """The first gap beyond its limit, which made the plan fail."""
         assert self.comparison.first is not None  # noqa: S101 - nothing is investigated without one
         return self.comparison.first
 
     @property
     def all_cells(self) -> list[Cell]:
-        """Every micro-batch of every data-parallel rank."""
+        """All micro-batches of all data-parallel ranks."""
         return [cell for row in self.cells for cell in row]
 
     @property
     def degrees(self) -> list[int]:
-        """Into how many pieces the layout may have sharded a tensor."""
+        """Numbers of shards into which the layout may have split a tensor."""
         layout = self.plan.layout
         degrees = {layout.world_size, layout.dp, layout.shard, layout.tp, layout.shard * layout.tp}
         return sorted(degree for degree in degrees if degree > 1)
 
     @property
     def split(self) -> list[str]:
-        """Parameters whose whole gradient every rank has, and not the same one."""
+        """Parameters whose full gradients differ between ranks."""
         found = []
         for name in self.expected_gradients:
             values = [each[name] for each in self.locals if name in each]
@@ -105,12 +111,12 @@ class Evidence:
 
     @property
     def off(self) -> list[str]:
-        """Parameters whose gradient in the step is not that of one process, on some rank."""
+        """Parameters whose gradient in the step differs from that of one process on some rank."""
         gaps = relative_gaps(self.gradients, self.expected_gradients)
         return list(dict.fromkeys([*(name for name, gap in gaps.items() if gap > self.tolerance), *self.split]))
 
     def is_explained_by(self, hypothesis: Tensors) -> bool:
-        """Whether the plan's gradient is that of a hypothesis, and far closer to it than to one process."""
+        """Whether the plan's gradient equals that of a hypothesis, and is much closer to it than to one process."""
         here = max(relative_gaps(self.gradients, self.expected_gradients).values(), default=0.0)
         there = max(relative_gaps(self.gradients, hypothesis).values(), default=0.0)
         return there < min(MATCH * here, max(SAME, self.tolerance))
@@ -121,23 +127,23 @@ class Evidence:
 
 
 def total_gradient(cells: Sequence[Cell]) -> dict[str, Tensor]:
-    """Add up the gradients of cells."""
+    """Return the sum of the gradients of cells."""
     return _sum_by_name([cell.gradients for cell in cells])
 
 
 def mean_gradient(cells: Sequence[Cell]) -> dict[str, Tensor]:
-    """Return the gradient of the mean over everything the cells count."""
+    """Return the gradient of the mean loss over the counts of all cells."""
     count = sum(cell.count for cell in cells)
     return {name: value / count for name, value in total_gradient(cells).items()}
 
 
 def plain_average(means: Sequence[Tensors]) -> dict[str, Tensor]:
-    """Average gradients as if each were the mean over equally many things."""
+    """Return the unweighted average of gradients."""
     return {name: value / len(means) for name, value in _sum_by_name(means).items()}
 
 
 def _sum_by_name(gradients: Sequence[Tensors]) -> dict[str, Tensor]:
-    """Add up gradients; one that lacks a name counts as zero."""
+    """Return the sum of gradients by name; a missing gradient counts as zero."""
     values: dict[str, list[Tensor]] = {}
     for each in gradients:
         for name, value in each.items():
@@ -145,14 +151,14 @@ def _sum_by_name(gradients: Sequence[Tensors]) -> dict[str, Tensor]:
     return {name: torch.stack(some).sum(0) for name, some in values.items()}
 
 
-# Pieces in the wrong place: whether a tensor is another one split into equal pieces and put together wrongly.
+# Misplaced shards: whether a tensor is another one whose equal shards are in a different order.
 
 
 _CLOSE = 1e-6
 
 
 def misplaced_pieces(found: Tensor, wanted: Tensor, degrees: Sequence[int]) -> str | None:
-    """Return which pieces replace which when `found` is `wanted` with its pieces moved; None when it is not."""
+    """Return which shards replace which if `found` is `wanted` with its shards permuted; None if it is not."""
     if found.shape != wanted.shape:
         return None
     for degree, dim in _splits(wanted, degrees):
@@ -164,7 +170,7 @@ def misplaced_pieces(found: Tensor, wanted: Tensor, degrees: Sequence[int]) -> s
 
 
 def misplaced_use(found: Tensor, uses: Sequence[Tensor], degrees: Sequence[int]) -> str | None:
-    """Return that `found` is the sum of `uses` with the pieces of one of them moved round; None when it is not."""
+    """Return a description if `found` is the sum of `uses` with the shards of one of them rotated, else None."""
     if any(use.shape != found.shape for use in uses):
         return None
     for number, use in enumerate(uses):
@@ -186,7 +192,7 @@ def _splits(value: Tensor, degrees: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _source(place: int, piece: Tensor, pieces: Sequence[Tensor]) -> int | None:
-    """Return which piece is at `place`: the right one if it can be, and no empty one in place of another."""
+    """Return the index of the shard at `place`: the correct one if it matches, and never an empty shard."""
     if _equal(piece, pieces[place]):
         return place
     return next((number for number, each in enumerate(pieces) if each.any() and _equal(piece, each)), None)

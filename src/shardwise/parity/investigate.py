@@ -1,4 +1,4 @@
-"""Investigating a plan that failed: run it again with every rank's own tensors, take the step apart, name the cause."""
+"""Investigation of a failed plan: run it again with the tensors of every rank, analyze one step, and find the cause."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.data.rows import cut_rows
+from shardwise.data.rows import drop_padding_rows
 from shardwise.job.generators import untouched_generators
 from shardwise.parallel.collectives import unwrap
 from shardwise.parallel.counter_dropout import CounterMasks
@@ -18,10 +18,10 @@ from shardwise.parity.capture import grads_file, local_file, values_file
 from shardwise.parity.compare import all_values, load_tensors, relative_gaps
 from shardwise.parity.diagnose import diagnose
 from shardwise.parity.evidence import Cell, Evidence, mean_gradient
-from shardwise.parity.plans import one_process
 from shardwise.parity.prepare import prepare_job
 from shardwise.parity.reference import true_double
 from shardwise.parity.runner import on_ranks
+from shardwise.parity.spec import one_process
 from shardwise.training.build import build_step
 from shardwise.training.step.first_step_checks import OutputRows
 
@@ -33,10 +33,9 @@ if TYPE_CHECKING:
     from shardwise.dist import World
     from shardwise.job import Job
     from shardwise.parity.compare import Comparison
-    from shardwise.parity.plans import Exact
     from shardwise.parity.reference import Variant
     from shardwise.parity.runner import ParityRunner, Record
-    from shardwise.parity.spec import Finding
+    from shardwise.parity.spec import Exact, Finding
     from shardwise.plans import Plan
 
 
@@ -47,13 +46,13 @@ class Case:
     plan: Plan
     precision: Exact
     twin: Variant
-    """How one process grouped its rows to be comparable."""
+    """How one process groups its rows to be comparable with the plan."""
     record: Record
     comparison: Comparison
 
 
 def investigate(runner: ParityRunner, case: Case) -> list[Finding]:
-    """Return the named causes of a divergence; trains the plan and one process once more."""
+    """Return the causes of a divergence; trains under the plan and in one process again."""
     step = _step_of(case.comparison, runner.preparation.steps)
     again = runner.run(case.plan, close_up=step)
     expected = runner.one(case.precision, case.twin, close_up=step)
@@ -90,7 +89,7 @@ def investigate(runner: ParityRunner, case: Case) -> list[Finding]:
 
 
 def _step_of(comparison: Comparison, steps: int) -> int:
-    """The step to look at: where values diverged, or the nearest one when that was before or after all steps."""
+    """Return the step to examine: that of the divergence, or the nearest one if it was before or after all steps."""
     first = comparison.first
     if first is None or first.step is None:
         return 0 if first is not None and first.kind == "initial value" else steps - 1
@@ -121,7 +120,7 @@ def _take_apart(world: World, runner: ParityRunner, case: Case, folder: Path, va
 
 
 def _repeated_bias(job: Job, model: nn.Module, by_dp_rank: Any, degree: int) -> dict[int, Any]:
-    """Return what the step's gradient would be if row-parallel modules added their bias on every rank."""
+    """Return the gradient of the step as if row-parallel modules added their bias on every rank."""
     if degree == 1:
         return {}
     styles = styles_by_name(model, find_rules(model, job.tensor_rules))
@@ -130,15 +129,15 @@ def _repeated_bias(job: Job, model: nn.Module, by_dp_rank: Any, degree: int) -> 
     return {times: with_repeated_bias(job, model, by_dp_rank, names, times) for times in {2, degree}} if names else {}
 
 
-# The gradient of one step, taken apart: by micro-batch and, for shared parameters, by module.
+# The gradient of a step by micro-batch and, for shared parameters, by module.
 
 
 _RUNS = 3
-"""Enough to see what changes with every forward pass, or with every second one."""
+"""Number of runs, sufficient to see changes with every forward pass or every second one."""
 
 
 def take_apart(job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBatch]]) -> list[list[Cell]]:
-    """Return what every micro-batch of every data-parallel rank contributes, at the weights of `model`."""
+    """Return the contributions of all micro-batches of all data-parallel ranks, with the weights of `model`."""
     return [[_cell(job, model, micro_batch) for micro_batch in micro_batches] for micro_batches in by_dp_rank]
 
 
@@ -147,27 +146,27 @@ def _all_cells(job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBa
 
 
 def _cell(job: Job, model: nn.Module, micro_batch: MicroBatch) -> Cell:
-    batch, rows, filled, places = micro_batch.batch, micro_batch.rows, micro_batch.filled, micro_batch.places
+    batch, rows, filled, positions = micro_batch.batch, micro_batch.rows, micro_batch.filled, micro_batch.positions
     model.zero_grad(set_to_none=True)
     if not rows:
         return Cell(gradients={}, count=0)
-    keys = None if places is None else places.keys()
+    keys = None if positions is None else positions.keys()
     is_short, output_rows = rows < filled and job.loss.by_row, OutputRows()
     with (
         CounterMasks(model, "cpu").of(model, keys, filled) if job.masks == "keyed" else nullcontext(),
-        output_rows.watching(batch) if is_short else nullcontext(),
+        output_rows.tracking(batch) if is_short else nullcontext(),
     ):
         output = job.forward(model, batch)
     if is_short:
-        output = output_rows.cut(output, rows, filled)
-        batch = cut_rows(batch, rows, filled, micro_batch.marks)
+        output = output_rows.drop_padding(output, rows, filled)
+        batch = drop_padding_rows(batch, rows, filled, micro_batch.marks)
     job.loss.sum_of(output, batch).backward()
     gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     return Cell(gradients=gradients, count=job.loss.count_of(batch, rows))
 
 
 def repeat_gap(job: Job, model: nn.Module, micro_batch: MicroBatch) -> float:
-    """Return how far the gradients of one micro-batch are apart when `model` runs it again, and once more."""
+    """Return the largest relative difference between the gradients of a micro-batch in repeated runs of `model`."""
     found = []
     for _ in range(_RUNS):
         with untouched_generators():
@@ -178,7 +177,7 @@ def repeat_gap(job: Job, model: nn.Module, micro_batch: MicroBatch) -> float:
 def with_repeated_bias(
     job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBatch]], names: Sequence[str], times: int
 ) -> dict[str, Tensor]:
-    """Return the step's gradient as if each named module added its bias several times; of those biases nothing."""
+    """Return the gradient of the step as if each named module added its bias `times` times, without those biases."""
     hooks = []
     for name in names:
         module = model.get_submodule(name)
@@ -195,7 +194,7 @@ def with_repeated_bias(
 def with_restarted_positions(
     job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBatch]], degree: int
 ) -> dict[str, Tensor]:
-    """Return the step's gradient as if positions started over in each of `degree` slices of a sequence."""
+    """Return the gradient of the step as if positions restarted in each of `degree` shards of a sequence."""
 
     def restart(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tokens = next(each for each in [*args, *kwargs.values()] if isinstance(each, Tensor) and each.ndim > 1)
@@ -209,7 +208,7 @@ def with_restarted_positions(
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return, of every parameter that several modules share, its name and its other names."""
+    """Return parameter name -> its other names, for parameters that several modules share."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -217,7 +216,7 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def by_module(job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBatch]]) -> dict[str, list[Tensor]]:
-    """Return the step's gradient of every shared parameter, by the module that used it; unties `model`."""
+    """Return the gradients of shared parameters in the step by module; unties the parameters of `model`."""
     tied = tied_names(model)
     for others in tied.values():
         for name in others:

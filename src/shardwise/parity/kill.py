@@ -1,4 +1,4 @@
-"""One segment of a training: run as `shardwise train` does, recorded step by step, and killed at a chosen moment."""
+"""A segment of a training, run as by `shardwise train`, recorded step by step, and killed at a chosen moment."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import msgspec
 import torch
 
-from shardwise.checkpoint import CheckpointFolder
-from shardwise.checkpoint.disk import TEMPORARY
-from shardwise.checkpoint.errors import name_of, parse_name
+from shardwise.checkpoint import CheckpointDirectory
+from shardwise.checkpoint.disk import TEMPORARY, name_of, parse_name
 from shardwise.data.rows import CountedCollate, RowMarks, num_rows, settle_marks, stack_samples, tensors
 from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError, TrainingError
@@ -29,6 +28,7 @@ from shardwise.job.generators import untouched_generators
 from shardwise.parallel.collectives import full_values
 from shardwise.parity.capture import digest_rows
 from shardwise.parity.prepare import prepare_job
+from shardwise.parity.progress import SAVE_S, Pulse, watched
 from shardwise.parity.reference import true_double
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
@@ -43,13 +43,12 @@ if TYPE_CHECKING:
     from shardwise.dist import World
     from shardwise.job import Job
     from shardwise.parity.prepare import Preparation
+    from shardwise.parity.progress import PauseLimit
     from shardwise.plans import Plan
-    from shardwise.training.step.step import StepReport
+    from shardwise.training.callbacks import CallbackContext
 
 LEAST_STEPS = 4
-"""One saved and one lost before the first kill, one saved and one torn before the second."""
-_TIMEOUT_S = 60.0
-"""How long a checkpoint may take before a kill that must come after it."""
+"""One step is saved and one lost before the first kill; one is saved and one save interrupted before the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,24 +56,24 @@ class Kill:
     """When all ranks of a run are killed."""
 
     moment: Literal["step", "open", "os.rename"]
-    """After a step; or in a save: before its first byte, or with all bytes there, before it gets its name."""
+    """After a step, before the first byte of a save is written, or after the last byte but before the commit."""
     step: int
-    """The step, counted from 0; or how many steps the torn checkpoint would have had."""
+    """The step, counted from 0, or the number of steps of the interrupted checkpoint."""
 
     def __str__(self) -> str:
         where = {
-            "step": f"after step {self.step}",
-            "open": f"as the checkpoint of step {self.step} was begun",
-            "os.rename": f"before the checkpoint of step {self.step} got its name",
+            "step": f"after step {self.step + 1}",
+            "open": f"at the start of the save of step {self.step}",
+            "os.rename": f"before the commit of the checkpoint of step {self.step}",
         }
         return where[self.moment]
 
 
 def choose_kills(name: str, steps: int) -> tuple[Kill, Kill]:
-    """Return when the first two segments end: after a step, and in a save; the same for the same plan and length."""
+    """Return the kills of the first two segments: after a step, and in a save. They depend on plan and length only."""
     if steps < LEAST_STEPS:
         raise InputError(
-            f"--resume kills and resumes twice, for which {steps} steps are too few",
+            f"--resume requires at least {LEAST_STEPS} steps for two kills, got {steps}",
             code="verify.too-few-steps",
             fix=f"use --steps {LEAST_STEPS} or more",
         )
@@ -85,46 +84,46 @@ def choose_kills(name: str, steps: int) -> tuple[Kill, Kill]:
 
 
 class SeenSamples(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank saw of one step."""
+    """The recording of one rank in one step."""
 
     step: int
     loss: float | None
     """This rank's share of the mean loss; None for NaN."""
     rows: tuple[str, ...]
-    """Digests of the rows in its loss."""
+    """Digests of the rows in the loss of this rank."""
     rate: float
     """Learning rate."""
     draw: float
-    """A random number, drawn after the step."""
+    """A random number that is sampled after the step."""
 
 
 @dataclass(frozen=True)
 class SegmentFolder:
-    """Where the ranks of one segment leave what they saw."""
+    """The folder with the recordings of the ranks of a segment."""
 
     path: Path
 
     @property
     def killed(self) -> Path:
-        """There when the ranks were killed as planned, and did not die of something else."""
+        """File that exists if the ranks were killed as planned, and did not fail otherwise."""
         return self.path / "killed"
 
     @property
     def final(self) -> Path:
-        """Whole parameters and buffers after the last step."""
+        """File of full parameters and buffers after the last step."""
         return self.path / "final.pt"
 
     def log(self, rank: int) -> Path:
-        """What a rank saw, a line per step."""
+        """Return the file with the recording of a rank, a line per step."""
         return self.path / f"{rank}.jsonl"
 
     def read(self, ranks: int) -> list[list[SeenSamples]]:
-        """Return what each rank saw."""
+        """Return the recordings of all ranks."""
         decoder = msgspec.json.Decoder(SeenSamples)
         return [decoder.decode_lines(self.log(rank).read_bytes()) for rank in range(ranks)]
 
     def values(self) -> dict[str, dict[str, Tensor]]:
-        """Return final values by name, under "parameter" and "buffer"."""
+        """Return the final values by name, under "parameter" and "buffer"."""
         values: dict[str, dict[str, Tensor]] = torch.load(self.final, weights_only=True, mmap=True)
         return values
 
@@ -136,34 +135,50 @@ def run_segment(  # noqa: PLR0917 - positions of one caller
     folder: SegmentFolder,
     checkpoints: Path | None,
     kill: Kill | None,
+    limit: PauseLimit,
 ) -> None:
-    """Train from the newest of `checkpoints` to the end or the kill; communicates over the world, on every rank.
+    """Train from the newest of `checkpoints` to the end or the kill. Communicates over the world; call on every rank.
 
-    None saves nothing and begins at the start.
+    With None for `checkpoints`, the segment starts at step 0 and saves nothing. A rank without progress for longer than
+    `limit` writes its location into `folder` and exits.
     """
-    end = _end(world, folder, checkpoints, kill) if kill is not None and checkpoints is not None else None
+    pulse = Pulse()
+    end = None
+    if kill is not None and checkpoints is not None:
+        end = _end(world, folder, checkpoints, kill, pulse)
     with (
         true_double() if plan.precision.compute == "fp64" else nullcontext(),
+        watched(pulse, limit, world.rank, folder.path),
         folder.log(world.rank).open("wb", buffering=0) as log,
     ):
         marks = _Marks(folder.path / f"marks-{world.rank}.json")
         job = _watched(prepare_job(preparation), log, end, marks, engine=plan.engine)
         _, step = run_loop(
-            job, plan, world, EventLog(None), Timeline(), checkpoints=checkpoints, save=SaveSpec(every=1)
+            job,
+            plan,
+            world,
+            EventLog(None),
+            Timeline(),
+            checkpoints=checkpoints,
+            save=SaveSpec(every=1),
+            mark=lambda phase, _: pulse.begin(phase),
         )
-        values = {"parameter": full_values(step.held().values.items()), "buffer": full_values(step.buffers().items())}
+        values = {
+            "parameter": full_values(step.local_state().values.items()),
+            "buffer": full_values(step.buffers().items()),
+        }
     if world.is_main:
         torch.save(values, folder.final)
 
 
 @dataclass(frozen=True)
 class _Marks:
-    """Which tensors of a batch hold rows, in a file: loader workers collate, and the loss reads rows."""
+    """The tensors of a batch that contain rows, in a file: loader workers collate, and the loss reads rows."""
 
     path: Path
 
     def collate(self, job: Job, samples: list[Any]) -> Any:
-        """Collate as the job does; the first time, also leave the marks, which take two samples to see."""
+        """Collate as the job does; the first call also writes the marks, for which it needs two samples."""
         if not self.path.exists():
             with untouched_generators(), contextlib.suppress(Exception):  # user code may not collate a sample twice
                 marks = CountedCollate(job.collate)(samples if len(samples) > 1 else samples * 2).marks
@@ -173,14 +188,14 @@ class _Marks:
         return (job.collate or stack_samples)(samples)
 
     def of(self, batch: Any, rows: int) -> RowMarks:
-        """Return the marks of a batch; by length where the tensor that gave `rows` holds none, as in packed graphs."""
+        """Return the marks of a batch, by length if the tensor that determines `rows` has none, as in packed graphs."""
         known = msgspec.json.decode(self.path.read_bytes(), type=RowMarks) if self.path.exists() else ()
         shaped = [mark for mark, tensor in zip(known, tensors(batch), strict=False) if tensor.ndim]
         return settle_marks(known if any(shaped[:1]) else None, batch, rows)
 
 
 def _watched(job: Job, log: IO[bytes], after_step: Callable[[int], None] | None, marks: _Marks, *, engine: str) -> Job:
-    """Return the job with a loss that notes its rows, and a note of every step."""
+    """Return the job with a loss that records its rows, and a recording of every step."""
     rows: set[str] = set()
     encode = msgspec.json.Encoder().encode
 
@@ -188,7 +203,8 @@ def _watched(job: Job, log: IO[bytes], after_step: Callable[[int], None] | None,
         number = num_rows(batch)
         rows.update(digest_rows(batch, number, marks.of(batch, number)))
 
-    def on_step(report: StepReport) -> None:
+    def on_step(context: CallbackContext) -> None:
+        report = context.report
         loss = float(report.loss_share)
         seen = SeenSamples(
             step=report.number,
@@ -206,53 +222,60 @@ def _watched(job: Job, log: IO[bytes], after_step: Callable[[int], None] | None,
         job,
         loss=dataclasses.replace(job.loss, sum=engine_named(engine).observe_loss(look, job.loss.sum)),
         on_step=on_step,
+        on_evaluate=None,
+        evaluate_every=None,
+        evaluate_at_start=False,
         collate=partial(marks.collate, job),
         data=lambda split: job.data(split) if split == "train" else None,
     )
 
 
-def _end(world: World, folder: SegmentFolder, checkpoints: Path, kill: Kill) -> Callable[[int], None] | None:
-    """Prepare the death of all ranks by the hand of rank 0; communicates over the world, on every rank.
+def _end(
+    world: World, folder: SegmentFolder, checkpoints: Path, kill: Kill, pulse: Pulse
+) -> Callable[[int], None] | None:
+    """Prepare rank 0 to kill all ranks. Communicates over the world; call on every rank.
 
-    Returns what rank 0 calls after each step, None where it need not.
+    Returns a function that every rank calls after each step, or None if the ranks are killed during a save.
     """
     pids = world.gather(os.getpid())
-    if not world.is_main:
-        return None
     if kill.moment != "step":
+        if not world.is_main:
+            return None
         torn = str(checkpoints / f"{TEMPORARY}{name_of(kill.step)}-")
 
         def on_event(event: str, arguments: Sequence[Any]) -> None:
             if event == kill.moment and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(torn):
                 _kill_all(pids, folder)
 
-        # Python reports every file before it is opened or renamed, in any thread: no save is too short for that.
+        # An audit hook is called before every open and rename in any thread, so that no save is too short for a kill.
         sys.addaudithook(on_event)
         return None
 
     def after_step(number: int) -> None:
         if number == kill.step:
-            _wait_for(checkpoints, kill.step)
-            _kill_all(pids, folder)
+            _wait_for(checkpoints, kill.step, pulse)  # on every rank, since waiting for rank 0 would count as a hang
+            if world.is_main:
+                _kill_all(pids, folder)
 
     return after_step
 
 
-def _wait_for(checkpoints: Path, step: int) -> None:
-    """Wait until the checkpoint of `step` is published: without one, the next life would prove nothing."""
-    deadline = time.monotonic() + _TIMEOUT_S
+def _wait_for(checkpoints: Path, step: int, pulse: Pulse) -> None:
+    """Wait until the checkpoint of `step` is committed, because the next segment resumes from it."""
+    deadline = time.monotonic() + SAVE_S
     while time.monotonic() < deadline:
-        latest = CheckpointFolder(checkpoints).latest()
+        pulse.beat()
+        latest = CheckpointDirectory(checkpoints).latest()
         if latest is not None and (parse_name(latest.name) or (-1,))[0] >= step:
             return
         time.sleep(0.005)
     raise TrainingError(
-        f"no checkpoint of step {step} was published in {_TIMEOUT_S:.0f} s", code="verify.checkpoint-timeout"
+        f"no checkpoint of step {step} was published in {SAVE_S:.0f} s", code="verify.checkpoint-timeout"
     )
 
 
 def _kill_all(pids: Sequence[int], folder: SegmentFolder) -> None:
-    """Kill -9 every rank, the own one last."""
+    """Send SIGKILL to every rank, to this one last."""
     folder.killed.touch()
     for pid in [*(pid for pid in pids if pid != os.getpid()), os.getpid()]:
         with contextlib.suppress(ProcessLookupError):

@@ -1,154 +1,250 @@
-"""Dropout masks across ranks: different where rows or activations are, equal where every rank holds the same."""
+"""Random numbers of all ranks in one training step, compared with each other.
+
+verify sets dropout to 0 while it compares losses and gradients, so it checks the seeds in an extra step with dropout
+on. A dispatch mode below autograd records every tensor that this step samples. This includes dropout inside
+`scaled_dot_product_attention` and stochastic depth, however the model calls them. The invariant: ranks that process
+different samples or tokens (data and context parallelism) sample different masks. Tensor-parallel ranks sample the same
+mask for the same activation, and different masks for different shards of an activation.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import math
 from contextlib import contextmanager
-from itertools import combinations
+from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from torch.nn import functional
+from torch import Tensor
 
 from shardwise.errors import InputError
 from shardwise.parallel.collectives import unwrap
-from shardwise.parity.capture import Print, fingerprint
+from shardwise.parallel.gradsync import local
+from shardwise.parity.capture import Print, digest_tensors, fingerprint
 from shardwise.parity.prepare import Preparation, prepare_job
 from shardwise.parity.progress import PauseLimit, Pulse, watched
 from shardwise.parity.spec import Finding
+from shardwise.torch_private.dispatch import TorchDispatchMode
 from shardwise.training.build import build_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from shardwise.dist import World
     from shardwise.layout import Layout
     from shardwise.plans import Plan
 
-_FEWEST = 32
-"""Smaller activations may draw the same mask by chance."""
+_FEWEST_BITS = 32
+"""Masks with less entropy than this may be equal by chance."""
+_SAMPLERS = frozenset(
+    {
+        *("bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial"),
+        *("native_dropout", "normal", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn"),
+        *("randn_like", "random_", "randperm", "uniform_"),
+    }
+)
+"""Operators of torch that return the random tensor itself."""
 
 
 class Mask(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of dropout: where, on what, and which entries it dropped."""
+    """One call of a random operator."""
 
-    place: str
-    given: Print
-    dropped: str
-    """Digest of the mask; empty for activations too small to compare, and where nothing is dropped (a rate of 0)."""
+    module: str
+    """Name of the innermost module that ran."""
+    operator: str
+    digest: str = ""
+    """Digest of the sampled tensor; empty if it has too few bits to compare, or if the operator does not return it."""
+    input: Print | None = None
+    """Fingerprint of the activation that the sampled tensor was applied to; None if there was none."""
 
 
-def without_graphs(plan: Plan) -> Plan:
-    """Return the plan that masks are noted under: a graph would draw in place of torch's function."""
+class MaskReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The comparison of all masks of one plan."""
+
+    findings: tuple[Finding, ...] = ()
+    """The first wrong mask, if there is one."""
+    note: str = ""
+    """Names the modules whose masks could not be compared, and what to write instead; empty if all were compared."""
+
+
+def without_compile(plan: Plan) -> Plan:
+    """Return the plan without compile, because a dispatch mode cannot record the samples inside compiled kernels."""
     return dataclasses.replace(plan, compile="none")
 
 
-def watch_masks(
+def record_step(
     world: World, preparation: Preparation, plan: Plan, folder: Path, limit: PauseLimit
 ) -> tuple[list[Mask], InputError | None]:
-    """Train one step with dropout on and return every mask, in order; communicates over the world, on every rank.
+    """Train one step with dropout on and return its masks. Communicates over the world; call on every rank.
 
-    A step that is refused is returned beside them: masks that differ make gradients differ, and name the cause. A rank
-    that makes no progress for longer than `limit` writes where it is into `folder`, and ends.
+    An InputError of the step is returned with the masks, because different masks may be the reason for it. A rank
+    without progress for longer than `limit` writes its location into `folder` and exits.
     """
     pulse = Pulse()
-    refused = None
+    error = None
     with watched(pulse, limit, world.rank, folder):
         job = prepare_job(msgspec.structs.replace(preparation, dropout=True, steps=1))
         step = build_step(job, plan, world)
-        with _noted_masks(unwrap(step.model), pulse) as masks:
+        with recorded_masks(unwrap(step.model), pulse) as masks:
             for batch in step.feed:
                 pulse.beat()
                 try:
                     step(batch)
-                except InputError as error:
-                    refused = error
-    return masks, refused
+                except InputError as raised:
+                    error = raised
+    return masks, error
 
 
 @contextmanager
-def _noted_masks(model: nn.Module, pulse: Pulse) -> Iterator[list[Mask]]:
-    """Note every call of dropout, which modules and functions all make through torch's one function."""
-    masks: list[Mask] = []
+def recorded_masks(model: nn.Module, pulse: Pulse) -> Iterator[list[Mask]]:
+    """Record every mask that is sampled inside of this context, with the module of `model` that samples it."""
     path = [""]
     hooks = []
+
+    def leave(*_: Any) -> None:
+        path.pop()
+
     for name, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: path.append(name)))
-        hooks.append(module.register_forward_hook(lambda *_: path.__delitem__(-1), always_call=True))
-    right = functional.dropout
-
-    def dropout(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002 - the name is torch's
-        pulse.beat()
-        state = torch.get_rng_state()
-        kept = right(torch.ones_like(input), *args, **kwargs)  # of the input itself some entries may be 0 before
-        masks.append(Mask(place=path[-1], given=fingerprint(input), dropped=_digest(kept)))
-        torch.set_rng_state(state)
-        return right(input, *args, **kwargs)
-
-    functional.dropout = dropout
+        hooks.append(module.register_forward_hook(leave, always_call=True))
+    recorder = _MaskRecorder(path, pulse)
     try:
-        yield masks
+        with recorder:
+            yield recorder.masks
     finally:
-        functional.dropout = right
         for hook in hooks:
             hook.remove()
 
 
-def _digest(kept: Tensor) -> str:
-    if kept.numel() < _FEWEST or bool(kept.all()):
+class _MaskRecorder(TorchDispatchMode):
+    """Records sampled tensors, and follows each one to the activation that it is first combined with."""
+
+    def __init__(self, path: Sequence[str], pulse: Pulse) -> None:
+        """`path` has the names of the modules that run, innermost last."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.masks: list[Mask] = []
+        self._path = path
+        self._pulse = pulse
+        self._unapplied: dict[int, tuple[Tensor, int]] = {}
+        """id of a tensor computed only from samples -> the tensor, which keeps the id valid, and the index of its
+        mask."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            result = func(*args, **kwargs)
+            if self._unapplied:
+                self._follow(func, args, result)
+            return result
+        generator = kwargs.get("generator") or torch.default_generator
+        before = generator.get_state()
+        result = func(*args, **kwargs)
+        if not torch.equal(before, generator.get_state()):  # attention at a rate of 0, for example, samples nothing
+            self._record(func.overloadpacket.__name__, args, result)
+        return result
+
+    def _record(self, operator: str, args: tuple[Any, ...], result: Any) -> None:
+        self._pulse.beat()
+        mask = Mask(module=self._path[-1] or "the model", operator=operator)
+        if operator == "native_dropout":
+            _, sampled = result
+            mask = msgspec.structs.replace(mask, digest=_digest(sampled), input=fingerprint(local(args[0])))
+        elif operator in _SAMPLERS:
+            mask = msgspec.structs.replace(mask, digest=_digest(result))
+            self._unapplied[id(result)] = result, len(self.masks)
+        self.masks.append(mask)
+
+    def _follow(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Find the activation of a mask: torch scales a mask first, then multiplies the activation by it."""
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        if func is torch.ops.aten.copy_.default:
+            tensors = tensors[1:]  # the values of the target are overwritten
+        for tensor in tensors:
+            if id(tensor) not in self._unapplied:
+                continue
+            _, index = self._unapplied[id(tensor)]
+            others = [each for each in tensors if each.ndim and id(each) not in self._unapplied]
+            if others:
+                self.masks[index] = msgspec.structs.replace(self.masks[index], input=fingerprint(local(others[0])))
+                del self._unapplied[id(tensor)]
+            elif isinstance(result, Tensor):
+                self._unapplied[id(result)] = result, index
+
+
+def _digest(sampled: Tensor) -> str:
+    values = local(sampled).detach()
+    distinct = len(values.unique())
+    if values.numel() * math.log2(max(1, distinct)) < _FEWEST_BITS:
         return ""
-    return hashlib.blake2b((kept == 0).to(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+    return digest_tensors([values])
 
 
-def compare_masks(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> Finding | None:
-    """Compare the masks of ranks with each other; returns what is wrong with the first that is."""
-    return _judge_tensor_peers(by_rank, layout) or _judge_data_peers(by_rank, layout)
+def compare_masks(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> MaskReport:
+    """Compare the masks of all ranks with each other."""
+    finding = _compare_tensor_parallel(by_rank, layout) or _compare_data_parallel(by_rank, layout)
+    not_compared: dict[str, str] = {}
+    for mask in chain.from_iterable(by_rank):
+        if mask.operator not in _SAMPLERS:
+            not_compared[f"{mask.module} samples inside of {mask.operator}"] = _write_instead(mask.operator)
+        elif layout.tp > 1 and mask.digest and mask.input is None:
+            not_compared[f"{mask.module} calls {mask.operator} without an activation"] = _write_instead(mask.operator)
+    note = ""
+    for where, line in not_compared.items():
+        note += f"; {where}, which was not compared across ranks: {line}"
+    return MaskReport(findings=() if finding is None else (finding,), note=note)
 
 
-def _judge_tensor_peers(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> Finding | None:
+def _write_instead(operator: str) -> str:
+    if "attention" in operator:
+        return "call it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+    return "call torch.nn.functional.dropout(activation, p)"
+
+
+def _compare_tensor_parallel(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> Finding | None:
     for group in layout.groups("tp"):
-        for one, other in combinations(group, 2):
-            for mine, theirs in zip(by_rank[one], by_rank[other], strict=True):
-                if not mine.dropped and not theirs.dropped:
+        for first, second in combinations(group, 2):
+            for one, other in zip(by_rank[first], by_rank[second], strict=True):
+                if one.input is None or not (one.digest or other.digest):
                     continue
-                holds_same, drops_same = mine.given == theirs.given, mine.dropped == theirs.dropped
-                if holds_same != drops_same:
-                    return _finding(mine.place, (one, other), drops_same=drops_same)
+                is_same_mask = one.digest == other.digest
+                if is_same_mask != (one.input == other.input):
+                    return _tensor_parallel_finding(one.module, (first, second), is_same_mask=is_same_mask)
     return None
 
 
-def _judge_data_peers(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> Finding | None:
-    """Find ranks with other rows or other tokens that drop the same entries in every call: one may by chance."""
+def _tensor_parallel_finding(module: str, ranks: tuple[int, int], *, is_same_mask: bool) -> Finding:
+    cause = "different dropout seeds outside the sharded region"
+    dropped = "different entries of the same activation, so the ranks diverge"
+    if is_same_mask:
+        cause = "equal dropout seeds across tensor-parallel ranks"
+        dropped = "the same entries of different shards of an activation"
+    evidence = f"{module} on ranks {ranks[0]} and {ranks[1]} dropped {dropped}"
+    return Finding(cause=cause, evidence=evidence, parameter=module, step=0, ranks=ranks)
+
+
+def _compare_data_parallel(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> Finding | None:
+    """Find two ranks with different samples or tokens whose masks are all equal; a single one may be by chance."""
     for group in layout.groups("replicate", "shard", "cp"):
-        for one, other in combinations(group, 2):
-            pairs = [
-                (mine, theirs.dropped)
-                for mine, theirs in zip(by_rank[one], by_rank[other], strict=False)
-                if mine.dropped or theirs.dropped
-            ]
-            if pairs and all(mine.dropped == dropped for mine, dropped in pairs):
-                place = pairs[0][0].place
+        for first, second in combinations(group, 2):
+            pairs = []
+            for one, other in zip(by_rank[first], by_rank[second], strict=False):
+                if one.digest or other.digest:
+                    pairs.append((one, other))
+            if pairs and all(one.digest == other.digest for one, other in pairs):
+                module = pairs[0][0].module
                 return Finding(
                     cause="equal dropout seeds across data-parallel ranks",
-                    evidence=f"{place} on ranks {one} and {other} dropped the same entries of different samples or"
-                    f" tokens, and so did each of the {len(pairs)} calls of dropout in the step",
-                    parameter=place,
+                    evidence=f"{module} on ranks {first} and {second} dropped the same entries of different samples or"
+                    f" tokens, as did all {len(pairs)} calls of random operators in the step",
+                    parameter=module,
                     step=0,
-                    ranks=(one, other),
+                    ranks=(first, second),
                 )
     return None
-
-
-def _finding(place: str, ranks: tuple[int, int], *, drops_same: bool) -> Finding:
-    cause = "different dropout seeds outside the sharded region"
-    dropped = "different entries of the same activation, so the ranks drift apart"
-    if drops_same:
-        cause = "equal dropout seeds across tensor-parallel ranks"
-        dropped = "the same entries of different pieces of an activation"
-    evidence = f"{place} on ranks {ranks[0]} and {ranks[1]} dropped {dropped}"
-    return Finding(cause=cause, evidence=evidence, parameter=place, step=0, ranks=ranks)

@@ -1,10 +1,11 @@
-"""The rounding noise of a job itself, and the elements of parameters that it decides.
+"""The rounding noise of a job, and the elements of parameters that it determines.
 
-One process is compared with itself, rows in another order and weights moved by one rounding error. The largest gaps are
-the noise floors. Adam and its relatives divide a gradient by its own size, so an element whose exact gradient is zero
-(the bias of a convolution before batch normalization) moves by a full step in a direction that rounding chose: no two
-correct runs agree on it. An element counts as ill-conditioned where its gradient in some step is not well above the
-noise that the gradient of its tensor has. Those elements are left out and counted; all others keep a sharp limit.
+One process is compared with itself, with rows in another order and weights changed by one rounding error. The largest
+gaps are the noise floors. Adam and similar optimizers divide a gradient by its own magnitude. So an element whose exact
+gradient is zero, such as the bias of a convolution before batch normalization, moves by a full step in a direction that
+depends on rounding, and no two correct runs agree on it. An element is ill-conditioned if its gradient in some step is
+not well above the noise of the gradients of its tensor. Ill-conditioned elements are excluded and counted; all others
+keep a strict limit.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from shardwise.parity.compare import (
     relative_gaps,
     strict_limits,
 )
-from shardwise.parity.plans import in_precision
-from shardwise.parity.spec import Finding, Gap
+from shardwise.parity.spec import Finding, Gap, in_precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -40,34 +40,33 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardwise.parity.plans import Exact
     from shardwise.parity.runner import Record
-    from shardwise.parity.spec import Kind
+    from shardwise.parity.spec import Exact, Kind
     from shardwise.plans import Plan
 
     Tensors = Mapping[str, Tensor]
 
 LOOSEST = 1e-6
-"""Largest limit of fp64: a job whose own noise asks for more computes in less than fp64, or is not a function."""
+"""Largest limit in fp64. A job with more noise computes in a lower precision, or is not deterministic."""
 
 _LEAST = {"fp64": EXACT / NOISE, "fp32": 2.0**-23}
-"""Least floors, one rounding error in fp32: a floor of zero only means that the trials happened to agree."""
+"""Smallest floors, one rounding error in fp32. A floor of zero only means that the trials agreed by chance."""
 _AMPLIFIED = {"fp64": EXACT / 10, "fp32": 1e-5}
-"""Gaps of one process to itself above which something amplifies rounding errors."""
+"""Gaps between one process and its variants above which the job amplifies rounding errors."""
 _CONDITION = {"fp64": 1e7, "fp32": 1e2}
-"""How far above its noise a gradient must be: Adam's update then has a relative error of at most the inverse."""
+"""How far above its noise a gradient must be; the relative error of Adam's update is then at most the inverse."""
 
 _LARGEST_DOUBLE = 1e-10
-"""Noise of a first gradient that fp64 can explain: its rounding is 1e-16, that of fp32 6e-8."""
+"""Noise of the first gradient that fp64 can explain: its rounding error is 1e-16, that of fp32 6e-8."""
 _LARGEST_NOISE = 1e-3
-"""Gaps of losses and gradients above this are not rounding, whatever amplifies it."""
+"""Gaps of losses and gradients above this are not due to rounding, even if it is amplified."""
 
 
 def measure_noise(dtype: Exact, base: Record, whole: Sequence[Record], split: Sequence[Record], masks: Path) -> Limits:
-    """Return the limits of a job from trainings that differ by rounding alone; writes the masks of parameters.
+    """Return the limits of a job from trainings that differ only by rounding; writes the masks of parameters.
 
-    Those of `split` have several micro-batches in a step. A buffer that counts forward passes differs there by more
-    than rounding, so the noise of buffers comes from `whole` alone.
+    Trainings in `split` have several micro-batches per step. There, a buffer that counts forward passes differs by more
+    than rounding, so the noise of buffers is measured with `whole` only.
     """
     others = [*whole, *split]
     compared = _well_conditioned(dtype, base, others)
@@ -92,30 +91,30 @@ def measure_noise(dtype: Exact, base: Record, whole: Sequence[Record], split: Se
 
 
 def is_comparable(limits: Limits) -> bool:
-    """Whether the noise of a job in fp64 is that of fp64, and leaves limits that still mean something."""
-    # A metric may jump: one row that rounding tips shows nothing about the precision of the model.
+    """Whether the noise of an fp64 job is that of fp64, and small enough for useful limits."""
+    # A metric may change by a whole row because of rounding, which is unrelated to the precision of the model.
     sharp = all(limit <= LOOSEST for kind, limit in limits.kinds.items() if kind not in {"initial value", "metric"})
     return sharp and limits.first_gradient <= _LARGEST_DOUBLE
 
 
 def computes_in_less(limits: Limits) -> bool:
-    """Whether the noise of a job in fp64 is that of a lower precision inside the model, and not of chance."""
+    """Whether the noise of an fp64 job is that of a lower precision inside the model."""
     return _LARGEST_DOUBLE < limits.first_gradient <= _LARGEST_NOISE
 
 
 def may_be_noise(first: Gap) -> bool:
-    """Whether amplified rounding could explain where two trainings part: values the optimizer made, or small gaps."""
+    """Whether amplified rounding could explain a divergence: that of values after an optimizer step, or a small gap."""
     if first.kind == "initial value":
         return False
     return first.kind in {"parameter", "buffer"} or first.relative <= _LARGEST_NOISE
 
 
 def conditions(limits: Limits) -> str:
-    """Return what was left out or compared with its own noise, as the end of a sentence; empty for nothing."""
+    """Return a clause about values that were excluded or compared with their own noise; empty if there are none."""
     text = ""
     if limits.left_out:
         text += (
-            f"; {limits.left_out} of {limits.elements} elements of parameters left out: their gradient is rounding"
+            f"; {limits.left_out} of {limits.elements} elements of parameters excluded: their gradient is rounding"
             " noise, which the optimizer amplifies"
         )
     if limits.buffers:
@@ -145,7 +144,7 @@ def _is_noise(gradient: Tensor, varied: Sequence[Tensor], condition: float) -> T
 
 
 def _gaps(base: Record, others: Sequence[Record], which: str) -> dict[str, float]:
-    """Return by name the largest gap of final values between one process and its variants."""
+    """Return name -> largest gap of final values between one process and its variants."""
     wanted = _values(base, which)
     found = [relative_gaps(_values(other, which), wanted) for other in others]
     return {name: max(gaps[name] for gaps in found) for name in wanted}
@@ -156,33 +155,35 @@ def _values(record: Record, which: str) -> dict[str, Tensor]:
     return values
 
 
-# Plans that change the arithmetic: losses within a band, gradients and updates as close as rounding lets them be.
+# Plans that change the arithmetic: losses within a band, gradients and updates as close to fp32 as rounding permits.
 #
-# Lower precision gives other numbers, so nothing is equal. But rounding has a size, which one process shows: it
-# trains in fp32 and once more in the precision of the plan. The relative L2 distance between the two gradients
-# bounds that of the plan, and with it both direction and norm: a gradient scaled by 2 is 1.0 away, rounding in bf16
-# about 0.01. Replicas are compared with each other as well. Plans whose gradients are different by design
-# (PowerSGD, local rounds, local batch statistics) are compared by the band of their losses only.
+# In lower precision no values are equal, but the magnitude of rounding can be measured: one process trains in fp32 and
+# in the precision of the plan. The relative L2 distance between the two gradients bounds that of the plan, and
+# therefore its direction and norm: the distance is 1.0 for a gradient scaled by 2, and about 0.01 for rounding in bf16.
+# Replicas are compared with each other as well. Plans whose gradients differ by design (PowerSGD, local steps, local
+# batch statistics) are compared by the band of their losses only.
 
 
 _LOWER = ("bf16", "fp16")
-"""The one that rounds more comes first."""
+"""Lower precisions, the less precise first."""
 _TIMES, _TIMES_LATER, _TIMES_SHARDED = 3.0, 6.0, 10.0
-"""How many times farther than one process a plan may be: in the first step, in later ones, and in those with FSDP2.
-One process computes under autocast; FSDP2 casts parameters, so norms and residuals round too. In the first step such
-plans were twice as far. In the third they were up to 6 times as far, others up to 5.3 times, since Adam turns the
-rounding of a small gradient into a whole update."""
+"""How many times farther from fp32 than one process a plan may be: in the first step, in later steps, and in later
+steps with FSDP2. One process uses autocast; FSDP2 casts parameters, so that norms and residuals are rounded too. In the
+first step, such plans were twice as far. In the third, they were up to 6 times and others up to 5.3 times as far, since
+Adam turns the rounding of a small gradient into a full update."""
 _LEAST_WHOLE, _LEAST_ONE, _LEAST_UPDATE = 0.015, 0.2, 0.15
-"""Least limits of the whole gradient and its norm, of one parameter's gradient, of the whole update. Sound plans with
-compression, where one process rounds nothing, were up to 0.004, 0.05 and 0.02 away; Adam amplifies rounding."""
+"""Smallest limits of the full gradient and its norm, of the gradient of a parameter, and of the full update. Correct
+plans with compression, which one process does not round, differed by up to 0.004, 0.05 and 0.02; Adam amplifies
+rounding."""
 _SMALL_GRADIENT = 0.03
-"""A gradient below this share of the largest one is measured against that: large terms that cancel left it rounding."""
+"""A gradient below this fraction of the largest is compared relative to it, because it is rounding of cancelled
+terms."""
 _WIDEST = 0.5
-"""A larger limit proves nothing: a value that one process itself does not hold in this precision is passed over."""
+"""Limits above this are meaningless; a value that one process cannot represent in this precision is not compared."""
 
 
 def rounds_in(plan: Plan) -> str | None:
-    """Return the lower precision that alone makes the plan's gradients differ; None if they differ by design."""
+    """Return the lower precision that is the only reason why gradients differ; None if they differ by design."""
     by_design = plan.communication.compression == "powersgd" or plan.communication.sync_every > 1
     if by_design or plan.batch_norm == "local":
         return None
@@ -191,26 +192,26 @@ def rounds_in(plan: Plan) -> str | None:
 
 
 def exact_counterpart(plan: Plan, precision: Exact) -> Plan:
-    """Return the plan in one dtype with gradients sent as they are, in which a cause can be found by value."""
+    """Return the plan in a single dtype and without compression, for which a cause can be found by value."""
     communication = dataclasses.replace(plan.communication, compression="none")
     return dataclasses.replace(in_precision(plan, precision), communication=communication)
 
 
 def loss_band_gaps(record: Record, expected: Record, band: float) -> list[Gap]:
-    """Return how far the loss of each step, and of the evaluation at the end, is from fp32."""
+    """Return the gaps between the loss of each step and of the final evaluation, and those in fp32."""
     pairs = zip(losses_of(record.traced, record.layout), expected.traced[0].losses, strict=True)
     gaps = [
         Gap(kind="loss", name="", step=step, relative=ratio(abs(found - wanted), abs(wanted)), limit=band)
         for step, (found, wanted) in enumerate(pairs)
     ]
-    # A metric such as accuracy counts whole rows: rounding that tips one of a few moves it by more than any band.
+    # A metric such as accuracy counts rows: with few rows, a change of one by rounding exceeds any band.
     return gaps + evaluation_gaps(record.traced, expected.traced[0], {"evaluation": band})
 
 
 def rounding_gaps(record: Record, expected: Record, lower: Record, plan: Plan) -> list[Gap]:
-    """Return how far gradients, norms and the whole update are from fp32; `lower` is one process in the plan's dtype.
+    """Return the gaps of gradients, norms and the full update to fp32; `lower` is one process in the plan's dtype.
 
-    Reads whole tensors from all three folders.
+    Reads full tensors from all three folders.
     """
     steps = len(expected.traced[0].losses)
     dtype = rounds_in(plan)
@@ -243,7 +244,7 @@ def no_exact_cause(first: Gap, dtype: str) -> Finding:
 def _whole_gap(
     kind: Kind, step: int | None, tensors: tuple[Tensors, Tensors, Tensors], least: float, times: float
 ) -> Iterator[Gap]:
-    """Yield the relative L2 distance of all tensors together; `tensors` are the plan's, one process's, and fp32's."""
+    """Yield the relative L2 distance of all tensors together; `tensors` are those of the plan, one process and fp32."""
     found, usual, wanted = tensors
     limit = max(least, times * _distance(usual, wanted))
     if limit <= _WIDEST:
@@ -251,7 +252,7 @@ def _whole_gap(
 
 
 def _parameter_gaps(step: int, found: Tensors, usual: Tensors, wanted: Tensors, times: float) -> Iterator[Gap]:
-    """Yield the relative L2 distance of each gradient; small ones relative to the largest."""
+    """Yield the relative L2 distance of each gradient; small gradients are relative to the largest."""
     least = _SMALL_GRADIENT * max(float(value.double().norm()) for value in wanted.values())
     for name in wanted:
         limit = max(_LEAST_ONE, times * _one_distance(usual.get(name), wanted[name], least))
@@ -261,9 +262,9 @@ def _parameter_gaps(step: int, found: Tensors, usual: Tensors, wanted: Tensors, 
 
 
 def _norm_gaps(step: int, record: Record, expected: Record, farthest: float) -> Iterator[Gap]:
-    """Yield how far norms are from fp32; two norms are at most as far apart as the gradients (triangle inequality).
+    """Yield the gaps of norms to fp32; norms differ at most as much as the gradients (triangle inequality).
 
-    The norm of one process alone would not do as a measure: it is a single number, which may be close by chance.
+    The norm of one process is not used as a measure, because it is a single number that may be close by chance.
     """
     wanted = expected.traced[0].norms[step]
     if not wanted:
@@ -278,7 +279,7 @@ def _norm_gaps(step: int, record: Record, expected: Record, farthest: float) -> 
 
 
 def _replica_gaps(step: int, record: Record) -> list[Gap]:
-    """Compare ranks that hold the same piece, in the gradient and in the weights after the step."""
+    """Compare ranks with the same shard, in the gradient and in the weights after the step."""
     gradients = [each.gradients[step] for each in record.traced]
     parameters = [each.parameters[step + 1] for each in record.traced]
     return [
@@ -288,7 +289,7 @@ def _replica_gaps(step: int, record: Record) -> list[Gap]:
 
 
 def _at_norm(gradients: Tensors, record: Record, step: int, dtype: str | None) -> Tensors:
-    """Return gradients of fp16 without the scale of the loss, which their reported norm does not have."""
+    """Return fp16 gradients without the loss scale, which their reported norm does not contain."""
     norm = record.traced[0].norms[step]
     if dtype != "fp16" or norm is None:
         return gradients
@@ -297,7 +298,7 @@ def _at_norm(gradients: Tensors, record: Record, step: int, dtype: str | None) -
 
 
 def _update(record: Record, steps: int) -> Tensors:
-    """Return what the whole training added to each parameter."""
+    """Return the total update of each parameter."""
     before, after = (load_tensors(values_file(record.folder, number))["parameters"] for number in (0, steps))
     return {name: after[name].double() - before[name].double() for name in before}
 

@@ -1,4 +1,4 @@
-"""The job as verify trains it: a few steps, no drawn masks, and if asked small in width and depth."""
+"""Preparation of a job for verify: a few steps, no random masks, and optionally a smaller model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.errors import InputError, JobError
 from shardwise.job import Job, JobReference, load_job
 from shardwise.models import Decoder
 from shardwise.planner.settle import split_settings
-from shardwise.torch_private.modules import DropoutBase
+from shardwise.torch_private.dispatch import DropoutBase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from shardwise.parity.spec import VerifySpec
 
 _MOST_LAYERS = 8
-"""Enough for four pipeline ranks with two stages each."""
+"""Largest number of layers, sufficient for four pipeline ranks with two stages each."""
 _HEAD_WIDTH = 8
 _MOST_GROUPS = 4
-"""Heads of keys and values that stay: enough to split over four tensor ranks."""
+"""Largest number of key and value heads, sufficient for four tensor-parallel ranks."""
 
 
 class Preparation(msgspec.Struct, frozen=True, kw_only=True):
-    """What every rank does to the job before it trains it."""
+    """Changes that every rank applies to the job before training."""
 
     source: JobReference | Job
-    """Where the job is loaded from; a Job itself reaches forked ranks as it is."""
+    """The reference from which the job is loaded, or a Job, which forked ranks inherit."""
     steps: int
     shrink: bool = False
     dropout: bool = False
-    """Whether dropout stays on, for a look at its masks."""
+    """Whether dropout stays on, to compare its masks."""
     tensor_rules: dict[str, str] | None = None
-    """In place of the job's own."""
+    """Tensor-parallel rules that replace those of the job."""
 
 
 def prepare_job(preparation: Preparation) -> Job:
-    """Load the job and make it what verify trains; called on every rank."""
+    """Load the job and prepare it for verify. Call on every rank."""
     job = source_job(preparation.source)
     return dataclasses.replace(
         job,
@@ -54,6 +54,9 @@ def prepare_job(preparation: Preparation) -> Job:
         epochs=None,
         tokens=None,
         on_step=None,
+        on_evaluate=None,
+        evaluate_every=None,
+        evaluate_at_start=False,
         weights=None if preparation.shrink else job.weights,
         tensor_rules=preparation.tensor_rules or job.tensor_rules,
         lora=_prepare_lora(job, preparation),
@@ -61,35 +64,35 @@ def prepare_job(preparation: Preparation) -> Job:
 
 
 def source_job(source: JobReference | Job) -> Job:
-    """Return a job as its user wrote it."""
+    """Return the job as the user defined it."""
     return source if isinstance(source, Job) else load_job(source)
 
 
 def job_source(spec: VerifySpec, job: Job | None) -> tuple[JobReference | Job, dict[str, str]]:
-    """Return where ranks get the job from, with its settings applied, and the settings that are for plans."""
+    """Return the source of the job with its settings applied, and the remaining settings, which are for plans."""
     if job is None:
         return split_settings(spec.job, spec.settings)
     if spec.settings:
         raise InputError(
-            f"set={list(spec.settings)} overrides a job file, and the job is a Job object",
+            f"set={list(spec.settings)} requires a job file, but the job is a Job object",
             code="verify.settings-of-job-object",
-            fix="use dataclasses.replace(job, ...), or plans written as ddp+KEY=VALUE",
+            fix="use dataclasses.replace(job, ...), or plans such as ddp+KEY=VALUE",
         )
     return job, {}
 
 
 def job_name(source: JobReference | Job) -> str:
-    """Return what reports call a job."""
+    """Return the name of a job in reports."""
     return "job" if isinstance(source, Job) else source.name
 
 
 class PreparedData:
-    """The job's data, as much as makes the last step but one short and an evaluation end unevenly.
+    """The job's data, limited so that the last but one step is partial and the evaluation ends with a partial batch.
 
-    A short step splits rows that divide by nothing, which is where counts, padding and empty ranks go wrong. It ends
-    the epoch, and the full step after it, the first of the next epoch, shows whether it left optimizer, statistics,
-    normalizer and position in the data as they should be. Of two steps the last is short, one step is full. A stream,
-    or a dataset that ends sooner, stays as it is.
+    A partial step has a number of rows that is not divisible, for which counts, padding and empty ranks may be wrong.
+    It ends the epoch. The full step after it, the first of the next epoch, shows whether optimizer, statistics,
+    normalizer and data position are correct afterwards. With two steps, the last is partial; a single step is full. A
+    stream, or a dataset that ends earlier, is unchanged.
     """
 
     def __init__(self, job: Job, steps: int) -> None:
@@ -98,7 +101,7 @@ class PreparedData:
         self._steps = steps
 
     def __call__(self, split: str) -> Any:
-        """Return the first samples of a split; None for one that the job does not have."""
+        """Return the first samples of a split, or None if the job does not have it."""
         dataset = self._make(split)
         if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             return dataset
@@ -108,18 +111,18 @@ class PreparedData:
 
     @property
     def _full_steps(self) -> int:
-        """Full steps of an epoch."""
+        """Number of full steps of an epoch."""
         return self._steps - 2 if self._steps > 2 else self._steps - 1
 
     @property
     def _short_rows(self) -> int:
-        """A little more than half a batch, and an odd number of rows where the batch allows."""
+        """Rows of the partial step: slightly more than half a batch, and odd if possible."""
         half = self._batch_size // 2
         return min(half + 1 - half % 2, max(1, self._batch_size - 1))
 
 
 class PreparedModel:
-    """Makes the model that verify trains; `silenced` is whether a dropout of it, or of its adapters, was set to 0."""
+    """Builds the model for verify; `silenced` is whether a dropout of the model or its adapters was set to 0."""
 
     def __init__(self, job: Job, preparation: Preparation) -> None:
         self._make = job.model
@@ -129,7 +132,7 @@ class PreparedModel:
         self.silenced = self._silences and job.lora is not None and job.lora.dropout > 0
 
     def __call__(self) -> nn.Module:
-        """Return a fresh model, without dropout unless it is to stay on."""
+        """Return a new model, without dropout unless it stays on."""
         made = shrunk(self._make) if self._shrinks else self._make()
         if self._silences:
             for module, name in dropouts(made):
@@ -141,7 +144,7 @@ class PreparedModel:
 
 
 def _prepare_lora(job: Job, preparation: Preparation) -> Lora | None:
-    """Return the job's adapters without drawn masks; a small model starts from fresh ones."""
+    """Return the job's adapters without random masks; a shrunk model starts from new adapters."""
     if job.lora is None:
         return None
     keeps_dropout = preparation.dropout or job.masks == "keyed"
@@ -153,7 +156,7 @@ def _prepare_lora(job: Job, preparation: Preparation) -> Lora | None:
 
 
 def dropouts(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield (owner, attribute) of every probability of dropping something, in modules and transformers configs."""
+    """Yield (owner, attribute) of every dropout probability, in modules and transformers configs."""
     owners: dict[int, Any] = {}
     for module in model.modules():
         owners[id(module)] = module
@@ -168,14 +171,14 @@ def dropouts(model: nn.Module) -> Iterator[tuple[Any, str]]:
 
 
 def plain_experts(model: nn.Module) -> None:
-    """Have transformers' mixtures of experts multiply one expert at a time: torch's grouped product has no fp64."""
+    """Make transformers' mixtures of experts multiply one expert at a time, since grouped matmuls lack fp64."""
     for part in model.modules():
         if getattr(getattr(part, "config", None), "_experts_implementation", None) == "grouped_mm":
             part.config._experts_implementation = "eager"  # type: ignore[union-attr]  # noqa: SLF001 - from_config's own door
 
 
 def shrunk(make: Any) -> nn.Module:
-    """Return a fresh model of the same structure, small in width and depth, from the config of the large one."""
+    """Return a new model of the same structure with smaller width and depth, built from its config."""
     with torch.device("meta"):
         large = make()
     config = getattr(large, "config", None)
@@ -184,9 +187,9 @@ def shrunk(make: Any) -> nn.Module:
     if hasattr(config, "to_dict") and hasattr(config, "num_hidden_layers") and hasattr(config, "hidden_size"):
         return type(large)(_small_transformer(config))  # type: ignore[no-any-return]
     raise JobError(
-        f"--shrink knows no config of {type(large).__name__} to make it small by",
+        f"--shrink does not support {type(large).__name__}, which has no known config",
         code="verify.shrink-unsupported",
-        fix="leave --shrink out, or give the job a small model",
+        fix="remove --shrink, or use a small model in the job",
     )
 
 
@@ -204,7 +207,7 @@ def _small_decoder(config: Any) -> Any:
 
 
 def _small_transformer(config: Any) -> Any:
-    """Set what a transformers config has of these names; its attribute map turns them into its own."""
+    """Set the fields of a transformers config that exist; its attribute map translates the names."""
     small = type(config)(**config.to_dict())
     per_group = config.num_attention_heads // (
         getattr(config, "num_key_value_heads", None) or config.num_attention_heads

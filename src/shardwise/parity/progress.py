@@ -1,12 +1,11 @@
-"""Progress of the ranks of one plan: a rank without any for long writes where it is, and the plan ends.
+"""Progress of the ranks of a plan: a rank without progress for too long writes its location, and the plan is stopped.
 
-The limit comes from one process, whose longest pause between two moments of training was measured. Ranks share
-the processors and wait for each other, but a pause ten times what that explains is a hang, not slowness.
-Compilers and other engines pause where one process does not: while they build, and in the first step of each kind
-(full, short, evaluation). There the limit is long. Afterwards a rank may pause twice as long as it did itself,
-since to compile a graph again takes no longer than the first time.
-Time in which some rank was ready to run and got no core, or which the host of a virtual machine took, is not part of
-a pause: ranks that wait for a starved one are not stuck. A rank that hangs is not ready to run.
+The limit is derived from one process, whose longest pause between two progress marks was measured. Ranks share the
+processors and wait for each other, but a pause ten times longer than that explains is a hang. Compilers and other
+engines pause while they build, and in the first step of each kind (full, partial, evaluation), so the limit is longer
+there. Afterwards a rank may pause twice as long as its own longest pause, since recompilation takes no longer than the
+first compilation. Time in which a rank was runnable but had no core, or which the hypervisor used, is not counted:
+ranks that wait for a starved rank do not hang. A rank that hangs is not runnable.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shardwise.diagnosis.guard.straggler import Crowding, look_at_cores
+from shardwise.diagnosis.guard.straggler import CoreLoad, read_core_load
 from shardwise.engines.engine import engine_named
 from shardwise.errors import RankFailedError
 
@@ -32,53 +31,58 @@ if TYPE_CHECKING:
     from shardwise.plans import Plan
 
 LEAST_S = 15.0
-"""A limit never ends a pause shorter than this: machines stall for seconds."""
+"""Shortest limit, because machines may stall for seconds."""
 _TIMES, _TIMES_OWN = 10, 2
-"""How many times longer than the longest pause of one process a pause may be, and than the longest of the rank."""
+"""Longest pause as a multiple of the longest pause of one process, and of the longest pause of the rank."""
 _GRACE_S = 1.0
-"""From the first rank that is stuck to the end: the others write where they are as well."""
+"""Time from the first hanging rank to the stop, in which the other ranks write their locations."""
 _EXIT_CODE = 70
+SAVE_S = 60.0
+"""Longest pause in a save, in which a rank waits for the previous checkpoint and for disks."""
 
 
 class Stuck(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank without progress was."""
+    """Location of a rank without progress."""
 
     rank: int
     place: str
-    """FILE:LINE and function of the innermost frame that is not torch's or Python's."""
+    """FILE:LINE and function of the innermost frame outside torch and Python."""
     inside: str
-    """Function of torch that this line called, a collective for example; empty when it called none."""
+    """Function of torch that this line called, such as a collective; empty if there is none."""
     pause_s: float
-    """How long it had made no progress."""
+    """Time without progress in seconds."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} is at {self.place}" + (f" in {self.inside}" if self.inside else "")
 
 
 class StuckError(RankFailedError):
-    """No rank made progress for longer than a limit that one process gave."""
+    """Ranks made no progress for longer than the limit."""
 
     stuck: tuple[Stuck, ...] = ()
 
     @classmethod
-    def of(cls, stuck: tuple[Stuck, ...]) -> StuckError:
-        """Name the place of each rank."""
+    def of(cls, stuck: tuple[Stuck, ...], label: str = "") -> StuckError:
+        """Return the error with the location of each rank; `label` is the name of the run, such as a segment."""
         places = "; ".join(map(str, stuck))
         longest_s = max(each.pause_s for each in stuck)
-        error = cls(f"no progress for {longest_s:.0f} s: {places}", code="verify.no-progress")
+        run = f"{label}: " if label else ""
+        error = cls(f"{run}ranks made no progress for {longest_s:.0f} s: {places}", code="verify.no-progress")
         error.stuck = stuck
         return error
 
 
 class PauseLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """The longest pause that a rank of one plan may make."""
+    """The longest pause of a rank of a plan."""
 
     usual_s: float
     first_s: float | None = None
-    """While the rank builds, and in its first step of each kind; None where those take no longer than others."""
+    """Limit while the rank builds and in its first step of each kind; None if they need no longer limit."""
 
     def at(self, pulse: Pulse) -> float:
-        """Return the limit of the pause that a rank makes now."""
+        """Return the limit of the current pause of a rank."""
+        if pulse.kind == "save":
+            return max(self.usual_s, SAVE_S)
         if self.first_s is None:
             return self.usual_s
         if pulse.is_first:
@@ -87,7 +91,7 @@ class PauseLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pause_limit(plan: Plan, longest_s: float, timeout_s: float) -> PauseLimit:
-    """Return the limit for ranks of `plan`, where `longest_s` is the longest pause of one process."""
+    """Return the limit for ranks of `plan`; `longest_s` is the longest pause of one process."""
     ranks_per_core = max(1.0, plan.layout.world_size / (os.cpu_count() or 1))
     usual_s = min(timeout_s, max(LEAST_S, _TIMES * longest_s * ranks_per_core))
     builds_more = plan.compile != "none" or engine_named(plan.engine).is_slow_to_start
@@ -95,46 +99,49 @@ def pause_limit(plan: Plan, longest_s: float, timeout_s: float) -> PauseLimit:
 
 
 class Pulse:
-    """Notes the moments at which this rank makes progress."""
+    """Records when this rank makes progress."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
+        self.kind: int | str = ""
+        """The kind of the current work; empty while the rank builds."""
         self.is_first = True
-        """Whether the rank still builds, or does something of a kind that it has not done before."""
+        """Whether the rank builds, or performs the current kind of work for the first time."""
         self._kinds: set[int | str] = set()
         self._last = time.monotonic()
         self._starved_s = 0.0
 
     @property
     def pause_s(self) -> float:
-        """Seconds since the last moment, without those in which a rank of the plan got no core."""
+        """Seconds since the last progress mark, without time in which a rank of the plan had no core."""
         return max(0.0, time.monotonic() - self._last - self._starved_s)
 
     def beat(self) -> None:
-        """Note progress."""
+        """Record progress."""
         self.longest_s = max(self.longest_s, self.pause_s)
         self._last = time.monotonic()
         self._starved_s = 0.0
 
     def starve(self, seconds: float) -> None:
-        """Note seconds of this pause in which a rank of the plan got no core."""
+        """Record seconds of this pause in which a rank of the plan had no core."""
         self._starved_s += seconds
 
     def begin(self, kind: int | str) -> None:
-        """Note progress, and of which kind the work is that begins now."""
+        """Record progress and the kind of the work that starts."""
         self.beat()
+        self.kind = kind
         self.is_first = kind not in self._kinds
         self._kinds.add(kind)
 
     def end(self) -> None:
-        """Note progress, and that the work is done."""
+        """Record progress and mark the current kind of work as complete."""
         self.beat()
         self.is_first = False
 
 
 @contextmanager
 def watched(pulse: Pulse, limit: PauseLimit, rank: int, folder: Path) -> Iterator[None]:
-    """End this process when it makes no progress for longer than the limit, after it wrote where it is."""
+    """Write the location of this process and exit if it makes no progress for longer than the limit."""
     over = threading.Event()
     main = threading.get_ident()
     (folder / f"rank-{rank}-{os.getpid()}").touch()
@@ -159,7 +166,7 @@ def watched(pulse: Pulse, limit: PauseLimit, rank: int, folder: Path) -> Iterato
 
 
 class _Cores:
-    """Whether the ranks that left their process ids in a folder get the cores they want."""
+    """Measures whether the ranks whose process ids are in a folder get the cores they need."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -167,20 +174,20 @@ class _Cores:
         self._looked_at = time.monotonic()
 
     def lacked_s(self) -> float:
-        """Return the seconds since the last call in which the rank that waited longest got no core."""
+        """Return the largest time since the last call in which a rank was runnable but had no core."""
         now, at = self._look(), time.monotonic()
         before, passed_s = self._before, at - self._looked_at
         self._before, self._looked_at = now, at
         queued_s = [seconds - before.queued_s.get(rank, seconds) for rank, seconds in now.queued_s.items()]
         return min(passed_s, max(queued_s, default=0.0) + now.stolen_s - before.stolen_s)
 
-    def _look(self) -> Crowding:
+    def _look(self) -> CoreLoad:
         names = [file.name.split("-") for file in self._folder.glob("rank-*")]
-        return look_at_cores({int(rank): int(pid) for _, rank, pid in names})
+        return read_core_load({int(rank): int(pid) for _, rank, pid in names})
 
 
 def read_stuck(folder: Path) -> tuple[Stuck, ...]:
-    """Return where the ranks without progress were."""
+    """Return the locations of the ranks without progress."""
     files = sorted(folder.glob("stuck-*.json"))
     return tuple(msgspec.json.decode(file.read_bytes(), type=Stuck) for file in files)
 

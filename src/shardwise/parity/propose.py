@@ -1,4 +1,4 @@
-"""Tensor rules for a job that has none: proposed from one run of its model, confirmed beside one process."""
+"""Tensor-parallel rules for a job without rules: proposed from a run of its model, and verified against one process."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from shardwise.job import Job
-    from shardwise.parity.plans import Exact
-    from shardwise.parity.spec import VerifySpec
+    from shardwise.parity.spec import Exact, VerifySpec
 
     OnTrial = Callable[[dict[str, str], PlanVerdict], None]
 
 SAMPLES = 2
-"""In the batch that the model is run on; batch norm needs more than one."""
+"""Number of samples with which the model is run; batch norm needs more than one."""
 
 
 class RulesReport(Report, frozen=True, kw_only=True):
-    """Rules for a job's model, and how they were confirmed."""
+    """Rules for the model of a job, and how they were verified."""
 
     job: str
     model: str
@@ -45,44 +44,42 @@ class RulesReport(Report, frozen=True, kw_only=True):
     rules: dict[str, str]
     """Name pattern -> style; empty if none passed."""
     verdict: PlanVerdict | None
-    """Of the rules; of the last ones that failed if none passed, None if there was nothing to try."""
+    """Verdict of the rules, or of the last ones that failed if none passed; None if nothing was tried."""
     weakened: dict[str, str]
-    """What failed on the way: the part of the model -> why."""
+    """Part of the model -> reason why its best rules failed."""
 
     def to_text(self) -> str:
-        """Return the rules as they are pasted into a job file; empty without any."""
+        """Return the rules as Python for a job file; empty if there are none."""
         if not self.rules:
             return ""
         lines = [f"    {pattern!r}: {style!r},".replace("'", '"') for pattern, style in self.rules.items()]
         return "\n".join(["tensor_rules={", *lines, "},"])
 
     def to_toml(self) -> str:
-        """Return the rules as a file that `Job(tensor_rules=...)` reads."""
+        """Return the rules as a TOML file for `Job(tensor_rules=...)`."""
         return rules_to_toml(self.rules, self.summary)
 
     def note(self) -> str:
-        """Return why parts of the model are split less than they could be, and the result."""
-        lines = [f"{part} could be split more, but then: {reason}" for part, reason in self.weakened.items()]
+        """Return why parts of the model are not sharded in the best way, and the result."""
+        lines = [f"{part} is not sharded in the best way: {reason}" for part, reason in self.weakened.items()]
         return "\n".join([*lines, self.summary])
 
     @property
     def summary(self) -> str:
-        """The result in one sentence."""
+        """The result in a sentence."""
         if self.rules and self.verdict is not None:
             worst = f", worst gap {self.verdict.worst.relative:.1e}" if self.verdict.worst else ""
             return f"{self.model}: {len(self.rules)} tensor rules confirmed, tp={self.nproc} equals one process{worst}"
         if self.verdict is None:
-            return (
-                f"{self.model} cannot be split for tp={self.nproc}: no linear module and no embedding of it allows it"
-            )
+            return f"{self.model} cannot be sharded for tp={self.nproc}: it has no suitable linear module or embedding"
         return f"{self.model}: no proposal for tp={self.nproc} equals one process: {_reason(self.verdict)}"
 
 
 def propose_rules(spec: VerifySpec, *, job: Job | None = None, on_trial: OnTrial = lambda *_: None) -> RulesReport:
-    """Propose tensor rules for the job's model and train it by them on forked ranks, beside one process.
+    """Propose tensor-parallel rules for the model of a job, and verify them on forked ranks against one process.
 
-    `job` replaces the job file. Rules that fail are narrowed: each part of the model alone, by
-    weaker ways, and what passed together again. This process runs no tensor operation.
+    `job` replaces the job file. Rules that fail are narrowed: each part of the model is tried separately with weaker
+    rules, and the rules that pass are tried together. This process runs no tensor operations.
     """
     source, plan_settings = job_source(spec, job)
     nproc = spec.nproc or PROPOSE_NPROC
@@ -112,7 +109,7 @@ def propose_rules(spec: VerifySpec, *, job: Job | None = None, on_trial: OnTrial
 
 
 def _check_options(spec: VerifySpec, nproc: int, plan_settings: Mapping[str, str]) -> None:
-    """Refuse what only a comparison of plans can be asked."""
+    """Raise InputError for options that are valid only for a comparison of plans."""
     options = {
         "--plans": spec.plans != "all",
         "--resume": spec.resume,
@@ -122,20 +119,20 @@ def _check_options(spec: VerifySpec, nproc: int, plan_settings: Mapping[str, str
     for option, is_given in options.items():
         if is_given:
             raise InputError(
-                f"--propose-rules tries tp alone, and {option} asks for more",
+                f"--propose-rules cannot be combined with {option}",
                 code="cli.options-conflict",
-                fix="run one after the other",
+                fix="run verify twice",
             )
     if nproc == 1:
         raise InputError(
-            "--propose-rules tries rules with tp=1, and tp=1 splits nothing",
+            "--propose-rules requires at least 2 ranks for tensor parallelism, got 1",
             code="verify.rules-one-rank",
             fix="use --nproc 2 or more",
         )
 
 
 class _Trials:
-    """Parity runs by rules; the same rules are tried once."""
+    """Parity runs with rules; the same rules are tried only once."""
 
     def __init__(self, runner: ParityRunner, nproc: int, precision: Exact, on_trial: OnTrial) -> None:
         self._runner = runner
@@ -146,7 +143,7 @@ class _Trials:
         self.last: PlanVerdict | None = None
 
     def passes(self, rules: dict[str, str]) -> bool:
-        """Train by the rules and compare; communicates over ranks that it forks."""
+        """Train with the rules and compare. Forks ranks, which communicate."""
         key = frozenset(rules.items())
         if key not in self.verdicts:
             self._runner.preparation = msgspec.structs.replace(self._runner.preparation, tensor_rules=rules)
@@ -159,7 +156,7 @@ class _Trials:
 
 
 def _propose_splits(preparation: Preparation, degree: int) -> tuple[str, int, tuple[ProposedSplit, ...]]:
-    """Run the job's model on its own first samples and return what can be split; runs tensor operations."""
+    """Run the model on the first samples of the job and return the possible splits; runs tensor operations."""
     job = prepare_job(preparation)
     module = structure(job.model, job.seed).module
     batch = _first_batch(job)
@@ -171,7 +168,7 @@ def _first_batch(job: Job) -> Any:
     dataset = dataset_of(job, "train")
     if dataset is None or len(dataset) == 0:
         raise JobError(
-            "the job has no training data to take a sample from",
+            "--propose-rules requires training samples, but the job has no training data",
             code="data.no-train-split",
             fix='return a dataset for "train"',
         )
@@ -179,8 +176,8 @@ def _first_batch(job: Job) -> Any:
 
 
 def _narrow(splits: Iterable[ProposedSplit], trials: _Trials) -> dict[str, str]:
-    """Return the best of each part; if they fail together, what passes alone and then together; else nothing."""
-    best = merged(split.ways[0] for split in splits)
+    """Return the best rules of all parts or, if they fail together, of the parts that pass separately; else nothing."""
+    best = merged(split.options[0] for split in splits)
     if not best or trials.passes(best):
         return best
     kept = merged(_first_passing(split, trials) for split in splits)
@@ -188,22 +185,22 @@ def _narrow(splits: Iterable[ProposedSplit], trials: _Trials) -> dict[str, str]:
 
 
 def _first_passing(split: ProposedSplit, trials: _Trials) -> dict[str, str]:
-    """Return the best way to split one part of the model that passes alone; empty where none does."""
-    for way in split.ways:
+    """Return the best rules of a part of the model that pass separately; empty if none pass."""
+    for way in split.options:
         if trials.passes(way):
             return way
     return {}
 
 
 def _weakened(splits: Iterable[ProposedSplit], trials: _Trials, rules: dict[str, str]) -> dict[str, str]:
-    """Return why each part of the model is not split in its best way."""
-    lost = [split for split in splits if not split.ways[0].items() <= rules.items()]
-    verdicts = {split.name: trials.verdicts.get(frozenset(split.ways[0].items())) for split in lost}
+    """Return why each part of the model is not sharded in its best way."""
+    lost = [split for split in splits if not split.options[0].items() <= rules.items()]
+    verdicts = {split.name: trials.verdicts.get(frozenset(split.options[0].items())) for split in lost}
     failed = {name: verdict for name, verdict in verdicts.items() if verdict and verdict.status != "passed"}
     return {name: _reason(verdict) for name, verdict in failed.items()} if rules else {}
 
 
 def _reason(verdict: PlanVerdict) -> str:
-    """Name the value that diverged first; the finding, or what a rank raised, explains the rest."""
+    """Return the first value that diverged, and the finding or the error of a rank that explains it."""
     lines = verdict_lines(verdict)
     return lines[-1] if lines else verdict.status

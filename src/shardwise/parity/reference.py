@@ -1,12 +1,11 @@
 """The reference of verify: the user's model in plain PyTorch, in one process.
 
-The model is what `Job.model` returns under the job's seed, the optimizer what the job's factory makes of its named
-parameters, and the loop is forward, loss sum over the count of the batch, backward, clipping, optimizer step. Nothing
-that plans share surrounds the model: no meta device, no transform, no wrapper, no padding. A fault in building or
-wrapping models therefore cannot cancel out. Four things are the job's own terms and hold here as well: which samples
-are in a batch, the learning rate schedule, counter-based dropout masks, and that a gradient that is not finite skips
-the step. LoRA adapters and weights that are initialized by parameter name or read from a file are not values of
-`Job.model`; the reference starts from them as the plan does.
+The model is the result of `Job.model` under the job's seed, the optimizer is built by the job's factory, and the loop
+is forward, loss sum over count, backward, clipping and optimizer step. It shares no code with plans that could hide an
+error: no meta device, no transforms, no wrappers, no padding. Four properties of the job apply here as well: the
+samples of each batch, the learning rate schedule, counter-based dropout masks, and that a non-finite gradient skips the
+step. LoRA adapters, and weights that are initialized by parameter name or loaded from a file, are not results of
+`Job.model`, so the reference starts from the same values as the plan.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from shardwise.parallel.lora import add_adapters
 from shardwise.parallel.optimizer import Optimized
 from shardwise.parallel.parameter_rules import trainable_of
 from shardwise.parallel.weights import fill_parameters
-from shardwise.training.build import draw_up, make_feed
+from shardwise.training.build import make_feed, prepare_meta_model
 from shardwise.training.preflight import check_fit
-from shardwise.training.step.first_step_checks import LossCheck, refuse_uncounted
-from shardwise.training.step.module_step import Held
+from shardwise.training.step.first_step_checks import LossCheck, check_counted
+from shardwise.training.step.module_step import LocalState
 from shardwise.training.step.step import StepReport
 
 if TYPE_CHECKING:
@@ -51,16 +50,16 @@ if TYPE_CHECKING:
 
 
 class PlainTraining:
-    """A loop over batches as one would write it in plain PyTorch, on the CPU."""
+    """A training loop in plain PyTorch on the CPU."""
 
     def __init__(self, job: Job, plan: Plan, world: World, *, before_update: Callable[[], None]) -> None:
-        """`plan` is that of one process, in fp32 or fp64; `before_update` is called when a step has its gradients."""
+        """`plan` is that of one process, in fp32 or fp64; `before_update` is called after each backward pass."""
         check_fit(job, plan, world)
         self.feed, self.length = make_feed(job, plan, world, None, 0, fill=False)
         check_schedule(job.schedule, self.length.num_steps)
-        self.model = plain_model(job, draw_up(job, plan, world), double=plan.precision.parameter == "fp64")
+        self.model = plain_model(job, prepare_meta_model(job, plan, world), double=plan.precision.parameter == "fp64")
         named = trainable_of(list(self.model.named_parameters()))
-        seed_generators(job.seed + 1 + plan.layout.draw_index(world.rank))  # as a training is seeded
+        seed_generators(job.seed + 1 + plan.layout.draw_index(world.rank))  # the same seed as in training
         self.optimized = Optimized(optimizer=job.optimizer(named), named=named)
         self._parameters = [parameter for _, parameter in named]
         self._rates = [group["lr"] for group in self.optimized.param_groups]
@@ -69,11 +68,11 @@ class PlainTraining:
         self._before_update = before_update
         self._number = 0
         self.remarks: list[str] = []
-        """On the loss of the job, from the check that every training makes."""
+        """Remarks about the loss of the job, from the check of the first steps."""
         self._loss_check: LossCheck | None = LossCheck(job.loss, self.remarks.append)
 
     def __call__(self, batch: StepBatch) -> StepReport:
-        """Train on one global batch."""
+        """Train on a global batch."""
         job, optimizer, number = self._job, self.optimized.optimizer, self._number
         factor = job.schedule(number, self.length.num_steps)
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
@@ -91,7 +90,7 @@ class PlainTraining:
         self._loss_check = None
         total = torch.stack(sums).sum()
         if not batch.denominator:
-            refuse_uncounted(total)
+            check_counted(total)
         self._before_update()
         norm = None
         if job.clip_norm is not None:
@@ -106,14 +105,14 @@ class PlainTraining:
 
     @torch.no_grad()
     def evaluate(self, dataset: Dataset[Any]) -> dict[str, float]:
-        """Return the mean loss and the job's metrics over a dataset, its samples in batches of the training's size."""
+        """Return the mean loss and the metrics of the job over a dataset, in batches of the training's size."""
         job = self._job
         measures: dict[str, Metric] = {"loss": job.loss, **job.metrics}
         totals, counts = dict.fromkeys(measures, 0.0), dict.fromkeys(measures, 0.0)
         self.model.eval()
         dtype = torch.float64 if next(iter(self._parameters)).dtype == torch.float64 else None
-        generator = torch.Generator()  # a loader of its own would draw from that of training
-        collate = CountedCollate(job.collate)  # the samples of a batch are not always the rows of its first tensor
+        generator = torch.Generator()  # otherwise the loader would use the generator of the training
+        collate = CountedCollate(job.collate)  # the first tensor of a batch need not have a row per sample
         for batch, rows, _ in DataLoader(dataset, job.batch_size, collate_fn=collate, generator=generator):
             moved = move(batch, torch.device("cpu"), dtype)
             output = job.forward(self.model, moved)
@@ -123,12 +122,12 @@ class PlainTraining:
         self.model.train()
         return {name: totals[name] / (counts[name] or 1.0) for name in measures}
 
-    def held(self) -> Held:
+    def local_state(self) -> LocalState:
         """Return the values of the parameters."""
-        return Held({name: parameter.detach() for name, parameter in self.model.named_parameters()}, {})
+        return LocalState({name: parameter.detach() for name, parameter in self.model.named_parameters()}, {})
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of a step before they are clipped."""
+        """Return the gradients of a step before clipping."""
         named = self.model.named_parameters()
         return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
@@ -137,13 +136,13 @@ class PlainTraining:
         return dict(self.model.named_buffers())
 
     def random_state(self) -> dict[str, Tensor]:
-        """Return the states of the generators that a step draws from."""
+        """Return the states of the random generators of a step."""
         return {"cpu": torch.get_rng_state(), **host_states()}
 
     def _masked(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         if self._masks is None:
             return nullcontext()
-        keys = None if micro_batch.places is None else micro_batch.places.keys()
+        keys = None if micro_batch.positions is None else micro_batch.positions.keys()
         return self._masks.of(self.model, keys, micro_batch.filled)
 
     def _has_finite_gradients(self) -> bool:
@@ -152,7 +151,7 @@ class PlainTraining:
 
 
 def plain_model(job: Job, meta_model: MetaModel, *, double: bool) -> nn.Module:
-    """Return the model as `Job.model` builds it under the job's seed, with the values that training starts from."""
+    """Return the model as `Job.model` builds it under the job's seed, with the initial values of the training."""
     seed_generators(job.seed)
     model = job.model()
     if double:
@@ -165,7 +164,7 @@ def plain_model(job: Job, meta_model: MetaModel, *, double: bool) -> nn.Module:
     if weights is None:
         return model
     specs = [spec for unit in meta_model.units for spec in unit.parameters]
-    fill_parameters(model, specs, weights, torch.device("cpu"))  # adapters, which are on meta; of others nothing
+    fill_parameters(model, specs, weights, torch.device("cpu"))  # fills adapters only, which are on the meta device
     if not weights.from_model:
         _copy_values(model, [*specs, *meta_model.buffers], weights)
     return model
@@ -180,19 +179,19 @@ def _copy_values(model: nn.Module, specs: Iterable[tuple[str, Tensor]], weights:
             tensors[name].copy_(value)
 
 
-# Other ways for one process to compute the same: rows regrouped, reordered, weights moved by one rounding.
+# Variants of the same computation in one process: rows regrouped or reordered, weights changed by one rounding error.
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """How one process differs from itself; at its defaults, not at all."""
+    """A variation of the training in one process; the default is none."""
 
     dp_size: int = 1
     accumulation: int = 1
-    """Group rows into the micro-batches of so many data-parallel ranks: batch statistics are theirs."""
+    """Group rows into the micro-batches of this many data-parallel ranks, which have their own batch statistics."""
     reverse: bool = False
-    """Add up in another order."""
+    """Sum in another order."""
     nudge: bool = False
-    """Move every weight by up to one rounding error."""
+    """Change every weight by up to one rounding error."""
 
     @torch.no_grad()
     def perturb(self, step: Any) -> None:
@@ -200,14 +199,14 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
         if not self.nudge:
             return
         generator = torch.Generator().manual_seed(1)
-        for value in step.held().values.values():
+        for value in step.local_state().values.values():
             noise = torch.rand(value.shape, generator=generator, dtype=value.dtype) - 0.5
             value.mul_(1 + 2 * torch.finfo(value.dtype).eps * noise)
         step.optimized.refresh()
 
 
 def vary(batches: Iterable[StepBatch], variant: Variant) -> Iterator[StepBatch]:
-    """Yield each step with its rows grouped and ordered as `variant` asks; steps come as one micro-batch."""
+    """Yield each step with its rows grouped and ordered by `variant`, from steps of a single micro-batch."""
     for step in batches:
         (whole,) = step.micro_batches
         groups = regroup(whole.rows, variant.dp_size, variant.accumulation)
@@ -229,14 +228,14 @@ def _take(whole: MicroBatch, order: list[int]) -> MicroBatch:
     index = torch.tensor(order)
 
     marks = settle_marks(whole.marks, whole.batch, whole.filled)
-    places = whole.places
-    if places is not None:
-        places = msgspec.structs.replace(places, indices=[places.indices[row] for row in order])
+    positions = whole.positions
+    if positions is not None:
+        positions = msgspec.structs.replace(positions, indices=[positions.indices[row] for row in order])
     batch = map_rows(lambda tensor: tensor[index], whole.batch, marks)
-    return MicroBatch(batch, len(order), len(order), places, None, whole.marks)
+    return MicroBatch(batch, len(order), len(order), positions, None, whole.marks)
 
 
-# fp64 that stays fp64: models that cast to fp32 inside would hide differences below 1e-7, or make some.
+# Without casts from fp64: models that cast to fp32 would hide differences below 1e-7, or add some.
 
 
 _CASTING: tuple[tuple[Any, str], ...] = (
@@ -247,14 +246,15 @@ _CASTING: tuple[tuple[Any, str], ...] = (
     (functional, "softmax"),
     (functional, "log_softmax"),
 )
-"""What models cast by, under the name `dtype` or without: fp64's smallest number, a mask, is -inf in a fp32 softmax."""
+"""Methods by which models cast. The smallest fp64 number, used as a mask, is -inf in an fp32 softmax."""
 
 
 @contextmanager
 def true_double() -> Iterator[None]:
-    """Let casts of fp64 tensors to fp32 (`.float()`, `.to(torch.float32)`) do nothing, in this whole process.
+    """Disable casts of fp64 tensors to fp32 (`.float()`, `.to(torch.float32)`) in this process.
 
-    Patched on the class: a mode of torch would not reach the forward that recomputation runs within backward.
+    The methods of the class are patched, because a torch function mode would not apply to the recomputation in
+    backward.
     """
     plain = [(owner, name, getattr(owner, name)) for owner, name in ((torch.Tensor, "float"), *_CASTING)]
     for owner, name, function in plain:
@@ -275,7 +275,7 @@ def _kept_float(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Ask a function for fp64 where it is asked to make fp32 of it."""
+    """Return a function that casts to fp64 when a cast to fp32 is requested."""
 
     @wraps(function)
     def kept(*args: Any, **kwargs: Any) -> Any:

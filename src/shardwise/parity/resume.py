@@ -1,31 +1,29 @@
-"""Exact resume on the user's own job: killed, resumed, killed, resumed elsewhere, beside an uninterrupted run."""
+"""Exact resume: a training is killed and resumed, also on other ranks, and compared with an uninterrupted run."""
 
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.engines.engine import require_supported
 from shardwise.errors import InputError, PlanError, RankFailedError, TrainingError
-from shardwise.parallel.support import require_supported
 from shardwise.parity.compare import relative, relative_gaps
 from shardwise.parity.kill import Kill, SeenSamples, SegmentFolder, choose_kills, run_segment
 from shardwise.parity.noise import is_comparable
-from shardwise.parity.plans import changed_numbers, in_precision, settle_plan
-from shardwise.parity.runner import on_ranks
-from shardwise.parity.spec import KEYED, Finding, Gap, PlanVerdict
+from shardwise.parity.spec import KEYED, Finding, Gap, PlanVerdict, changed_numbers, in_precision, settle_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardwise.layout import Layout
     from shardwise.parity.compare import Limits
-    from shardwise.parity.plans import Exact
     from shardwise.parity.runner import ParityRunner
-    from shardwise.parity.spec import Kind
+    from shardwise.parity.spec import Exact, Kind
     from shardwise.plans import Plan
 
 
@@ -33,9 +31,9 @@ _KINDS: tuple[Kind, ...] = ("parameter", "buffer")
 
 
 def verify_resume(runner: ParityRunner, name: str, plan: Plan, names: Sequence[str], precision: Exact) -> PlanVerdict:
-    """Train `plan` uninterrupted; then killed, resumed, killed, and resumed on other ranks as the next of `names`.
+    """Train `plan` uninterrupted, then killed and resumed twice, the second time on other ranks by the next plan.
 
-    Each segment runs on forked ranks of its own; this process runs no tensor operation.
+    Each segment runs on newly forked ranks. This process runs no tensor operations.
     """
     kills = choose_kills(name, runner.preparation.steps)
     one = runner.one(precision).traced[0]
@@ -47,7 +45,7 @@ def verify_resume(runner: ParityRunner, name: str, plan: Plan, names: Sequence[s
         segments = _SegmentRunner(runner=runner, folder=Path(folder))
         whole = segments.run("whole", here, plan, saves=False)
         first = segments.run("first", here, plan, kill=kills[0])
-        # The first kill comes before the checkpoint of its step, the second tears the one that it names.
+        # The first kill is before the checkpoint of its step, the second interrupts the save of its step.
         second = segments.run("second", f"{here}, resumed", plan, begins=kills[0].step, kill=kills[1])
         target, last = segments.run_first(targets, precision, begins=kills[1].step - 1)
         gaps = loss_gaps(whole, [first, second, last], limits.of("loss"))
@@ -74,7 +72,7 @@ def verify_resume(runner: ParityRunner, name: str, plan: Plan, names: Sequence[s
 
 
 def value_gaps(folder: SegmentFolder, expected: SegmentFolder, limits: Limits) -> list[Gap]:
-    """Return how far final parameters and buffers are apart; reads the files of both segments."""
+    """Return the gaps of the final parameters and buffers; reads the files of both segments."""
     found, wanted = folder.values(), expected.values()
     masks = {"parameter": limits.masks(), "buffer": {}}
     return [
@@ -87,7 +85,7 @@ def value_gaps(folder: SegmentFolder, expected: SegmentFolder, limits: Limits) -
 def _other_worlds(
     runner: ParityRunner, name: str, plan: Plan, names: Sequence[str], *, has_batch_norm: bool
 ) -> list[tuple[str, Plan]]:
-    """Return plans to continue under with their labels, best first: the next one named, this one, plain replicas."""
+    """Return the plans to continue with and their labels, best first: the next of `names`, the same one, and ddp."""
     here = plan.layout.world_size
     size = here // 2 or 2
     following = names[(names.index(name) + 1) % len(names)]
@@ -103,7 +101,7 @@ def _other_worlds(
             found[f"{each} on {_ranks(other)}"] = other
     if not found:
         raise PlanError(
-            "batch statistics belong to a micro-batch, and on other ranks the batch is split into others",
+            "batch statistics depend on the micro-batches, which change with the number of ranks",
             code="verify.batch-statistics",
             fix="use accumulation=1",
         )
@@ -111,7 +109,7 @@ def _other_worlds(
 
 
 def _settle_on(runner: ParityRunner, name: str, size: int, *, usual: int) -> Plan:
-    """Settle a plan on another number of ranks: by its name, or refitted from the usual number."""
+    """Resolve a plan for another number of ranks, by its name or by a refit."""
     settle = partial(settle_plan, name, batch_size=runner.batch_size, framework=runner.framework)
     try:
         return settle(nproc=size)
@@ -126,7 +124,7 @@ def _ranks(plan: Plan) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _SegmentRunner:
-    """Runs the segments of one plan, which share a folder of checkpoints."""
+    """Runs the segments of a plan, which share a checkpoint directory."""
 
     runner: ParityRunner
     folder: Path
@@ -140,28 +138,27 @@ class _SegmentRunner:
     ) -> Segment:
         """Train from the newest checkpoint, which should be that of step `begins`, to the end or the kill."""
         here = self.at(name)
-        here.path.mkdir(exist_ok=True)
+        shutil.rmtree(here.path, ignore_errors=True)  # of a plan that was rejected
+        here.path.mkdir()
         checkpoints = self.folder / "checkpoints" if saves else None
-        size = plan.layout.world_size
+        limit = self.runner.pause_limit(plan)
         try:
-            on_ranks(
-                lambda world: run_segment(world, self.runner.preparation, plan, here, checkpoints, kill),
-                size,
-                timeout_s=self.runner.timeout_s,
-                backend=self.runner.backend,
+            self.runner.on_ranks(
+                lambda world: run_segment(world, self.runner.preparation, plan, here, checkpoints, kill, limit),
+                plan,
+                here.path,
+                label=label,
             )
         except RankFailedError:
             if not here.killed.exists():
                 raise
         else:
             if kill is not None:
-                raise TrainingError(
-                    f"{label} ended by itself; it should have been killed {kill}", code="verify.not-killed"
-                )
-        return Segment(label=label, layout=plan.layout, begins=begins, ranks=here.read(size))
+                raise TrainingError(f"{label} exited before it was killed {kill}", code="verify.not-killed")
+        return Segment(label=label, layout=plan.layout, begins=begins, ranks=here.read(plan.layout.world_size))
 
     def run_first(self, targets: Sequence[tuple[str, Plan]], precision: Exact, *, begins: int) -> tuple[Plan, Segment]:
-        """Continue to the end under the first of the plans that fits the job."""
+        """Continue to the end with the first plan that supports the job."""
         refused: InputError | None = None
         for label, target in targets:
             plan = in_precision(target, precision)
@@ -169,19 +166,19 @@ class _SegmentRunner:
                 return plan, self.run("last", label, plan, begins=begins)
             except InputError as error:
                 refused = refused or error
-        raise refused or PlanError("no plan fits to continue under", code="verify.no-other-plan")
+        raise refused or PlanError("no plan supports the job on another number of ranks", code="verify.no-other-plan")
 
     def find_plan_error(self, whole: Segment, label: str, plan: Plan, limit: float) -> Finding | None:
-        """Return a finding where a plan gives other numbers even without a kill."""
+        """Return a finding if a plan has different results even without a kill."""
         alone = self.run("alone", label, plan, saves=False)
         gap = next((gap for gap in loss_gaps(whole, [alone], limit) if gap.beyond > 1), None)
         if gap is None:
             return None
-        evidence = f"{label} differs even without a kill, first in the {gap} ({gap.relative:.1e}): verify it alone"
+        evidence = f"{label} differs even without a kill, first in the {gap} ({gap.relative:.1e}): verify it separately"
         return Finding(cause="another plan, other numbers", evidence=evidence, step=gap.step)
 
 
-# The segments of one training beside an uninterrupted run: where they diverge, and why.
+# Comparison of the segments of a training with an uninterrupted run.
 
 
 BETWEEN = "the resumed run and the uninterrupted one"
@@ -189,30 +186,30 @@ BETWEEN = "the resumed run and the uninterrupted one"
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentStep:
-    """One step of one segment, over all ranks."""
+    """A step of a segment over all ranks."""
 
     step: int
     loss: float
     rows: frozenset[str]
-    """A set: a spare row, and a row that a pipeline is probed with, are rows of the step that are seen twice."""
+    """Digests of the rows. This is a set, because padding and the probe of a pipeline repeat rows of the step."""
     rate: float
     draws: tuple[float, ...]
-    """By rank."""
+    """Random numbers by rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One run, from where it began to its end or its death."""
+    """A run from its first step to its end or its kill."""
 
     label: str
-    """Such as "zero3 on 4 ranks"."""
+    """Label such as "zero3 on 4 ranks"."""
     layout: Layout
     begins: int
-    """The step it had to begin with."""
+    """The expected first step."""
     ranks: Sequence[Sequence[SeenSamples]]
 
     def steps(self) -> list[SegmentStep]:
-        """Return the steps that every rank has seen; a kill lets some ranks see one more than others."""
+        """Return the steps that all ranks have recorded; before a kill, some ranks may record one more."""
         return [self._step(seen) for seen in zip(*self.ranks, strict=False)]
 
     def _step(self, seen: Sequence[SeenSamples]) -> SegmentStep:
@@ -227,7 +224,7 @@ class Segment:
 
 
 def loss_gaps(whole: Segment, segments: Sequence[Segment], limit: float) -> list[Gap]:
-    """Return how far each loss of each segment is from that of the uninterrupted run."""
+    """Return the gaps between the losses of the segments and those of the uninterrupted run."""
     wanted = {found.step: found for found in whole.steps()}
     gaps = []
     for segment in segments:
@@ -240,17 +237,17 @@ def loss_gaps(whole: Segment, segments: Sequence[Segment], limit: float) -> list
 
 @dataclass(frozen=True)
 class Divergence:
-    """Which segment differs from the uninterrupted run, and why."""
+    """The segment that differs from the uninterrupted run, and the finding."""
 
     segment: Segment
     finding: Finding
 
 
 def find_divergence(whole: Segment, segments: Sequence[Segment], limit: float, *, drawn_by: str) -> Divergence | None:
-    """Return why the segments of a killed training differ from the uninterrupted run; None where they do not.
+    """Return why the segments of a killed training differ from the uninterrupted run; None if they do not differ.
 
-    `segments` are in order, the first from the start, the last to the end. `drawn_by` names the module that draws
-    random numbers although every dropout is 0; empty if none does.
+    `segments` are in order, from the first to the last step. `drawn_by` is the name of the module that samples random
+    numbers although every dropout is 0; empty if there is none.
     """
     wanted = {found.step: found for found in whole.steps()}
     for segment in segments:
@@ -262,7 +259,7 @@ def find_divergence(whole: Segment, segments: Sequence[Segment], limit: float, *
 
 
 def name_values(gaps: Sequence[Gap]) -> Finding | None:
-    """Name what is not as it should be after the last step, though every loss is; None where all is."""
+    """Return a finding about final values that differ although all losses are equal; None if none differ."""
     off = [gap for gap in gaps if gap.beyond > 1]
     if not off:
         return None
@@ -276,8 +273,8 @@ def name_values(gaps: Sequence[Gap]) -> Finding | None:
 
 
 def _as_non_deterministic(finding: Finding) -> Finding:
-    """Return the finding on the first segment, which ran on the same ranks from the start: kills do not explain it."""
-    evidence = f"the same plan gives other numbers each time it is run ({finding.evidence})"
+    """Return the finding for the first segment, which ran on the same ranks, so that a kill cannot explain it."""
+    evidence = f"repeated runs of the same plan have different results ({finding.evidence})"
     return Finding(cause="non-deterministic operation", evidence=evidence, step=finding.step)
 
 
@@ -286,10 +283,10 @@ def _wrong_start(segment: Segment) -> Finding | None:
     begun = steps[0].step if steps else None
     if begun == segment.begins:
         return None
-    start = "with no step at all" if begun is None else f"with step {begun}"
+    start = "without a step" if begun is None else f"with step {begun + 1}"
     return Finding(
         cause="not resumed" if begun in {0, None} else "resumed from another checkpoint",
-        evidence=f"{segment.label} began {start}; the newest whole checkpoint was that of step {segment.begins}",
+        evidence=f"{segment.label} began {start}; the newest intact checkpoint was that of step {segment.begins}",
         step=begun,
     )
 
@@ -300,7 +297,7 @@ def _wrong_end(segment: Segment, wanted: Mapping[int, SegmentStep]) -> Finding |
         return None
     return Finding(
         cause="steps missing",
-        evidence=f"{segment.label} ended with step {steps[-1].step}, not {max(wanted)}",
+        evidence=f"{segment.label} ended with step {steps[-1].step + 1}, not {max(wanted) + 1}",
         step=steps[-1].step,
     )
 
@@ -308,18 +305,18 @@ def _wrong_end(segment: Segment, wanted: Mapping[int, SegmentStep]) -> Finding |
 def _causes(
     segment: Segment, whole: Segment, wanted: Mapping[int, SegmentStep], limit: float, *, drawn_by: str
 ) -> Iterator[Finding]:
-    """Yield what is wrong, step by step; within a step what may be the cause of the rest first."""
+    """Yield findings step by step; within a step, possible causes precede their consequences."""
     for found in segment.steps():
         if found.step not in wanted:
             yield Finding(
-                cause="steps added", evidence=f"{segment.label} continued to step {found.step}", step=found.step
+                cause="steps added", evidence=f"{segment.label} continued to step {found.step + 1}", step=found.step
             )
             continue
         right = wanted[found.step]
         if segment.layout.cp == whole.layout.cp and found.rows != right.rows:  # else a loss sees other slices of them
             yield _other_samples(segment, found, wanted)
         if relative(found.rate, right.rate) > limit:
-            evidence = f"{segment.label}: step {found.step} has {found.rate:.6g}, not {right.rate:.6g}"
+            evidence = f"{segment.label}: step {found.step + 1} has {found.rate:.6g}, not {right.rate:.6g}"
             yield Finding(cause="learning rate not restored", evidence=evidence, step=found.step)
         if segment.layout == whole.layout and found.draws != right.draws:
             yield _other_draws(segment, found, right)
@@ -331,19 +328,19 @@ def _other_samples(segment: Segment, found: SegmentStep, wanted: Mapping[int, Se
     right = wanted[found.step].rows
     instead = next((step for step, other in wanted.items() if other.rows == found.rows), None)
     if instead is not None:
-        text = f"trained on the rows of step {instead}"
+        text = f"trained on the rows of step {instead + 1}"
     else:
         lost, added = len(right - found.rows), len(found.rows - right)
-        text = f"left {lost} of its {len(right)} rows out and took {added} others"
-    return Finding(cause="other samples", evidence=f"{segment.label}: step {found.step} {text}", step=found.step)
+        text = f"skipped {lost} of its {len(right)} rows and used {added} others"
+    return Finding(cause="other samples", evidence=f"{segment.label}: step {found.step + 1} {text}", step=found.step)
 
 
 def _other_draws(segment: Segment, found: SegmentStep, right: SegmentStep) -> Finding:
     ranks = tuple(rank for rank, draw in enumerate(found.draws) if draw != right.draws[rank])
     return Finding(
         cause="random numbers not restored",
-        evidence=f"{segment.label}: on ranks {', '.join(map(str, ranks))} the number drawn after step {found.step} is"
-        " another, at the same layout",
+        evidence=f"{segment.label}: on ranks {', '.join(map(str, ranks))} the number drawn after step {found.step + 1}"
+        " is another, at the same layout",
         step=found.step,
         ranks=ranks,
     )
@@ -353,19 +350,19 @@ def _other_loss(segment: Segment, found: SegmentStep, *, same_layout: bool, draw
     if drawn_by and not same_layout:
         return Finding(
             cause="random numbers",
-            evidence=f"{drawn_by} draws some although every dropout is 0, and on another layout they start over:"
+            evidence=f"{drawn_by} samples random numbers although dropout is off, and they restart on another layout:"
             f" {KEYED}",
             step=found.step,
         )
-    at = f"{segment.label}, which began with step {segment.begins}"
+    at = f"{segment.label}, which began with step {segment.begins + 1}"
     if found.step == segment.begins:
         return Finding(
             cause="weights not restored",
-            evidence=f"{at}: its first loss is another, on the same rows",
+            evidence=f"{at}: its first loss differs, although it used the same rows",
             step=found.step,
         )
     return Finding(
         cause="optimizer not restored",
-        evidence=f"{at}: its losses agree up to an update, and diverge in step {found.step}, on the same rows",
+        evidence=f"{at}: its losses agree up to an update, and diverge in step {found.step + 1}, on the same rows",
         step=found.step,
     )

@@ -1,4 +1,4 @@
-"""Trainings of one job on forked ranks: runs them, keeps those of one process, measures the noise of rounding."""
+"""Runs trainings of a job on forked ranks, caches those of one process, and measures rounding noise."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from shardwise.launcher.local.function import run_forked
 from shardwise.launcher.mpirun import run_by_mpirun
 from shardwise.parity.capture import Traced, trace
 from shardwise.parity.compare import Comparison, Limits, compare, strict_limits
-from shardwise.parity.masks import compare_masks, watch_masks, without_graphs
+from shardwise.parity.masks import MaskReport, compare_masks, record_step, without_compile
 from shardwise.parity.noise import is_comparable, may_be_noise, measure_noise
-from shardwise.parity.plans import Exact, one_process
 from shardwise.parity.progress import PauseLimit, StuckError, pause_limit, read_stuck
 from shardwise.parity.reference import Variant
-from shardwise.torch_private.runtime import DYNAMO
+from shardwise.parity.spec import Exact, one_process
+from shardwise.torch_private.distributed import DYNAMO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from shardwise.job.job import Framework
     from shardwise.layout import Layout
     from shardwise.parity.prepare import Preparation
-    from shardwise.parity.spec import Finding
     from shardwise.plans import Plan, Precision
 
 T = TypeVar("T")
@@ -50,12 +49,12 @@ _PRELOAD = (
     "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining",
 )
-"""What ranks would import each for itself, up to 800 modules in 1.5 s."""
+"""Modules that are imported before the fork, because ranks would import up to 800 modules in 1.5 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One training that was watched: what its ranks saw, and the folder with whole tensors."""
+    """A recorded training: the recordings of its ranks, and the folder with full tensors."""
 
     folder: Path
     traced: list[Traced]
@@ -68,22 +67,22 @@ class Record:
 
 @dataclass(kw_only=True)
 class ParityRunner:
-    """Runs trainings of one job; remembers those of one process, which many plans are compared with."""
+    """Runs trainings of a job; caches those of one process, with which many plans are compared."""
 
     preparation: Preparation
     batch_size: int
     folder: Path
     timeout_s: float
     backend: str = "gloo"
-    """Of plans on several ranks; one process needs none."""
+    """Backend of plans on several ranks."""
     framework: Framework = "torch"
-    """Whose module the job's model is."""
+    """Framework of the job's model."""
     _ones: dict[tuple[Exact, Variant, int], Record] = field(default_factory=dict)
     _lower: dict[tuple[Precision, bool, Variant], Record] = field(default_factory=dict)
     _noise: dict[Exact, Limits] = field(default_factory=dict)
-    _masks: dict[tuple[Layout, int], Finding | None] = field(default_factory=dict)
+    _masks: dict[tuple[Layout, int], MaskReport] = field(default_factory=dict)
     _longest_s: float = 0.0
-    """Longest pause of one process between two moments of a training."""
+    """Longest time between two progress marks of one process."""
     _number: int = 0
 
     def run(
@@ -95,15 +94,14 @@ class ParityRunner:
         steps: int | None = None,
         plain: bool = False,
     ) -> Record:
-        """Train under `plan` on forked ranks, or with `plain` in plain PyTorch on one.
+        """Train under `plan` on forked ranks, or with `plain` in plain PyTorch in one process.
 
-        Of step `close_up` every rank also writes its own tensors.
+        For step `close_up`, every rank also writes its own tensors.
         """
         preparation = msgspec.structs.replace(self.preparation, steps=steps or self.preparation.steps)
         folder = self._new_folder()
-        longest_s = self._longest_s
-        limit = PauseLimit(usual_s=self.timeout_s) if plain else pause_limit(plan, longest_s, self.timeout_s)
-        traced = self._on_ranks(
+        limit = PauseLimit(usual_s=self.timeout_s) if plain else self.pause_limit(plan)
+        traced = self.on_ranks(
             lambda world: trace(
                 world, preparation, plan, folder, variant=variant, close_up=close_up, plain=plain, limit=limit
             ),
@@ -120,20 +118,27 @@ class ParityRunner:
         folder.mkdir()
         return folder
 
-    def _on_ranks(self, fn: Callable[[World], T], plan: Plan, folder: Path) -> list[T]:
-        """Run `fn` on the ranks of `plan`; those that make no progress write where they are into `folder`."""
+    def pause_limit(self, plan: Plan) -> PauseLimit:
+        """Return the longest pause allowed to a rank of `plan`, from the longest pause of one process so far."""
+        return pause_limit(plan, self._longest_s, self.timeout_s)
+
+    def on_ranks(self, fn: Callable[[World], T], plan: Plan, folder: Path, *, label: str = "") -> list[T]:
+        """Run `fn` on the ranks of `plan` and return its results by rank.
+
+        Ranks without progress write their locations into `folder`; then a StuckError with `label` is raised.
+        """
         try:
             return on_ranks(fn, plan.layout.world_size, timeout_s=self.timeout_s, backend=self.backend)
         except Exception as error:
             stuck = read_stuck(folder)
             if stuck:
-                raise StuckError.of(stuck) from error
+                raise StuckError.of(stuck, label) from error
             raise
 
     def one(
         self, dtype: Exact, variant: Variant | None = None, *, close_up: int | None = None, steps: int | None = None
     ) -> Record:
-        """Train in one process, or remember it: in plain PyTorch, or by an engine that has no such reference itself."""
+        """Train in one process, in plain PyTorch or by an engine without such a reference; results are cached."""
         variant = variant or Variant()
         key = dtype, variant, steps or self.preparation.steps
         if key not in self._ones or close_up is not None:
@@ -145,16 +150,16 @@ class ParityRunner:
                 raise
             except Exception as error:
                 raise TrainingError(
-                    f"one process cannot train the job ({type(error).__name__}: {error})",
+                    f"the job failed in one process ({type(error).__name__}: {error})",
                     code="verify.reference-failed",
-                    fix="fix that first: shardwise train --nproc 1",
+                    fix="reproduce and fix it with shardwise train --nproc 1",
                 ) from error
         return self._ones[key]
 
     def one_in(self, plan: Plan, variant: Variant) -> Record:
-        """Train in one process with what rounds in `plan`, or remember it: it shows how far rounding goes.
+        """Train in one process with the rounding of `plan`, to measure its effect; results are cached.
 
-        A fused loss rounds as well: it casts the head's product per chunk of tokens.
+        A fused loss rounds as well, because it casts the logits of each chunk of tokens.
         """
         key = plan.precision, plan.fused_loss, variant
         if key not in self._lower:
@@ -164,27 +169,27 @@ class ParityRunner:
         return self._lower[key]
 
     def exact(self, asked: Exact) -> tuple[Exact, tuple[str, ...]]:
-        """Return the dtype to compare in, with a note where a model does not compute in the one asked for."""
+        """Return the dtype for the comparison, with a note if the model does not compute in the requested one."""
         if asked == "fp32":
             return asked, ()
         try:
             dtype = self.one(asked).traced[0].loss_dtype
         except TrainingError as error:
-            self.one("fp32")  # raises when that fails as well: then fp64 is not the reason
+            self.one("fp32")  # raises if fp32 fails as well, since fp64 is then not the reason
             reason = str(error.__cause__).splitlines()[0]
             engine = engine_named(self.framework)
             trainer = "one process" if engine.has_plain_reference else engine.title
-            return "fp32", (f"compared in fp32: {trainer} does not train this model in fp64 ({reason})",)
+            return "fp32", (f"compared in fp32, because {trainer} does not train this model in fp64 ({reason})",)
         if dtype not in {"", "float64"}:
-            return "fp32", (f"compared in fp32: the model casts, its loss in fp64 comes out as {dtype}",)
+            return "fp32", (f"compared in fp32, because the model casts fp64 inputs and its loss is {dtype}",)
         return asked, ()
 
     def compare(self, record: Record, expected: Record, limits: Limits) -> Comparison:
-        """Compare a training with one of one process."""
+        """Compare a training with one in one process."""
         return self.in_fork(lambda: compare(record, expected, limits))
 
     def compare_with_one(self, record: Record, expected: Record, dtype: Exact) -> tuple[Comparison, Limits]:
-        """Compare strictly; where rounding noise may explain what is off in fp64, measure it and compare again."""
+        """Compare with strict limits; if noise may explain a gap in fp64, measure the noise and compare again."""
         limits = self.limits(dtype)
         comparison = self.compare(record, expected, limits)
         if dtype == "fp64" and comparison.first is not None and may_be_noise(comparison.first):
@@ -193,39 +198,39 @@ class ParityRunner:
                 return self.compare(record, expected, noise), noise
         return comparison, limits
 
-    def mask_finding(self, plan: Plan) -> Finding | None:
-        """Train one step with dropout on and compare masks; remembered for plans that split the model alike."""
+    def compare_masks(self, plan: Plan) -> MaskReport:
+        """Train one step with dropout on and compare masks; cached for plans with the same layout and ZeRO stage."""
         key = plan.layout, plan.zero
         if key not in self._masks:
-            folder, eager = self._new_folder(), without_graphs(plan)
-            limit = pause_limit(eager, self._longest_s, self.timeout_s)
-            watched = self._on_ranks(
-                lambda world: watch_masks(world, self.preparation, eager, folder, limit), eager, folder
+            folder, eager = self._new_folder(), without_compile(plan)
+            limit = self.pause_limit(eager)
+            recorded = self.on_ranks(
+                lambda world: record_step(world, self.preparation, eager, folder, limit), eager, folder
             )
-            finding = compare_masks([masks for masks, _ in watched], plan.layout)
-            refusals = [refused for _, refused in watched if refused is not None]
-            if finding is None and refusals:
-                raise refusals[0]
-            self._masks[key] = finding
+            report = compare_masks([masks for masks, _ in recorded], plan.layout)
+            errors = [error for _, error in recorded if error is not None]
+            if errors and not report.findings:
+                raise errors[0]
+            self._masks[key] = report
         return self._masks[key]
 
     def in_fork(self, work: Callable[[], T]) -> T:
-        """Run work with tensors in a fork, so that this process can still be forked."""
+        """Run tensor operations in a fork, so that this process can still be forked."""
         result: T = run_forked(lambda _: work(), 1, timeout_s=self.timeout_s)[0]
         return result
 
     def limits(self, dtype: Exact) -> Limits:
-        """Return the largest gaps that are still equal: 1e-9 in fp64, in fp32 from the measured noise."""
+        """Return the largest gaps that count as equal: 1e-9 in fp64, and from the measured noise in fp32."""
         return strict_limits() if dtype == "fp64" else self.noise(dtype)
 
     def noise(self, dtype: Exact) -> Limits:
-        """Return the limits that the measured noise of the job sets, in either dtype; trains one process again."""
+        """Return limits from the measured noise of the job in a dtype; trains in one process again."""
         if dtype not in self._noise:
             self._noise[dtype] = self._measure_noise(dtype)
         return self._noise[dtype]
 
     def _measure_noise(self, dtype: Exact) -> Limits:
-        """One process against itself, with sums in other orders and weights moved by one rounding error."""
+        """Compare one process with itself, with sums in another order and weights changed by one rounding error."""
         base = self.one(dtype)
         whole = [self.one(dtype, variant) for variant in (Variant(reverse=True), Variant(nudge=True))]
         split = []
@@ -237,18 +242,17 @@ class ParityRunner:
 
 
 def preload(names: Iterable[str] = _PRELOAD) -> None:
-    """Import once, before a fork, what every rank would import for itself."""
+    """Import modules before a fork that every rank would import otherwise."""
     for name in names:
         with contextlib.suppress(Exception):  # what cannot be imported here may still be imported there
             importlib.import_module(name)
 
 
 def on_ranks(fn: Callable[[World], T], nproc: int, *, timeout_s: float, backend: str = "gloo") -> list[T]:
-    """Run `fn(world)` on `nproc` forked gloo ranks, or on ranks of mpirun, on the CPU; return its results by rank.
+    """Run `fn(world)` on `nproc` forked gloo ranks, or ranks of mpirun, on the CPU; return its results by rank.
 
-    The first failing rank's exception is raised here, with the last line that any rank wrote as a note; else ranks
-    are silent. This process must not have run tensor operations on several threads before: those threads do not
-    survive a fork.
+    The exception of the first failing rank is raised with the last line of output as a note; other output is discarded.
+    This process must not have run multi-threaded tensor operations, because their threads do not survive a fork.
     """
     if backend_row(backend).starts_by_mpirun and nproc > 1:
         return run_by_mpirun(lambda: _in_own_world(fn, backend, timeout_s), nproc, timeout_s=timeout_s)
@@ -269,14 +273,14 @@ def on_ranks(fn: Callable[[World], T], nproc: int, *, timeout_s: float, backend:
 
 
 def _in_own_world(fn: Callable[[World], T], backend: str, timeout_s: float) -> T:
-    """Communicate over a world of its own, called on every rank that mpirun started."""
-    torch.set_num_threads(1)  # as forks have it
+    """Run `fn` in a new world of the ranks that mpirun started. Communicates; call on every rank."""
+    torch.set_num_threads(1)  # as in forks
     with world(backend=backend, device="cpu", timeout_s=timeout_s) as here:
         return fn(here)
 
 
 def _write_to(path: Path) -> None:
-    """Send what this process writes, also from native code, to a file."""
+    """Redirect the output of this process to a file, including that of native code."""
     with path.open("w") as log:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

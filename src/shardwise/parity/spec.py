@@ -1,73 +1,81 @@
-"""What `verify` is asked (a job, plans, how to compare) and its Report: a verdict per plan, as text, JSON, Markdown."""
+"""The Spec and the Report of `verify`: job, plans and limits of the comparison, and a verdict per plan."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import msgspec
 
+from shardwise.engines.engine import engine_named
+from shardwise.errors import InputError
+from shardwise.job.load import parse_overrides
+from shardwise.planner.settle import LocalDevice, settle, with_engine
+from shardwise.plans import Plan, Precision
+from shardwise.plans.pipeline import SCHEDULES
 from shardwise.runs.console import BAD_INPUT, CHECK_FAILED, DONE, render_table
 from shardwise.spec import PositiveInt, Report, Spec, argument, option
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rich.table import Table
 
+    from shardwise.job.job import Framework
 
 STEPS = 4
-"""By default: two full steps, a short one, and a full one that shows what the short one left behind."""
+"""Default number of steps: two full ones, a partial one, and a full one that depends on the state after it."""
 RESUMED_STEPS = 6
 NPROC = 4
 PROPOSE_NPROC = 2
 
 
 class VerifySpec(Spec, frozen=True, kw_only=True):
-    """A job, and the plans that are compared with one process."""
+    """A job and the plans that are compared with one process."""
 
     job: Annotated[str, argument("JOB.py[:NAME]")]
     plans: str | tuple[str, ...] = "all"
-    """all, or presets, products and .toml files, comma separated; zero3+recompute=full overrides a field."""
+    """all, or a comma-separated list of presets, products and .toml files; zero3+recompute=full overrides a field."""
     steps: PositiveInt | None = None
-    """Optimizer steps to compare (default: 4, 6 with --resume)."""
+    """Number of optimizer steps to compare (default: 4; 6 with --resume)."""
     nproc: Annotated[PositiveInt | None, option("--nproc", "--nproc-per-node")] = None
-    """CPU ranks (default: 4, 2 with --propose-rules)."""
+    """Number of CPU ranks (default: 4; 2 with --propose-rules)."""
     precision: Literal["fp64", "fp32"] = "fp64"
-    """fp64 for equality, fp32 against the measured noise."""
+    """fp64 verifies equality; fp32 compares with the measured rounding noise."""
     backend: Literal["gloo", "mpi"] = "gloo"
-    """Backend of plans on several ranks; ranks over mpi are started by mpirun."""
+    """Backend of plans on several ranks; mpi ranks are started by mpirun."""
     resume: bool = False
-    """Kill each plan, resume it on other ranks, and compare with no kill."""
+    """Kill each plan, resume it on other ranks, and compare with an uninterrupted run."""
     shrink: bool = False
-    """Make the model small in width and depth, never in structure."""
+    """Reduce width and depth of the model, without changing its structure."""
     settings: Annotated[tuple[str, ...], option("--set", metavar="KEY=VALUE")] = ()
     """Override a field of the job or of every plan."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
-    """Seconds that one training may take."""
+    """Time limit of each training in seconds."""
 
     @property
     def num_steps(self) -> int:
-        """Steps that every plan trains."""
+        """Number of steps of each training."""
         return self.steps or (RESUMED_STEPS if self.resume else STEPS)
 
 
-# The Report of verify: a verdict per plan, as JSON, as a table for the terminal, as Markdown for the docs.
+# The Report of verify: a verdict per plan, as JSON, as a table for the terminal, or as Markdown.
 
 
 Status = Literal["passed", "failed", "refused", "does not apply"]
 STATUSES: dict[Status, str] = {"passed": "green", "failed": "bold red", "refused": "yellow", "does not apply": "dim"}
 """Status -> style on a terminal, in the order of the summary."""
 KEYED = 'set Job(masks="keyed"), or --set masks=keyed, which makes each draw a function of its sample'
-"""What makes random numbers comparable."""
+"""Fix that makes random numbers comparable."""
 Kind = Literal["initial value", "loss", "gradient", "gradient norm", "parameter", "buffer", "evaluation", "metric"]
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one value of a plan is from one process, or one rank from another."""
+    """Difference between a value of a plan and of one process, or between two ranks."""
 
     kind: Kind
     name: str
-    """Of the parameter, buffer or metric; empty for a loss or a norm."""
+    """Name of the parameter, buffer or metric; empty for a loss or a norm."""
     step: int | None
     """Counted from 0; None for values before the first step or after the last."""
     relative: float
@@ -77,16 +85,16 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def beyond(self) -> float:
-        """How many times its limit the gap is; at most 1 passes."""
+        """The gap as a multiple of its limit; at most 1 passes."""
         return self.relative / self.limit
 
     def __str__(self) -> str:
-        at = "" if self.step is None else f" of step {self.step}"
+        at = "" if self.step is None else f" of step {self.step + 1}"
         return f"{self.kind} {self.name}{at}".replace("  ", " ")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """A named cause of a divergence, and the evidence for it."""
+    """The cause of a divergence and the evidence for it."""
 
     cause: str
     evidence: str
@@ -99,60 +107,64 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """How one plan compares with one process."""
+    """Comparison of a plan with one process."""
 
     plan: str
     status: Status
     measure: str = ""
-    """What was compared, and the limit."""
+    """The values that were compared, and their limit."""
     worst: Gap | None = None
     first: Gap | None = None
-    """The first value, in the order of training, that is beyond its limit."""
+    """The first value, in the order of training, that exceeds its limit."""
     left_out: int = 0
-    """Elements of parameters that were not compared: their gradient is rounding noise that the optimizer amplifies."""
+    """Number of parameter elements that were not compared, because their gradient is rounding noise."""
     findings: tuple[Finding, ...] = ()
     reason: str = ""
-    """Why a plan was refused or crashed."""
+    """Why a plan is not supported or crashed."""
+    code: str = ""
+    """Error code of a plan that is not supported."""
     seconds: float = 0.0
 
 
 class VerifyReport(Report, frozen=True, kw_only=True):
-    """How all plans compare with one process on one job."""
+    """Comparison of all plans with one process on a job."""
 
     job: str
     nproc: int
     steps: int
     precision: str
     beside: str = "one process"
-    """What every plan was compared with."""
+    """The reference with which every plan was compared."""
     notes: tuple[str, ...]
     verdicts: tuple[PlanVerdict, ...]
 
     @classmethod
     def of(cls, verdicts: Sequence[PlanVerdict], **facts: Any) -> Self:
-        """Return the report of these verdicts; it exits with 3 when a plan failed, 2 when a named one was refused."""
+        """Return the report of verdicts; its exit code is 3 if a plan failed, 2 if a requested one is not supported."""
         statuses = {verdict.status for verdict in verdicts}
         code = BAD_INPUT if "refused" in statuses else DONE
         return cls(verdicts=tuple(verdicts), exit_code=CHECK_FAILED if "failed" in statuses else code, **facts)
 
     def count(self, status: Status) -> int:
-        """Number of plans with this status."""
+        """Return the number of plans with this status."""
         return sum(verdict.status == status for verdict in self.verdicts)
 
     def to_text(self) -> str:
-        """Return a table of the plans, as wide as the terminal, the notes, and the result in one line."""
+        """Return a table of the plans in the width of the terminal, the notes, and a summary line."""
         counts = [f"{self.count(status)} {status}" for status in STATUSES if self.count(status)]
         notes = [f"note: {note}" for note in self.notes]
-        summary = f"{self.job}: {', '.join(counts)}; {self.steps} steps on {self.nproc} ranks beside {self.beside}"
+        summary = (
+            f"{self.job}: {', '.join(counts)}; {self.steps} steps on {self.nproc} ranks, compared with {self.beside}"
+        )
         return "\n".join([render_table(_table(self.verdicts), width=140), "", *notes, summary])
 
     def to_markdown(self) -> str:
-        """Return a Markdown table, a row per plan."""
+        """Return a Markdown table with a row per plan."""
         return markdown_table([self])
 
 
 def verdict_lines(verdict: PlanVerdict) -> list[str]:
-    """Return a verdict as sentences: the finding, the first divergence, or why it was refused."""
+    """Return a verdict as sentences: the finding, the first divergence, or why the plan is not supported."""
     lines = [str(finding) for finding in verdict.findings]
     first = verdict.first
     if first is not None:
@@ -182,7 +194,7 @@ def _table(verdicts: Sequence[PlanVerdict]) -> Table:
 
 
 def markdown_table(reports: Sequence[VerifyReport]) -> str:
-    """Return a Markdown table, a row per plan and a column per job and world, cells with the worst gap."""
+    """Return a Markdown table of the worst gaps, with a row per plan and a column per job and world."""
     plans = list(dict.fromkeys(verdict.plan for report in reports for verdict in report.verdicts))
     cells = {
         (verdict.plan, number): _cell(verdict) for number, report in enumerate(reports) for verdict in report.verdicts
@@ -200,3 +212,139 @@ def _cell(verdict: PlanVerdict) -> str:
         mark = "~ " if verdict.measure.startswith("loss") else ""
         return f"{mark}{verdict.worst.relative:.0e}"
     return "" if verdict.status == "does not apply" else f"**{verdict.status}**"
+
+
+Exact = Literal["fp64", "fp32"]
+
+BANDS = {"rounds": 0.25, "powersgd": 0.15, "batch_norm": 0.15, "bf16": 0.03, "fp16": 0.03}
+"""Option that changes the arithmetic -> largest relative difference of a step's loss. A low-rank gradient, statistics
+of half a batch and steps of half a batch change all values; 8 bits of mantissa are rounding. For losses that halve
+within four steps, replicas that trained a partial step locally were 18 % behind after it."""
+
+
+def all_plans(nproc: int) -> list[str]:
+    """Return all plans that are useful on this many ranks, as in --plans."""
+    plans = [
+        "ddp",
+        "ddp+accumulation=2",
+        "ddp+accumulation=5",
+        "ddp+accumulation=2+gradient_sync=every",
+        "zero1",
+        "zero2",
+        "zero3",
+        "zero3+accumulation=2",
+        "zero3+accumulation=2+gradient_sync=every",
+    ]
+    if nproc >= 4 and nproc % 2 == 0:
+        plans.append("hsdp")
+    plans += ["tp", "tp+sequence_parallel=true", "cp", "cp+zero=3+recompute=full"]
+    plans += [*_pipelines(nproc), *_products(nproc)]
+    plans += [
+        "ddp+recompute=full",
+        "ddp+recompute=selective",
+        "zero3+recompute=full",
+        "zero3+offload.parameters=cpu+offload.optimizer=cpu",
+        "zero3+compile=blocks",
+        "ddp+precision=bf16",
+        "zero3+precision=bf16",
+        "ddp+precision=fp16",
+        "ddp+communication.compression=bf16",
+        "ddp+communication.compression=fp16",
+        "ddp+communication.compression=powersgd",
+        "ddp+communication.sync_every=2",
+    ]
+    return plans
+
+
+def _pipelines(nproc: int) -> Iterator[str]:
+    """Yield a pipeline per schedule, with twice as many micro-batches as stages, so that every schedule overlaps."""
+    for schedule in SCHEDULES:
+        yield f"pp+accumulation={2 * nproc}+pipeline.schedule={schedule}"
+
+
+def _products(nproc: int) -> list[str]:
+    if nproc % 4:
+        return []
+    rest = nproc // 2
+    hybrids = [
+        f"pp2.shard{rest}+accumulation=4",
+        f"pp2.replicate{rest}+accumulation=4",
+        f"pp2.replicate{rest}+accumulation=4+pipeline.schedule=zbv",
+        f"pp2.tp{rest}+accumulation=4",
+        f"shard2.tp{rest}",
+        f"replicate2.tp{rest}",
+        f"shard2.cp{rest}",
+        f"cp2.tp{rest}",
+    ]
+    if nproc % 8 == 0:
+        hybrids.append(f"pp2.shard{nproc // 4}.tp2+accumulation=4")
+    return hybrids
+
+
+def named_plans(plans: str | Sequence[str], settings: Mapping[str, str]) -> list[str] | None:
+    """Return the requested plans with the settings for all plans; None for "all"."""
+    if plans != "all":
+        more = "".join(f"+{key}={value}" for key, value in settings.items())
+        return [name + more for name in parse_plans(plans if isinstance(plans, str) else ",".join(plans))]
+    if settings:
+        raise InputError(
+            f"--set {next(iter(settings))} is a field of plans, and cannot be combined with --plans all",
+            code="cli.option-not-applicable",
+            fix="list the plans",
+        )
+    return None
+
+
+def parse_plans(text: str) -> list[str]:
+    """Parse --plans; raises InputError for an empty list or a repeated plan."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise InputError(
+            f"--plans {text!r} contains no plan", code="verify.no-plans", fix="write --plans all, or --plans ddp,zero3"
+        )
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InputError(f"--plans names {twice[0]} twice", code="verify.plan-repeated", fix="name each plan once")
+    return names
+
+
+def settle_plan(text: str, *, batch_size: int, nproc: int, framework: Framework = "torch") -> Plan:
+    """Resolve SPEC+KEY=VALUE+... for a batch size, this many CPU ranks, and a model of this framework."""
+    spec, *settings = text.split("+")
+    overrides = parse_overrides(settings)
+    device = engine_named(framework).local_device("cpu") or LocalDevice()
+    return settle(spec, batch_size=batch_size, world_size=nproc, device=device, overrides=overrides)
+
+
+def one_process(batch_size: int, *, dtype: Exact, accumulation: int = 1, framework: Framework = "torch") -> Plan:
+    """Return the plan of one process, with which others are compared."""
+    plan = Plan.preset("ddp", 1, batch_size=batch_size, accumulation=accumulation)
+    return with_engine(in_precision(plan, dtype), framework)
+
+
+def in_precision(plan: Plan, dtype: Exact) -> Plan:
+    """Return the plan with all values stored and computed in a single dtype."""
+    precision = Precision(parameter=dtype, compute=dtype, reduce=dtype, optimizer=dtype)
+    return dataclasses.replace(plan, precision=precision)
+
+
+def measured_in(plan: Plan, asked: Exact) -> Exact:
+    """Return the dtype in which a plan is compared: fp32 if its engine does not support fp64."""
+    return asked if engine_named(plan.engine).has_fp64 else "fp32"
+
+
+def changed_numbers(plan: Plan, *, has_batch_norm: bool) -> dict[str, float]:
+    """Return the options that change the arithmetic, as text with their loss bands; empty for an exact plan."""
+    changes = {}
+    if plan.precision.compute in BANDS:
+        changes[f"computes in {plan.precision.compute}"] = BANDS[plan.precision.compute]
+    if plan.precision.reduce in BANDS and plan.precision.reduce != plan.precision.compute:
+        changes[f"reduces gradients in {plan.precision.reduce}"] = BANDS[plan.precision.reduce]
+    if plan.communication.compression != "none" and plan.layout.folded.dp > 1:
+        compression = plan.communication.compression
+        changes[f"compresses gradients by {compression}"] = BANDS[compression]
+    if plan.communication.sync_every > 1 and plan.layout.replicate > 1:
+        changes["lets replicas train on their own between syncs"] = BANDS["rounds"]
+    if plan.batch_norm == "local" and has_batch_norm and plan.layout.dp > 1:
+        changes["normalises each rank's rows by themselves"] = BANDS["batch_norm"]
+    return changes

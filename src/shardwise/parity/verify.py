@@ -1,4 +1,4 @@
-"""Verifying a job: one process, then each plan beside it, and a verdict on each."""
+"""Verification of a job: training in one process, then under each plan, and a verdict on each plan."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.engines.backends import backend_row
-from shardwise.engines.engine import engine_named
+from shardwise.engines.engine import engine_named, require_supported
 from shardwise.errors import InputError
 from shardwise.job import Job
 from shardwise.launcher.local.function import run_forked
-from shardwise.measurement.ranks import require_backend
-from shardwise.parallel.support import require_supported
+from shardwise.measurement.specs import require_backend
 from shardwise.parity.compare import EXACT
 from shardwise.parity.investigate import Case, investigate
 from shardwise.parity.kill import choose_kills
+from shardwise.parity.masks import MaskReport
 from shardwise.parity.noise import (
     computes_in_less,
     conditions,
@@ -29,8 +29,19 @@ from shardwise.parity.noise import (
     rounding_gaps,
     rounds_in,
 )
-from shardwise.parity.plans import (
+from shardwise.parity.prepare import Preparation, job_name, job_source, source_job
+from shardwise.parity.progress import StuckError
+from shardwise.parity.reference import Variant
+from shardwise.parity.resume import verify_resume
+from shardwise.parity.runner import ParityRunner, preload
+from shardwise.parity.spec import (
+    NPROC,
     Exact,
+    Finding,
+    Gap,
+    PlanVerdict,
+    VerifyReport,
+    VerifySpec,
     all_plans,
     changed_numbers,
     in_precision,
@@ -38,12 +49,6 @@ from shardwise.parity.plans import (
     named_plans,
     settle_plan,
 )
-from shardwise.parity.prepare import Preparation, job_name, job_source, source_job
-from shardwise.parity.progress import StuckError
-from shardwise.parity.reference import Variant
-from shardwise.parity.resume import verify_resume
-from shardwise.parity.runner import ParityRunner, preload
-from shardwise.parity.spec import NPROC, Finding, Gap, PlanVerdict, VerifyReport, VerifySpec
 from shardwise.spec import signature_of
 
 if TYPE_CHECKING:
@@ -62,10 +67,10 @@ _NOTES = {
 
 
 def verify(job: Job | VerifySpec | str | Path, plans: str | Sequence[str] = "all", **options: Any) -> VerifyReport:
-    """Train a job under each plan and in one process, from the same weights and data, and compare every number.
+    """Train a job under each plan and in one process, with the same weights and data, and compare all values.
 
-    `job` is a Job or the path of a job file, `plans` is "all" or plans written as SPEC+KEY=VALUE; `VerifySpec` has the
-    other options. Ranks are forks of this process, on the CPU; this process runs no tensor operation.
+    `job` is a Job or the path of a job file. `plans` is "all" or plans in the form SPEC+KEY=VALUE. `VerifySpec` has the
+    other options. Ranks are forks of this process on the CPU, and this process runs no tensor operations.
     """
     if isinstance(job, VerifySpec):
         return verify_job(job)
@@ -80,16 +85,16 @@ verify.__signature__ = signature_of(VerifySpec, "VerifyReport")  # type: ignore[
 def verify_job(
     spec: VerifySpec, *, job: Job | None = None, on_verdict: Callable[[PlanVerdict], None] = lambda _: None
 ) -> VerifyReport:
-    """Return how each plan compares with one process; `job` replaces the job file.
+    """Return the comparison of each plan with one process; `job` replaces the job file.
 
-    With "all" plans, one that does not fit the job is not a failure. With `spec.resume` each plan is compared with
-    itself instead: killed and resumed, on other ranks as the next plan, beside a run without a kill.
+    With "all" plans, a plan that does not support the job is not a failure. With `spec.resume`, each plan is killed and
+    resumed, also on other ranks by the next plan, and compared with an uninterrupted run of the same plan.
     """
     source, plan_settings = job_source(spec, job)
     named = named_plans(spec.plans, plan_settings)
     nproc, steps = spec.nproc or NPROC, spec.num_steps
     if spec.resume:
-        choose_kills("", steps)  # refuses too few steps
+        choose_kills("", steps)  # raises if there are too few steps
     if backend_row(spec.backend).is_rare:
         require_backend(spec.backend)
     preload()
@@ -150,7 +155,7 @@ def _backend_notes(backend: str) -> tuple[str, ...]:
 
 
 def _check_plans(names: Sequence[str], *, batch_size: int, nproc: int, framework: Framework) -> None:
-    """Refuse plans that cannot be tried, before any process starts, and import once what their engines need."""
+    """Raise InputError for plans that cannot run, before any process starts, and import modules of their engines."""
     for name in names:
         plan = settle_plan(name, batch_size=batch_size, nproc=nproc, framework=framework)
         engine = engine_named(plan.engine)
@@ -166,7 +171,7 @@ def _facts(job: Job) -> tuple[int, Masks, Framework]:
 def verify_plan(
     runner: ParityRunner, name: str, nproc: int, precision: Exact, *, resumed_as: Sequence[str] | None = None
 ) -> PlanVerdict:
-    """Train one plan and give a verdict; whatever a rank raises is part of it."""
+    """Train under a plan and return the verdict, which includes any error of a rank."""
     try:
         plan = settle_plan(name, batch_size=runner.batch_size, nproc=nproc, framework=runner.framework)
         require_supported(plan)
@@ -179,7 +184,7 @@ def verify_plan(
             return _verify_by_band(runner, name, plan, changes)
         return _verify_by_value(runner, name, in_precision(plan, precision), precision)
     except InputError as error:
-        return PlanVerdict(plan=name, status="refused", reason=str(error))
+        return PlanVerdict(plan=name, status="refused", reason=str(error), code=error.code)
     except StuckError as error:
         ranks = tuple(each.rank for each in error.stuck)
         return PlanVerdict(
@@ -192,14 +197,14 @@ def verify_plan(
 def _require_exact(changes: dict[str, float]) -> None:
     if changes:
         raise InputError(
-            f"it {' and '.join(changes)}, so that other ranks give other numbers",
+            f"it {' and '.join(changes)}, so that results depend on the number of ranks",
             code="verify.plan-not-exact",
             fix="verify --resume an exact plan",
         )
 
 
 def _crash_text(error: Exception) -> str:
-    """Return in one line what a rank raised and where."""
+    """Return the error of a rank and its location in one line."""
     message = (str(error).strip().splitlines() or [""])[0]
     lines = [line.strip() for note in getattr(error, "__notes__", []) for line in note.splitlines()]
     frames = [line for line in lines if line.startswith("File ")]
@@ -209,17 +214,19 @@ def _crash_text(error: Exception) -> str:
 
 
 def _verify_by_value(runner: ParityRunner, name: str, plan: Plan, precision: Exact) -> PlanVerdict:
-    """Compare every value, and look for the cause when one is off."""
+    """Compare all values, and find the cause if one differs."""
     variant = _twin(runner, plan, precision)
     record = runner.run(plan)
     comparison, limits = runner.compare_with_one(record, runner.one(precision, variant), precision)
     if precision == "fp64" and _casts_inside(runner, comparison):
         record.discard()
         verdict = _verify_by_value(runner, name, in_precision(plan, "fp32"), "fp32")
-        note = "; not in fp64, where one process differs from itself: the model casts to a lower precision"
+        note = "; not in fp64, in which one process differs from itself because the model casts to a lower precision"
         return msgspec.structs.replace(verdict, measure=verdict.measure + note)
+    masks = MaskReport()
     if comparison.first is None:
-        findings = [*not_applied(plan, record.traced), *_mask_findings(runner, plan, precision)]
+        masks = _compare_masks(runner, plan, precision)
+        findings = [*not_applied(plan, record.traced), *masks.findings]
     elif not engine_named(plan.engine).has_plain_reference:
         evidence = f"{comparison.first} diverged first; causes are searched in models of torch only"
         findings = [Finding(cause="not known", evidence=evidence)]
@@ -230,7 +237,7 @@ def _verify_by_value(runner: ParityRunner, name: str, plan: Plan, precision: Exa
     return PlanVerdict(
         plan=name,
         status="failed" if findings else "passed",
-        measure=_measure(precision, limits),
+        measure=_measure(precision, limits) + masks.note,
         left_out=limits.left_out,
         worst=comparison.worst,
         first=comparison.first,
@@ -239,39 +246,38 @@ def _verify_by_value(runner: ParityRunner, name: str, plan: Plan, precision: Exa
 
 
 def _casts_inside(runner: ParityRunner, comparison: Comparison) -> bool:
-    """Whether what is off in fp64 is as small as the noise of a model that computes in less inside."""
+    """Whether the gaps in fp64 are as small as the noise of a model that casts to a lower precision."""
     first = comparison.first
     return first is not None and may_be_noise(first) and computes_in_less(runner.noise("fp64"))
 
 
 def _measure(precision: Exact, limits: Limits) -> str:
-    """Return the limit of every value, and what was left out."""
+    """Return the limit of all values, and the excluded values."""
     loosest = max(limits.kinds.values())
     if precision == "fp64" and loosest > EXACT:
         return f"every value within 4 noise floors in fp64 (at most {loosest:.1e}){conditions(limits)}"
     return _MEASURES[precision] + conditions(limits)
 
 
-def _mask_findings(runner: ParityRunner, plan: Plan, precision: Exact) -> list[Finding]:
-    """Look at drawn dropout masks, which are off while numbers are compared, in one more step with dropout on."""
-    can_look = plan.layout.world_size > 1 and engine_named(plan.engine).has_plain_reference
-    if not can_look or not runner.one(precision).traced[0].silenced:
-        return []
-    finding = runner.mask_finding(plan)
-    return [] if finding is None else [finding]
+def _compare_masks(runner: ParityRunner, plan: Plan, precision: Exact) -> MaskReport:
+    """Compare masks in one more step with dropout on, if the job has dropout that was set to 0 for the other steps."""
+    has_peers = plan.layout.world_size > 1 and engine_named(plan.engine).has_plain_reference
+    if not has_peers or not runner.one(precision).traced[0].silenced:
+        return MaskReport()
+    return runner.compare_masks(plan)
 
 
 def not_applied(plan: Plan, traced: Sequence[Traced]) -> list[Finding]:
-    """Name the axes that should shard the model and do not: whole copies give equal numbers and save nothing."""
+    """Return findings about axes that should shard the model but do not; full copies have equal values."""
     shards_weights = plan.zero == 3 or (plan.zero == 2 and engine_named(plan.engine).uses_fsdp)
     findings = []
     for axis in ("pp", "tp", "shard"):
         shards = axis != "shard" or shards_weights
         if shards and _all_alike(traced, plan.layout.groups(axis)[0]):
-            evidence = f"{axis} is {getattr(plan.layout, axis)}, but the ranks along it all hold the same parameters"
+            evidence = f"{axis} is {getattr(plan.layout, axis)}, but all ranks along it have the same parameters"
             findings.append(Finding(cause="plan not applied", evidence=evidence))
     if plan.zero and not shards_weights and any(each.optimized >= each.num_parameters for each in traced):
-        evidence = f"zero is {plan.zero}, but the optimizer keeps all its states"
+        evidence = f"zero is {plan.zero}, but the optimizer states are not sharded"
         findings.append(Finding(cause="plan not applied", evidence=evidence))
     return findings
 
@@ -281,7 +287,7 @@ def _all_alike(traced: Sequence[Traced], ranks: Sequence[int]) -> bool:
 
 
 def _twin(runner: ParityRunner, plan: Plan, precision: Exact) -> Variant:
-    """Return how one process must group its rows to be comparable: batch statistics belong to a micro-batch."""
+    """Return how one process must group its rows, because batch statistics depend on the micro-batch."""
     has_batch_norm = runner.one(precision).traced[0].has_batch_norm
     if has_batch_norm and plan.accumulation > 1:
         return Variant(dp_size=plan.layout.dp, accumulation=plan.accumulation)
@@ -289,7 +295,7 @@ def _twin(runner: ParityRunner, plan: Plan, precision: Exact) -> Variant:
 
 
 def _verify_by_band(runner: ParityRunner, name: str, plan: Plan, changes: dict[str, float]) -> PlanVerdict:
-    """Compare losses by a band, and gradients and updates by the rounding that one process shows."""
+    """Compare losses with a band, and gradients and updates with the measured rounding of one process."""
     steps = _band_steps(plan, runner.preparation.steps)
     twin = _twin(runner, plan, "fp32")
     expected = runner.one("fp32", twin, steps=steps)
@@ -304,10 +310,13 @@ def _verify_by_band(runner: ParityRunner, name: str, plan: Plan, changes: dict[s
         measure += f"; gradients and updates as close to fp32 as one process in {dtype}"
     record.discard()
     first = next((gap for gap in gaps if not gap.beyond <= 1), None)
+    findings: Sequence[Finding] = ()
     if first is None:
-        findings = _mask_findings(runner, plan, "fp32")
-    else:
-        findings = [] if dtype is None else _exact_causes(runner, name, plan, first, dtype)
+        masks = _compare_masks(runner, plan, "fp32")
+        findings = masks.findings
+        measure += masks.note
+    elif dtype is not None:
+        findings = _exact_causes(runner, name, plan, first, dtype)
     return PlanVerdict(
         plan=name,
         status="failed" if first is not None or findings else "passed",
@@ -319,16 +328,16 @@ def _verify_by_band(runner: ParityRunner, name: str, plan: Plan, changes: dict[s
 
 
 def _band_steps(plan: Plan, steps: int) -> int:
-    """Return how many steps show whether the losses of a plan are in their band."""
+    """Return the number of steps for the comparison of losses with a band."""
     if plan.communication.compression == "powersgd":
-        return max(steps, 14)  # it sends plain gradients for its first ten steps, and proves nothing in those
+        return max(steps, 14)  # PowerSGD does not compress gradients in its first ten steps
     if plan.communication.sync_every > 1:
-        return min(steps, plan.communication.sync_every + 1)  # replicas are farther from one process in every round
+        return min(steps, plan.communication.sync_every + 1)  # replicas diverge further in every round
     return steps
 
 
 def _exact_causes(runner: ParityRunner, name: str, plan: Plan, first: Gap, dtype: str) -> list[Finding]:
-    """Look for the cause in the plan without lower precision, where values can be compared."""
+    """Find the cause in the plan without lower precision, in which values can be compared."""
     precision = measured_in(plan, "fp64")
     exact = _verify_by_value(runner, name, exact_counterpart(plan, precision), precision)
     return list(exact.findings) or [no_exact_cause(first, dtype)]

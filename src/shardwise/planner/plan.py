@@ -1,14 +1,14 @@
-"""`plan`: from what is asked (PlanSpec) to what fits, what it costs and what to take (PlanReport).
+"""`plan`: from a PlanSpec to a PlanReport with the plans that fit, their memory and time, and the best one.
 
-The way: a published model or the traced model of a job (`search/subject.py`), every layout with its micro-batches
-(`search/search.py`), memory and time of each (`cost/`), reasons (`search/explain.py`), and the report's forms
-(`search/report.py`).
+The steps: a published model or the traced model of a job (`search/subject.py`), every layout with its micro-batches
+(`search/search.py`), memory and time of each (`cost/`), reasons (`search/explain.py`), and the output as text, JSON and
+picture (`search/report.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path  # noqa: TC003 - read at run time by Spec
+from pathlib import Path  # noqa: TC003 - Spec needs it at run time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -16,11 +16,11 @@ import msgspec
 from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError
 from shardwise.hardware.cluster import parse_cluster
+from shardwise.job import load_job, refer
 from shardwise.planner.cost.time import timeline
-from shardwise.planner.search.deepspeed import choose_form
 from shardwise.planner.search.explain import capacity_text, reason, smallest_cluster
 from shardwise.planner.search.report import answer_data, answer_text, draw
-from shardwise.planner.search.search import Rejected, search
+from shardwise.planner.search.search import Rejected, choose_form, search
 from shardwise.planner.search.subject import job_subject, published_subject
 from shardwise.plans.toml import plan_to_toml
 from shardwise.runs.console import CHECK_FAILED
@@ -29,14 +29,13 @@ from shardwise.spec import PositiveInt, Report, Spec, argument, option, signatur
 if TYPE_CHECKING:
     from shardwise.hardware.machine import Cluster
     from shardwise.job import Job
-    from shardwise.planner.search.deepspeed import ZeroForm
-    from shardwise.planner.search.search import Answer, Candidate, Question
+    from shardwise.planner.search.search import Answer, Candidate, EngineForm, Question
     from shardwise.planner.search.subject import Subject
     from shardwise.plans.plan import Plan
 
 
 class PlanSpec(Spec, frozen=True, kw_only=True):
-    """What is planned: a model, a cluster, a batch."""
+    """The request of `shardwise plan`: a model, a cluster and a batch size."""
 
     model: Annotated[str | None, argument("MODEL|JOB.py[:NAME]|PLAN.toml")] = None
     """A published model, or the file of a job."""
@@ -47,36 +46,36 @@ class PlanSpec(Spec, frozen=True, kw_only=True):
     length: PositiveInt | None = None
     """Tokens per sample of a published model."""
     precision: Literal["bf16", "fp16", "fp32", "fp64"] | None = None
-    """Compute in this."""
+    """Compute dtype."""
     engine: Literal["torch", "deepspeed"] = "torch"
-    """deepspeed: its ZeRO stages and offloads as well, and which of them to take."""
+    """deepspeed: predict its ZeRO stages and offloads as well, and choose one."""
     lora: Annotated[PositiveInt | None, option("--lora", metavar="RANK")] = None
-    """Fine-tune a published model by adapters."""
+    """Fine-tune a published model with LoRA adapters."""
     catalogue: Path | None = None
-    """Devices, links and nodes of your own, in TOML."""
+    """TOML file with your own devices, links and nodes."""
     every: Annotated[bool, option("--all")] = False
     """List every plan that was predicted."""
 
     @property
     def is_job(self) -> bool:
-        """Whether the model is that of a job's file."""
+        """Whether the model is the file of a job."""
         return self.model is not None and ".py" in self.model
 
 
 class PlanReport(Report, frozen=True, kw_only=True):
-    """Every plan that fits with what it costs, why the others do not, and the one to take."""
+    """The plans that fit, with predicted memory and time, why others do not fit, and the best plan."""
 
     spec: PlanSpec
     subject: Subject
     answer: Answer
-    forms: tuple[ZeroForm, ...] = ()
-    """DeepSpeed's stages and offloads, where that engine was asked for."""
+    forms: tuple[EngineForm, ...] = ()
+    """The engine's own stages and offloads, with `engine="deepspeed"`."""
     advice: str = ""
-    """What to change where nothing fits."""
+    """What to change if nothing fits."""
 
     @property
     def best(self) -> Plan | None:
-        """The plan to take with the engine that was asked for; None where none fits."""
+        """The best plan for the engine of the spec; None if none fits."""
         chosen = choose_form(self.forms)
         candidate = chosen.best if chosen is not None else self.answer.best
         if candidate is None or (self.forms and chosen is None):
@@ -88,30 +87,30 @@ class PlanReport(Report, frozen=True, kw_only=True):
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Every plan that was predicted in full, the best first."""
+        """Every plan with a full prediction, the fastest first."""
         return self.answer.candidates
 
     @property
     def rejected(self) -> dict[str, str]:
-        """Families of plans that cannot be used -> why."""
+        """Why families of plans cannot be used, by family."""
         families = self.answer.families.items()
         return {name: reason(self.answer, name) for name, entry in families if isinstance(entry, Rejected)}
 
     def to_json(self) -> str:
-        """Return all that was found, in bytes and seconds, as indented JSON."""
+        """Return the report as indented JSON, in bytes and seconds."""
         data = answer_data(self.answer, self.forms, every=self.spec.every)
         return msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
 
     def to_text(self) -> str:
-        """Return the best of each family (or every plan), what the chosen one costs and why it was chosen."""
+        """Return the best plan of each family (or every plan), and cost and reasons of the chosen one."""
         return answer_text(self.answer, self.forms, self.subject, every=self.spec.every)
 
     def note(self) -> str:
-        """Return that nothing fits and what would, where it is so."""
+        """Return the advice if nothing fits, else an empty text."""
         return f"shardwise: {self.advice}" if self.advice else ""
 
     def to_svg(self) -> str:
-        """Return memory by part of each family, and the timeline of a step of the best plan, as a picture."""
+        """Return a picture: memory of each family by kind, and the timeline of one step of the best plan."""
         question, best = self.answer.question, self.answer.best
         spans = timeline(question.time_model(), question.model.for_plan(best.plan), best.plan) if best else []
         title = f"{question.model.plain.name} on {question.cluster.num_devices} x {question.cluster.device.name}"
@@ -120,15 +119,15 @@ class PlanReport(Report, frozen=True, kw_only=True):
     def to_toml(self) -> str:
         """Return the best plan as a plan file."""
         if self.best is None:
-            raise InputError("no plan fits", code="plan.none-fits", fix=self.advice)
+            raise InputError("no plan fits into device memory", code="plan.none-fits", fix=self.advice)
         return plan_to_toml(self.best)
 
 
 def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
     """Predict memory and time of every plan for a model on a cluster, and choose one.
 
-    `model` is a Job, the name of a published model, the path of a job's file, or a whole PlanSpec; other options are
-    the fields of PlanSpec: `sw.plan("llama-7b", cluster="8xH100")`.
+    `model` is a Job, the name of a published model, the path of a job's file, or a PlanSpec; the options are the fields
+    of PlanSpec: `sw.plan("llama-7b", cluster="8xH100")`.
     """
     if isinstance(model, PlanSpec):
         spec, job = model, None
@@ -153,12 +152,12 @@ plan.__signature__ = signature_of(PlanSpec, PlanReport)  # type: ignore[attr-def
 
 
 def _subject(spec: PlanSpec, job: Job | None, cluster: Cluster) -> Subject:
-    """Return the model of the job, loaded where a file was named, or the published model."""
+    """Return the model of the job, loaded from its file if necessary, or the published model."""
     if job is None and spec.model is None:
         raise InputError(
-            "nothing to plan is named",
+            "plan needs a model",
             code="plan.nothing-named",
-            fix="name a published model, a job, or --from-deepspeed FILE",
+            fix="pass a published model, a job, or --from-deepspeed FILE",
         )
     if job is None and not spec.is_job:
         return published_subject(
@@ -173,7 +172,7 @@ def _subject(spec: PlanSpec, job: Job | None, cluster: Cluster) -> Subject:
     for name, value in (("--length", spec.length), ("--lora", spec.lora)):
         if value is not None:
             raise InputError(
-                f"{name} is for published models, and {owner} is a job",
+                f"{name} is valid for published models only, but {owner} is a job",
                 code="cli.option-not-applicable",
                 fix="change the job's file",
             )
@@ -183,14 +182,12 @@ def _subject(spec: PlanSpec, job: Job | None, cluster: Cluster) -> Subject:
 
 
 def load_named_job(spec: PlanSpec) -> Job:
-    """Return the job of the file that a Spec names."""
-    from shardwise.job import load_job, refer  # job files import torch
-
+    """Load the job of the file that a Spec names."""
     return load_job(refer(spec.model or "", {}))
 
 
 def _advice(question: Question, *, batch_is_fixed: bool) -> str:
-    """Return that nothing fits, and what would."""
+    """Return one sentence: nothing fits, and the smallest change that would."""
     found = smallest_cluster(question, question.batch_size if batch_is_fixed else None)
     name, cluster = question.model.plain.name, question.cluster
     fact = f"no plan of {name} fits on {cluster.num_devices} x {cluster.device.name}"

@@ -1,8 +1,9 @@
-"""Settling a plan: the one place where "auto" is resolved, each value with its source."""
+"""Resolves a plan: the one place where "auto" becomes a Plan, each value with its source."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,10 @@ from shardwise.engines.engine import engine_for, engine_named
 from shardwise.errors import InputError, LaunchError, PlanError, nearest
 from shardwise.hardware import probe_gpus
 from shardwise.job import Job, Lora, refer
+from shardwise.job.load import job_parameters, literal, parse_overrides, replace_at
 from shardwise.job.optimizers import SGD, AdamW
-from shardwise.job.overrides import literal, parse_overrides, replace_at
 from shardwise.job.schedules import Constant, Cosine, Linear
+from shardwise.planner.search.subject import choose_precision, search_plan
 from shardwise.plans.batch import fill_pipeline, split_batch
 from shardwise.plans.plan import Plan, Precision, preset_degrees
 from shardwise.plans.toml import read_plan
@@ -24,26 +26,25 @@ if TYPE_CHECKING:
 
     from shardwise.job import JobReference
     from shardwise.job.job import Framework
-    from shardwise.plans.plan import DType
 
 
 Chooser = Callable[[int], tuple[Plan | None, str]]
-"""From the number of ranks to the best plan, or None, and why."""
+"""Returns the best plan for a number of ranks, or None, and why."""
 
 BATCH_KEYS = ("micro_batch", "accumulation")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalDevice:
-    """What settling must know of the device: its kind, whether it computes in bf16, and which engine uses it."""
+    """The device to resolve a plan for: its kind, whether it has bf16, and the engine that uses it."""
 
     kind: Literal["cpu", "cuda"] = "cpu"
     has_bf16: bool = False
     name: str = "CPU"
     engine: Framework = "torch"
-    """What the job's model is written for."""
+    """The framework of the job's model."""
     default_reason: str = "auto: the simplest, on a CPU"
-    """Why "auto" is ddp where no plan is searched."""
+    """Why "auto" is ddp without a search."""
 
 
 def settle(
@@ -55,9 +56,9 @@ def settle(
     overrides: Mapping[str, str] | None = None,
     choose: Chooser | None = None,
 ) -> Plan:
-    """Resolve "auto", a preset, a product or a .toml path into a Plan for this batch, world and device.
+    """Resolve "auto", a preset, a product of degrees or a .toml path into a Plan for this batch, world and device.
 
-    On GPUs "auto" is what `choose` finds; elsewhere, and where it finds nothing, it is ddp.
+    On GPUs, "auto" is the plan that `choose` returns; elsewhere, and if it returns None, "auto" is ddp.
     """
     overrides = dict(overrides or {})
     plan, searched = _named(spec, world_size, device, choose)
@@ -65,7 +66,7 @@ def settle(
     plan = with_engine(plan, device.engine)
     if plan.layout.world_size != world_size:
         raise PlanError(
-            f"plan {plan.layout} is for {plan.layout.world_size} ranks, the world has {world_size}",
+            f"plan {plan.layout} is for {plan.layout.world_size} ranks, but the world has {world_size}",
             code="plan.world-size-mismatch",
             fix=f"use --nproc {plan.layout.world_size}, or a preset",
         )
@@ -74,26 +75,15 @@ def settle(
 
 
 def with_engine(plan: Plan, engine: Framework) -> Plan:
-    """Return a plan with the job's engine, unless the plan's own was chosen."""
+    """Return a plan with the job's engine, unless the plan names its own."""
     is_chosen = plan.engine != Plan.engine or "engine" in plan.sources
     if is_chosen or plan.engine == engine:
         return plan
     return dataclasses.replace(plan, engine=engine, sources={**plan.sources, "engine": "the job's engine"})
 
 
-def searching(job: Job) -> Chooser:
-    """Return a chooser that searches plans of a job on machines like this one, by the rules of `train`."""
-
-    def choose(world_size: int) -> tuple[Plan | None, str]:
-        from shardwise.planner.search.subject import search_plan  # only "auto" on GPUs pays for it
-
-        return search_plan(job, world_size)
-
-    return choose
-
-
 def _named(spec: str, world_size: int, device: LocalDevice, choose: Chooser | None) -> tuple[Plan, bool]:
-    """Return the plan of a name, and whether it was searched."""
+    """Return the plan that a spec names, and whether it was searched."""
     if spec.endswith(".toml"):
         return read_plan(Path(spec)), False
     if spec != "auto":
@@ -108,22 +98,10 @@ def _named(spec: str, world_size: int, device: LocalDevice, choose: Chooser | No
 
 def _preset(name: str, source: str, world_size: int, device: LocalDevice) -> Plan:
     layout, zero = preset_degrees(name, world_size)
-    precision, reason = choose_precision(device)
+    precision, reason = choose_precision(device.name, is_cpu=device.kind == "cpu", has_bf16=device.has_bf16)
     return Plan(
         layout=layout, zero=zero, precision=precision, sources={"layout": source, "zero": source, "precision": reason}
     )
-
-
-def choose_precision(device: LocalDevice) -> tuple[Precision, str]:
-    """Return the dtypes for a device, and why: bf16 where it has it, fp16 with scaling else, fp32 on CPU."""
-    compute: DType
-    if device.kind == "cpu":
-        compute, reason = "fp32", f"auto: {device.name} computes in fp32"
-    elif device.has_bf16:
-        compute, reason = "bf16", f"auto: {device.name} has bf16"
-    else:
-        compute, reason = "fp16", f"auto: {device.name} lacks bf16, so fp16 with loss scaling"
-    return Precision(compute=compute), reason
 
 
 def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:
@@ -131,31 +109,33 @@ def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:
         name = key.partition(".")[0]
         fields = {field.name for field in dataclasses.fields(Plan)} - {"sources", "version"}
         if name not in fields:
-            raise PlanError(
-                f"--set {key}: there is no key {name!r}", code="cli.set-unknown-key", fix=nearest(name, fields)
-            )
+            raise PlanError(f"--set {key}: unknown key {name!r}", code="cli.set-unknown-key", fix=nearest(name, fields))
         if key == "layout":
             raise PlanError("--set cannot change the layout", code="cli.set-layout", fix=f"use --plan {text}")
         plan = replace_at(plan, key, _value(key, text))
-        section = {name: f"{plan.sources[name]}, {key} by --set"} if name != key and name in plan.sources else {}
-        plan = dataclasses.replace(plan, sources={**plan.sources, **section, key: "--set"})
+        sources = dict(plan.sources)
+        if name != key and name in sources:
+            sources[name] = f"{sources[name]}, {key} by --set"
+        plan = dataclasses.replace(plan, sources={**sources, key: "--set"})
     return plan
 
 
 def _value(key: str, text: str) -> Any:
-    """`none` is a choice of most plan fields, not None."""
+    """Return the value of a --set; "none" is a choice of most plan fields, not None."""
     if key == "precision":
         return Precision(compute=text)  # type: ignore[arg-type]
     return "none" if text == "none" else literal(text)
 
 
 def _settle_batch(plan: Plan, batch_size: int, overrides: Mapping[str, str], *, fixed: bool) -> Plan:
-    """Work out micro-batch and accumulation: from the command line first, then a plan file, then 1 accumulation."""
+    """Return the plan with micro-batch and accumulation: from --set, else from a plan file, else one accumulation."""
     asked = {key: literal(text) for key, text in overrides.items()}
     for key, value in asked.items():
         if not isinstance(value, int) or value < 1:
             raise PlanError(
-                f"--set {key}={value}", code="plan.not-whole-number", fix="give a whole number of at least 1"
+                f"--set {key} must be a positive integer, got {value}",
+                code="plan.not-whole-number",
+                fix="use an integer of at least 1",
             )
     if fixed and not asked:
         split_batch(batch_size, dp=plan.layout.dp, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
@@ -170,28 +150,31 @@ def _settle_batch(plan: Plan, batch_size: int, overrides: Mapping[str, str], *, 
     )
 
 
-# The plan of a job on this machine: which --set goes where, which device there is, and what the plan must allow.
+# The plan of a job on this machine: the fields that --set changes, the device, and the checks of the engine.
 
 
 def split_settings(job: str, settings: Sequence[str]) -> tuple[JobReference, dict[str, str]]:
-    """Return the reference of a job with the --set that are fields of Job, and the --set that are fields of Plan."""
-    # A job is written for its engine; --set chooses the plan's.
+    """Return the reference of a job with the --set options for fields of Job, and the --set options for the Plan."""
+    # A job's engine is fixed, so --set engine is for the plan.
     job_fields = {field.name for field in dataclasses.fields(Job)} - {"engine"}
     plan_fields = {field.name for field in dataclasses.fields(Plan)} - {"version", "sources"}
+    parameters = job_parameters(job)
     of_job, of_plan = dict[str, str](), dict[str, str]()
     for key, value in parse_overrides(tuple(settings)).items():
         name = key.partition(".")[0]
-        if name in job_fields:
+        if key in parameters or name in job_fields:
             of_job[key] = value
         elif name in plan_fields:
             of_plan[key] = value
         else:
-            raise InputError(f"--set {key}: there is no key {name!r}", code="cli.set-unknown-key", fix=nearest_key(key))
+            raise InputError(
+                f"--set {key}: unknown key {name!r}", code="cli.set-unknown-key", fix=nearest_key(key, parameters)
+            )
     return refer(job, of_job), of_plan
 
 
 def set_keys() -> frozenset[str]:
-    """Return the dotted keys that --set knows by itself: fields of Job and Plan, and of what shardwise puts there."""
+    """Return the dotted keys that --set accepts: fields of Job and Plan, and of shardwise's own values of these."""
     sections: list[tuple[str, Any]] = [("", Job), ("", Plan), ("lora.", Lora)]
     sections += [("optimizer.", kind) for kind in (AdamW, SGD)]
     sections += [("schedule.", kind) for kind in (Constant, Cosine, Linear)]
@@ -205,22 +188,25 @@ def set_keys() -> frozenset[str]:
     return frozenset(keys - {"version", "sources", "layout"})
 
 
-def nearest_key(key: str) -> str:
-    """Return advice for a key that does not exist: the keys that end in it, else the one that is spelled most alike."""
-    keys = set_keys()
+def nearest_key(key: str, parameters: frozenset[str] = frozenset()) -> str:
+    """Return advice for an unknown key: the keys that end in it, else the one of the closest spelling.
+
+    `parameters` are keys of the job file's own, beside fields of Job and Plan.
+    """
+    keys = set_keys() | parameters
     if found := keys_ending_in(key, keys):
         return f"did you mean {' or '.join(map(repr, found))}?"
     return nearest(key, keys if "." in key else {known for known in keys if "." not in known})
 
 
 def keys_ending_in(name: str, keys: frozenset[str]) -> list[str]:
-    """Return the keys whose last name is that of `name`."""
+    """Return the keys with the same last component as `name`."""
     last = name.rpartition(".")[2]
     return sorted(key for key in keys if key.rpartition(".")[2] == last)
 
 
 def local_device(asked: str | None, nproc: int, framework: Framework = "torch") -> LocalDevice:
-    """Return what settling must know of the GPUs, without touching CUDA; an engine may find its device itself."""
+    """Return the device to resolve a plan for, without initializing CUDA; an engine may find its own."""
     found = engine_named(framework).local_device(asked)
     if found is not None:
         return found
@@ -228,12 +214,14 @@ def local_device(asked: str | None, nproc: int, framework: Framework = "torch") 
     if not gpus:
         if asked == "cuda":
             raise LaunchError(
-                "--device cuda, but this machine shows no NVIDIA GPU", code="launch.no-gpu", fix="use --device cpu"
+                "--device cuda requires an NVIDIA GPU, but none is visible",
+                code="launch.no-gpu",
+                fix="use --device cpu",
             )
         return LocalDevice()
     if nproc > len(gpus):
         raise LaunchError(
-            f"--nproc {nproc} is more than the {len(gpus)} GPUs that are visible",
+            f"--nproc {nproc} exceeds the {len(gpus)} visible GPUs",
             code="launch.nproc-exceeds-gpus",
             fix=f"use --nproc {len(gpus)}, or --device cpu",
         )
@@ -241,14 +229,14 @@ def local_device(asked: str | None, nproc: int, framework: Framework = "torch") 
 
 
 def settle_job_plan(job: Job, plan: str, *, world_size: int, device: LocalDevice, overrides: Mapping[str, str]) -> Plan:
-    """Resolve "auto", a preset, a product or a .toml path into a Plan of this job that the engine supports."""
+    """Resolve "auto", a preset, a product of degrees or a .toml path into a Plan of this job, checked by its engine."""
     settled = settle(
         plan,
         batch_size=job.batch_size,
         world_size=world_size,
         device=device,
         overrides=overrides,
-        choose=searching(job),
+        choose=functools.partial(search_plan, job),
     )
     engine = engine_for(job, settled)
     engine.check(settled)
@@ -257,7 +245,7 @@ def settle_job_plan(job: Job, plan: str, *, world_size: int, device: LocalDevice
 
 
 def check_model_fits(job: Job, plan: Plan) -> None:
-    """Refuse a plan that the model does not allow; torch is imported only for plans that depend on the model."""
+    """Raise PlanError if the model does not support a plan; imports torch only for plans that depend on the model."""
     layout = plan.layout
     splits_model = layout.tp > 1 or layout.pp > 1 or layout.cp > 1
     if splits_model or plan.fused_loss or plan.capture != "none" or job.lora is not None:

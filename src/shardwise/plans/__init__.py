@@ -1,4 +1,4 @@
-"""How to train a Job on a Layout: the Plan, its presets, its TOML form, and the catalogue of published models."""
+"""Plans: how to train a job on a layout, with presets, TOML files and the catalogue of published models."""
 
 from shardwise.plans.plan import Communication, Offload, Pipeline, Plan, Precision
 

@@ -1,4 +1,4 @@
-"""Batch algebra: global batch = micro-batch x accumulation x dp, or a refusal with the nearest possible."""
+"""Batch arithmetic: global batch size = micro-batch size x gradient accumulation steps x data-parallel size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How the samples of one optimizer step are split for each data-parallel rank."""
+    """How the samples of an optimizer step are split on each data-parallel rank."""
 
     micro_batch: int
     accumulation: int
@@ -22,10 +22,13 @@ class BatchSplit:
 def split_batch(
     batch_size: int, *, dp: int, accumulation: int | None = None, micro_batch: int | None = None
 ) -> BatchSplit:
-    """Split a global batch over `dp` ranks; give accumulation, micro-batch, both (then checked) or neither."""
+    """Split a global batch over `dp` data-parallel ranks; raises PlanError if it cannot be split evenly.
+
+    With both `accumulation` and `micro_batch`, they must match `batch_size`; with neither, accumulation is 1.
+    """
     if batch_size < dp:
         raise PlanError(
-            f"batch_size {batch_size} is smaller than the {dp} ranks that read samples",
+            f"batch_size {batch_size} is smaller than the number of data-parallel ranks, {dp}",
             code="plan.batch-too-small",
             fix=f"set batch_size={dp} or more, or use --nproc {batch_size}",
         )
@@ -40,26 +43,26 @@ def split_batch(
     )
     if accumulation not in {None, split.accumulation}:
         raise PlanError(
-            f"micro_batch {micro_batch} x accumulation {accumulation} x dp {dp} is not batch_size {batch_size}",
+            f"micro_batch {micro_batch} x accumulation {accumulation} x dp {dp} does not equal batch_size {batch_size}",
             code="plan.batch-split-mismatch",
-            fix=f"set accumulation={split.accumulation}, or leave it out",
+            fix=f"set accumulation={split.accumulation}, or omit it",
         )
     return split
 
 
 def fill_pipeline(batch_size: int | None, layout: Layout) -> int:
-    """Return how many micro-batches keep the stages of `layout` busy: four per stage, two where four do not divide."""
+    """Return the accumulation that fills the pipeline of `layout`: 4 x pp, or 2 x pp or pp if only they divide."""
     if layout.pp == 1:
         return 1
     for per_stage in (4, 2, 1):
-        number = per_stage * layout.pp
-        if batch_size is None or batch_size % (layout.dp * number) == 0:
-            return number
+        accumulation = per_stage * layout.pp
+        if batch_size is None or batch_size % (layout.dp * accumulation) == 0:
+            return accumulation
     return layout.pp
 
 
 def refit_batch(batch_size: int, *, dp: int, largest_micro_batch: int) -> BatchSplit:
-    """Keep the global batch on another number of data-parallel ranks; the micro-batch may shrink, never grow."""
+    """Split the same global batch over another number of data-parallel ranks, with at most `largest_micro_batch`."""
     per_rank = _divide(batch_size, dp, f"{dp} data-parallel ranks")
     for micro_batch in range(min(largest_micro_batch, per_rank), 0, -1):
         if per_rank % micro_batch == 0:
@@ -68,13 +71,13 @@ def refit_batch(batch_size: int, *, dp: int, largest_micro_batch: int) -> BatchS
 
 
 def _divide(batch_size: int, parts: int, divisor: str) -> int:
-    share, rest = divmod(batch_size, parts)
-    if rest or share == 0:
-        below, above = share * parts, (share + 1) * parts
+    quotient, remainder = divmod(batch_size, parts)
+    if remainder or quotient == 0:
+        below, above = quotient * parts, (quotient + 1) * parts
         choices = f"{below} or {above}" if below else f"{above}"
         raise PlanError(
-            f"batch_size {batch_size} does not divide by {divisor}",
+            f"batch_size {batch_size} is not divisible by {divisor}",
             code="plan.batch-not-divisible",
             fix=f"set batch_size to {choices}",
         )
-    return share
+    return quotient

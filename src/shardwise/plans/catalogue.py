@@ -1,4 +1,4 @@
-"""The shapes of published models by name: decoders, encoder-decoders, residual networks (pure data, no torch)."""
+"""Configurations of published models by name: decoders, encoder-decoders and residual networks, without torch."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ FAMILIES = ("gpt2", "llama")
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The shape of one decoder: everything that decides its parameters and its arithmetic."""
+    """Architecture of a decoder-only transformer."""
 
     family: Literal["gpt2", "llama"]
-    """gpt2: learned positions, LayerNorm, GELU, biases. llama: rotary, RMSNorm, SwiGLU, no biases."""
+    """gpt2: learned positions, LayerNorm, GELU, biases. llama: rotary positions, RMSNorm, SwiGLU, no biases."""
     vocab_size: int
     context: int
-    """Longest sequence in tokens."""
+    """Maximum sequence length in tokens."""
     width: int
     num_layers: int
     num_heads: int
     num_kv_heads: int | None = None
-    """Heads of keys and values, shared by groups of query heads. None means num_heads."""
+    """Number of key and value heads, each shared by a group of query heads. None means num_heads."""
     mlp_width: int | None = None
-    """Hidden width of the feed-forward part. None means 4 x width."""
+    """Hidden width of the MLP. None means 4 x width."""
     tie_head: bool = False
-    """Whether the output projection is the token embedding."""
+    """Whether the output projection shares the weight of the token embedding."""
     norm_eps: float = 1e-5
     rope_base: float = 10_000.0
-    """Slowest wavelength of the rotary positions, over 2 pi (llama only)."""
+    """Base of the rotary position embeddings (llama only)."""
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise JobError(
-                f"decoder has no family {self.family!r}",
+                f"decoder family {self.family!r} is unknown",
                 code="model.unknown-family",
                 fix=nearest(str(self.family), FAMILIES),
             )
@@ -43,25 +43,25 @@ class DecoderConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise JobError(
-                    f"decoder {name} is {value!r}",
+                    f"decoder {name} must be a positive integer, got {value!r}",
                     code="model.setting-not-positive",
-                    fix="use a whole number of at least 1",
+                    fix="use an integer of at least 1",
                 )
         if self.width % self.num_heads:
             raise JobError(
-                f"decoder width {self.width} does not divide into {self.num_heads} heads",
+                f"decoder width {self.width} is not divisible by num_heads {self.num_heads}",
                 code="model.width-not-divisible",
                 fix=f"use width={-(-self.width // self.num_heads) * self.num_heads}",
             )
         if self.num_heads % self.kv_heads:
             raise JobError(
-                f"decoder num_heads {self.num_heads} does not divide into {self.kv_heads} groups",
+                f"decoder num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}",
                 code="model.heads-not-divisible",
                 fix="use a num_kv_heads that divides num_heads",
             )
         if self.family == "llama" and self.head_width % 2:
             raise JobError(
-                f"decoder heads are {self.head_width} wide, rotary positions turn pairs",
+                f"rotary positions require an even head dimension, got {self.head_width}",
                 code="model.odd-head-width",
                 fix="use an even width / num_heads",
             )
@@ -73,28 +73,28 @@ class DecoderConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values, resolved."""
+        """Number of key and value heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def hidden_width(self) -> int:
-        """Hidden width of the feed-forward part, resolved."""
+        """Hidden width of the MLP."""
         return 4 * self.width if self.mlp_width is None else self.mlp_width
 
 
 def decoder_config(name: str, **overrides: object) -> DecoderConfig:
-    """Return a published size by name, with single fields replaced."""
+    """Return the config of a published size by name; `overrides` replace fields."""
     if name not in SIZES:
-        raise JobError(f"there is no decoder {name!r}", code="model.unknown-name", fix=nearest(str(name), SIZES))
+        raise JobError(f"decoder {name!r} is unknown", code="model.unknown-name", fix=nearest(str(name), SIZES))
     return override(SIZES[name], **overrides)
 
 
 def override(config: DecoderConfig, **overrides: object) -> DecoderConfig:
-    """Return the config with single fields replaced; unknown names are refused."""
+    """Return the config with some fields replaced; raises JobError for unknown fields."""
     known = [field.name for field in fields(DecoderConfig)]
     for key in overrides:
         if key not in known:
-            raise JobError(f"a decoder has no {key!r}", code="model.unknown-setting", fix=nearest(key, known))
+            raise JobError(f"decoder setting {key!r} is unknown", code="model.unknown-setting", fix=nearest(key, known))
     return replace(config, **overrides)  # type: ignore[arg-type]  # __post_init__ checks the values
 
 
@@ -129,7 +129,7 @@ def _llama3(num_layers: int, width: int, num_heads: int, mlp_width: int) -> Deco
     return DecoderConfig(
         family="llama",
         vocab_size=128_256,
-        context=8192,  # the context of pre-training; 3.1 stretches the rotary positions to 131,072 afterwards
+        context=8192,  # context of pre-training; Llama 3.1 extends it to 131,072 afterwards by scaling the positions
         width=width,
         num_layers=num_layers,
         num_heads=num_heads,
@@ -164,7 +164,7 @@ T5_SIZES: dict[str, dict[str, Any]] = {
     "t5-3b": {"d_model": 1024, "d_kv": 128, "d_ff": 16_384, "num_layers": 24, "num_heads": 32},
     "t5-11b": {"d_model": 1024, "d_kv": 128, "d_ff": 65_536, "num_layers": 24, "num_heads": 128},
 }
-"""Raffel et al. 2020; as many decoder layers as encoder layers."""
+"""Sizes of Raffel et al. 2020, with as many decoder layers as encoder layers."""
 
 BYT5_SIZES: dict[str, dict[str, Any]] = {
     "byt5-tiny": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_decoder_layers": 1, "num_heads": 4},
@@ -174,7 +174,7 @@ BYT5_SIZES: dict[str, dict[str, Any]] = {
     "byt5-xl": {"d_model": 2560, "d_ff": 6720, "num_layers": 36, "num_decoder_layers": 12, "num_heads": 32},
     "byt5-xxl": {"d_model": 4672, "d_ff": 12_352, "num_layers": 36, "num_decoder_layers": 12, "num_heads": 64},
 }
-"""Xue et al. 2022: three encoder layers to each decoder layer, because byte sequences are long."""
+"""Sizes of Xue et al. 2022, with three encoder layers per decoder layer because byte sequences are long."""
 
 T5_COMMON: dict[str, Any] = {
     "vocab_size": 32_128,
@@ -198,4 +198,4 @@ RESNETS: dict[str, tuple[bool, tuple[int, int, int, int]]] = {
     "resnet-101": (True, (3, 4, 23, 3)),
     "resnet-152": (True, (3, 8, 36, 3)),
 }
-"""Whether blocks are bottlenecks, and how many each stage has (He et al. 2015)."""
+"""Name -> whether the blocks are bottlenecks, and the number of blocks of each stage (He et al. 2015)."""

@@ -1,4 +1,4 @@
-"""The Plan: a frozen, fully resolved answer to how a Job is trained, and the named presets."""
+"""The Plan, a frozen and fully resolved description of how a job is trained, and the named presets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.layout import AXES, Layout, parse_layout
 from shardwise.plans.batch import fill_pipeline, refit_batch, split_batch
 from shardwise.plans.pipeline import ScheduleName  # noqa: TC001 - read at run time by check_types
 
-# Named plans as pure arithmetic: which degrees, and what the shard axis shards.
+# Presets: the degrees of parallelism and the ZeRO stage of each named plan.
 
 
 Zero = Literal[0, 1, 2, 3]
@@ -26,9 +26,11 @@ _ZERO: dict[str, Zero] = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
 def preset_degrees(name: str, world_size: int) -> tuple[Layout, Zero]:
-    """Return layout and zero stage of a preset or a product such as pp2.shard2.tp2, for this many ranks."""
+    """Return the layout and ZeRO stage of a preset, or of a product such as pp2.shard2.tp2, for a world size."""
     if world_size < 1:
-        raise LayoutError(f"a world of {world_size} ranks", code="layout.empty-world", fix="use at least 1")
+        raise LayoutError(
+            f"world size must be positive, got {world_size}", code="layout.empty-world", fix="use at least 1 rank"
+        )
     if name == "ddp" or (world_size == 1 and name in PRESETS):
         return Layout(replicate=world_size), 0
     if name in _ZERO:
@@ -41,7 +43,7 @@ def preset_degrees(name: str, world_size: int) -> tuple[Layout, Zero]:
     is_typo = "." not in name and name.rstrip("0123456789") not in {"one", "ep", *AXES}  # such as zero5
     if not is_product or is_typo:
         raise PlanError(
-            f"plan {name!r} is not a preset, a product or a .toml file",
+            f"plan {name!r} is not a preset, a product of axes or a .toml file",
             code="plan.unknown-preset",
             fix=nearest(name, ["auto", *PRESETS]),
         )
@@ -49,10 +51,10 @@ def preset_degrees(name: str, world_size: int) -> tuple[Layout, Zero]:
 
 
 def _hybrid(world_size: int) -> Layout:
-    """Two replicas, each sharded over half of the ranks."""
+    """Return a layout of two replicas, each sharded over half of the ranks."""
     if world_size < 4 or world_size % 2:
         raise PlanError(
-            f"hsdp needs an even number of at least 4 ranks, not {world_size}",
+            f"hsdp requires an even number of at least 4 ranks, got {world_size}",
             code="plan.hsdp-world-size",
             fix="use fsdp",
         )
@@ -62,12 +64,12 @@ def _hybrid(world_size: int) -> Layout:
 def _product(name: str, world_size: int) -> tuple[Layout, Zero]:
     layout = parse_layout(name)
     if layout.world_size != world_size:
-        rest, over = divmod(world_size, layout.world_size // layout.replicate)
-        fix = (
-            f"use {layout.world_size} ranks" if over or rest < 1 else f"set replicate{rest}, or use {layout.world_size}"
-        )
+        replicate, remainder = divmod(world_size, layout.world_size // layout.replicate)
+        fix = f"use {layout.world_size} ranks"
+        if remainder == 0 and replicate >= 1:
+            fix = f"use replicate{replicate}, or {layout.world_size} ranks"
         raise LayoutError(
-            f"layout {layout} needs {layout.world_size} ranks, the world has {world_size}",
+            f"layout {layout} requires {layout.world_size} ranks, but the world has {world_size}",
             code="layout.world-size-mismatch",
             fix=fix,
         )
@@ -77,18 +79,18 @@ def _product(name: str, world_size: int) -> tuple[Layout, Zero]:
 VERSION = 1
 
 DType = Literal["fp64", "fp32", "bf16", "fp16"]
-Place = Literal["none", "cpu", "nvme"]
+OffloadTarget = Literal["none", "cpu", "nvme"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtypes of parameters, compute, reductions and optimizer states."""
+    """The dtypes of parameters, compute, gradient reduction and optimizer states."""
 
     parameter: DType = "fp32"
     compute: DType = "fp32"
-    """Forward, loss and backward; below fp32 by autocast, for which sharded weights are gathered in that dtype."""
+    """Dtype of forward, loss and backward. Below fp32 it is autocast's, in which sharded weights are all-gathered."""
     reduce: DType = "fp32"
-    """Gradients while they are summed over ranks."""
+    """Dtype in which gradients are reduced over ranks."""
     optimizer: DType = "fp32"
 
     def __str__(self) -> str:
@@ -101,86 +103,90 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What waits outside the device."""
+    """Offload of parameters and optimizer states to host memory or disk."""
 
-    parameters: Place = "none"
-    optimizer: Place = "none"
+    parameters: OffloadTarget = "none"
+    optimizer: OffloadTarget = "none"
     folder: str = ""
-    """Where on the disk what waits on nvme is kept."""
+    """Directory for offload to nvme."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """How gradients and weights travel; docs/ddp.md has the table of DDP's own arguments."""
+    """Options of gradient and weight communication; docs/reference/ddp.md compares them with the arguments of DDP."""
 
     bucket_mb: float = 25.0
-    """Gradients are reduced in buckets of this size during backward."""
+    """Size of the buckets in which gradients are reduced during backward."""
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = True
     broadcast_buffers: bool = False
-    """Copy rank 0's buffers to all before each forward; for buffers that differ by rank."""
+    """Broadcast buffers from rank 0 before each forward pass, for buffers that differ between ranks."""
     prefetch: int = 1
-    """Sharded blocks gathered ahead of use."""
+    """Number of sharded blocks that are all-gathered ahead of use."""
     sync_every: int = 1
-    """Optimizer steps of replicas on their own between two syncs; 1 reduces gradients in every step."""
+    """Local optimizer steps of each replica between synchronizations (DiLoCo); 1 reduces gradients in every step."""
     outer_lr: float = 0.5
-    """How far the common weights move along the mean of the replicas' moves; matters when sync_every > 1."""
+    """Learning rate of the outer optimizer, which applies the mean change of the replicas; used if sync_every > 1."""
     outer_momentum: float = 0.3
-    """Nesterov's, of that move; 0 with outer_lr = 1 averages weights. Measured in docs/low-communication.md."""
+    """Nesterov momentum of the outer optimizer. With 0 and outer_lr = 1, weights are averaged. Both defaults were
+    measured, see docs/guides/low-communication.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """How stages of a pipeline take turns; matters when layout.pp > 1."""
+    """Pipeline schedule and split; used if layout.pp > 1."""
 
     schedule: ScheduleName = "1f1b"
     split: tuple[int, ...] = ()
-    """First layer of each stage after the first; empty splits evenly."""
+    """First layer of each stage after the first; empty means an even split."""
 
     def __post_init__(self) -> None:
-        given: Any = self.split  # TOML and the command line give lists
+        given: Any = self.split  # TOML and the command line pass lists
         if not isinstance(given, list | tuple) or not all(type(layer) is int for layer in given):
             raise PlanError(
-                f"plan pipeline.split is {given!r}",
+                f"plan pipeline.split must be a list of layer indices, got {given!r}",
                 code="plan.pipeline-split-not-list",
-                fix="give a list of layers, such as [4, 8]",
+                fix="use a list of integers, such as [4, 8]",
             )
         object.__setattr__(self, "split", tuple(given))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to train a Job on a Layout. Contains no "auto": every value is settled, with its origin in `sources`."""
+    """How to train a job on a layout. Every value is resolved (none is "auto"), and `sources` has its origin."""
 
     version: int = VERSION
     layout: Layout = field(default_factory=Layout)
     zero: Literal[0, 1, 2, 3] = 0
-    """What is sharded: optimizer states (1), gradients (2), parameters (3); 0 exactly when shard = 1 (cp: any)."""
+    """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also parameters. 0 if and only if shard = 1 (except
+    with cp, whose ranks are shards too)."""
     micro_batch: int = 1
-    """Samples per forward pass and data-parallel rank."""
+    """Samples per forward pass on each data-parallel rank."""
     accumulation: int = 1
-    """Forward passes per optimizer step."""
+    """Gradient accumulation steps: forward passes per optimizer step."""
     gradient_sync: Literal["last", "every"] = "last"
-    """Sum gradients over ranks once per step, or after every micro-batch (less memory when sharded)."""
+    """Reduce gradients once per step, or after every micro-batch, which needs less memory if they are sharded."""
     recompute: Literal["none", "selective", "full"] = "none"
+    """Activation checkpointing."""
     compile: Literal["none", "blocks", "model"] = "none"
-    """Repeated blocks one by one (one graph for all layers, fast to compile), or the whole model as one graph."""
+    """torch.compile of each repeated block, which compiles one graph for all layers, or of the whole model."""
     capture: Literal["none", "step"] = "none"
+    """Capture the training step in a CUDA graph."""
     fused_loss: bool = False
-    """Cross entropy from the head's input, chunk by chunk: logits [tokens, vocabulary] are never materialized."""
+    """Fuse the output projection with cross entropy, so that logits [tokens, vocabulary] are never materialized."""
     sequence_parallel: bool = False
-    """Between tensor-parallel layers, split activations along the sequence; matters when layout.tp > 1."""
+    """Shard activations along the sequence between tensor-parallel layers; used if layout.tp > 1."""
     batch_norm: Literal["sync", "local"] = "sync"
-    """Batch statistics over all data-parallel ranks (equal to one process), or over each rank's own rows."""
+    """Batch statistics over all data-parallel ranks (equal to a single process), or over the rows of each rank."""
     engine: Literal["torch", "deepspeed", "mlx"] = "torch"
     precision: Precision = field(default_factory=Precision)
     offload: Offload = field(default_factory=Offload)
     communication: Communication = field(default_factory=Communication)
     pipeline: Pipeline = field(default_factory=Pipeline)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Dotted field name -> where its value came from; absent means its default."""
+    """Dotted field name -> origin of its value; fields with their default are absent."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -188,20 +194,20 @@ class Plan:
             raise PlanError(
                 f"plan version {self.version} is not supported",
                 code="plan.version-unknown",
-                fix=f"write version = {VERSION}",
+                fix=f"use version = {VERSION}",
             )
         for name in ("micro_batch", "accumulation"):
             if getattr(self, name) < 1:
                 raise PlanError(
-                    f"plan {name} is {getattr(self, name)}",
+                    f"plan {name} must be positive, got {getattr(self, name)}",
                     code="plan.not-whole-number",
-                    fix="use a whole number of at least 1",
+                    fix="use an integer of at least 1",
                 )
         if (self.zero == 0) != (self.layout.shard == 1) and not (self.layout.shard == 1 < self.layout.cp):
             raise PlanError(
                 f"plan has zero = {self.zero} with shard = {self.layout.shard}",
                 code="plan.zero-shard-mismatch",
-                fix="use zero 1, 2 or 3 exactly when shard is above 1, or with cp, whose ranks are shards too",
+                fix="use zero 1, 2 or 3 if shard or cp is above 1, and zero 0 otherwise",
             )
         _check_ranges(self.communication)
 
@@ -215,11 +221,12 @@ class Plan:
         accumulation: int | None = None,
         **options: Any,
     ) -> Plan:
-        """Return a named plan: ddp, zero1, zero2, zero3, fsdp, hsdp, tp, pp, cp or a product (pp2.shard2.tp2).
+        """Return a named plan: ddp, zero1, zero2, zero3, fsdp, hsdp, tp, pp, cp or a product such as pp2.shard2.tp2.
 
-        Without `batch_size` it trains one sample per forward pass: enough for `parallelize`. Without `accumulation`
-        there is none, except as much as keeps a pipeline busy. `options` are other fields of a plan: a precision by
-        name, `precision="bf16"`, `recompute="full"`, a section as a dict, `communication={"bucket_mb": 50.0}`.
+        Without `batch_size`, the micro-batch is 1, which is sufficient for `parallelize`. `accumulation` is 1 by
+        default, or the number of micro-batches that fills a pipeline. `options` are other fields of the plan, such as
+        `recompute="full"`, a precision by name (`precision="bf16"`) or a section as a dict
+        (`communication={"bucket_mb": 50.0}`).
         """
         layout, zero = preset_degrees(name, world_size)
         accumulation = accumulation or fill_pipeline(batch_size, layout)
@@ -236,56 +243,59 @@ class Plan:
 
     @property
     def batch_size(self) -> int:
-        """Samples per optimizer step over the whole world."""
+        """Global batch size: samples per optimizer step over all ranks."""
         return self.micro_batch * self.accumulation * self.layout.dp
 
     @property
     def is_captured(self) -> bool:
-        """Whether the step becomes one CUDA graph on a GPU: asked for, no rank to wait for, nothing on the host."""
+        """Whether the step is captured in a CUDA graph on a GPU: requested, on one rank and without offload."""
         return self.capture == "step" and self.layout.world_size == 1 and self.offload.optimizer == "none"
 
     @property
     def dp_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks read other samples and sum their gradients in every step."""
+        """Axes whose ranks read different samples and reduce their gradients in every step."""
         return ("shard",) if self.communication.sync_every > 1 else ("replicate", "shard")
 
     def replica(self, rank: int) -> int:
-        """Return which of the replicas that train on their own a rank belongs to; 0 where none does."""
+        """Return the index of the replica of a rank if replicas take local steps (sync_every > 1), else 0."""
         return self.layout.coordinate(rank).replicate if self.communication.sync_every > 1 else 0
 
     def source(self, name: str) -> str:
-        """Say where the value of a dotted field came from."""
-        own = [source for key, source in self.sources.items() if key.startswith(f"{name}.")]
+        """Return the origin of the value of a dotted field."""
+        nested = [source for key, source in self.sources.items() if key.startswith(f"{name}.")]
         return (
             self.sources.get(name)
-            or ", ".join(dict.fromkeys(own))
+            or ", ".join(dict.fromkeys(nested))
             or self.sources.get(name.partition(".")[0], "default")
         )
 
     def refit(self, world_size: int) -> Plan:
-        """Return this plan for another number of ranks: tp, pp, cp and the global batch stay, or it is refused."""
+        """Return this plan for another world size with the same tp, pp, cp and global batch, or raise PlanError."""
         layout = self.layout
         model_ranks = layout.pp * layout.cp * layout.tp
-        dp, rest = divmod(world_size, model_ranks)
-        if rest or dp == 0:
+        dp, remainder = divmod(world_size, model_ranks)
+        if remainder or dp == 0:
             raise PlanError(
-                f"{world_size} ranks do not divide by pp x cp x tp = {model_ranks}",
+                f"world size {world_size} is not divisible by pp x cp x tp = {model_ranks}",
                 code="plan.world-not-divisible",
                 fix=f"use a multiple of {model_ranks} ranks",
             )
         shard = _refit_shard(layout, dp)
         batch = refit_batch(self.batch_size, dp=dp, largest_micro_batch=self.micro_batch)
         source = f"refitted to {world_size} ranks"
-        every = self.communication.sync_every if dp > shard else 1  # one replica has no other to synchronize with
-        rounds = ("communication.sync_every",) if every != self.communication.sync_every else ()
+        changed = ["layout", "micro_batch", "accumulation"]
+        sync_every = self.communication.sync_every
+        if sync_every > 1 and dp <= shard:  # a single replica has nothing to synchronize with
+            sync_every = 1
+            changed.append("communication.sync_every")
         return dataclasses.replace(
             self,
-            communication=dataclasses.replace(self.communication, sync_every=every),
+            communication=dataclasses.replace(self.communication, sync_every=sync_every),
             layout=dataclasses.replace(layout, shard=shard, replicate=dp // shard),
             zero=self.zero if shard * layout.cp > 1 else 0,
             micro_batch=batch.micro_batch,
             accumulation=batch.accumulation,
-            sources={**self.sources, **dict.fromkeys(("layout", "micro_batch", "accumulation", *rounds), source)},
+            sources={**self.sources, **dict.fromkeys(changed, source)},
         )
 
 
@@ -294,14 +304,15 @@ _SECTIONS = {"precision": Precision, "offload": Offload, "communication": Commun
 
 
 def _option(name: str, value: Any) -> Any:
-    """Return the value of a plan's field as `Plan.preset` takes it; refuses a field that is not its to set."""
-    taken = {"version", "layout", "zero", "micro_batch", "sources"}
-    choices = sorted({part.name for part in dataclasses.fields(Plan)} - taken)
+    """Return the value of a field for an option of `Plan.preset`; raises PlanError for fields that the preset sets."""
+    set_by_preset = {"version", "layout", "zero", "micro_batch", "sources"}
+    choices = sorted({part.name for part in dataclasses.fields(Plan)} - set_by_preset)
     if name not in choices:
         raise PlanError(f"Plan.preset has no option {name!r}", code="plan.unknown-option", fix=nearest(name, choices))
+    if name == "precision" and value == "fp64":
+        return Precision(**dict.fromkeys(_DTYPE_FIELDS, value))
     if name == "precision" and isinstance(value, str):
-        # Weights in fp64 need everything in fp64; every other precision trains fp32 weights.
-        return Precision(**dict.fromkeys(_DTYPE_FIELDS, value)) if value == "fp64" else Precision(compute=value)  # type: ignore[arg-type]
+        return Precision(compute=value)  # type: ignore[arg-type]  # check_types refuses others; weights stay in fp32
     if name in _SECTIONS and isinstance(value, Mapping):
         known = [part.name for part in dataclasses.fields(_SECTIONS[name])]
         for key in value:
@@ -316,30 +327,32 @@ def _option(name: str, value: Any) -> Any:
 def _check_ranges(options: Communication) -> None:
     if options.bucket_mb <= 0:
         raise PlanError(
-            f"plan bucket_mb is {options.bucket_mb}", code="plan.bucket-not-positive", fix="use a size above 0"
+            f"plan bucket_mb must be positive, got {options.bucket_mb}",
+            code="plan.bucket-not-positive",
+            fix="use a size above 0",
         )
     if options.sync_every < 1:
         raise PlanError(
-            f"plan sync_every is {options.sync_every}",
+            f"plan sync_every must be positive, got {options.sync_every}",
             code="plan.sync-every-invalid",
-            fix="use a whole number of at least 1",
+            fix="use an integer of at least 1",
         )
     if not 0 < options.outer_lr < math.inf:
         raise PlanError(
-            f"plan outer_lr is {options.outer_lr}",
+            f"plan outer_lr must be positive and finite, got {options.outer_lr}",
             code="plan.outer-lr-invalid",
             fix="use a number above 0, such as 0.7",
         )
     if not 0 <= options.outer_momentum < 1:
         raise PlanError(
-            f"plan outer_momentum is {options.outer_momentum}",
+            f"plan outer_momentum must be in [0, 1), got {options.outer_momentum}",
             code="plan.outer-momentum-invalid",
             fix="use a number from 0 to below 1",
         )
 
 
 def _refit_shard(layout: Layout, dp: int) -> int:
-    """Keep pure sharding pure and pure replication pure; of a mix, keep the shard degree when it divides."""
+    """Return the shard degree for `dp` ranks: 1 for replicas only, the same for a hybrid if it divides, else `dp`."""
     if layout.shard == 1:
         return 1
     if layout.replicate > 1 and dp % layout.shard == 0:
@@ -348,33 +361,35 @@ def _refit_shard(layout: Layout, dp: int) -> int:
 
 
 def check_types(value: Any, prefix: str = "") -> None:
-    """Refuse a field of a plan whose value is not of its declared type, naming the choices."""
+    """Raise PlanError if a field of a plan, or of one of its sections, does not have its declared type."""
     kind: Any = type(value)
     hints = _hints(kind)
     for part in dataclasses.fields(value):
-        given, wanted, name = getattr(value, part.name), hints[part.name], prefix + part.name
+        given, expected, name = getattr(value, part.name), hints[part.name], prefix + part.name
+        if isinstance(given, Layout):
+            continue
+        choices = get_args(expected)
         if dataclasses.is_dataclass(given):
-            check_types(given, f"{name}.") if not isinstance(given, Layout) else None
-        elif get_args(wanted) and all(isinstance(choice, str | int) for choice in get_args(wanted)):
-            if given not in get_args(wanted) or isinstance(given, bool):
-                choices = [str(choice) for choice in get_args(wanted)]
-                raise PlanError(
-                    f"plan {name} is {given!r}", code="plan.unknown-choice", fix=nearest(str(given), choices)
-                )
-        elif wanted in (int, bool, float) and not _fits(given, wanted):
-            raise PlanError(f"plan {name} is {given!r}", code="plan.wrong-type", fix=f"give {_TYPE_NAMES[wanted]}")
+            check_types(given, f"{name}.")
+        elif choices and all(isinstance(choice, str | int) for choice in choices):
+            if given not in choices or isinstance(given, bool):
+                fix = nearest(str(given), map(str, choices))
+                raise PlanError(f"plan {name} is {given!r}", code="plan.unknown-choice", fix=fix)
+        elif expected in (int, bool, float) and not _has_type(given, expected):
+            fix = f"it must be {_TYPE_NAMES[expected]}"
+            raise PlanError(f"plan {name} is {given!r}", code="plan.wrong-type", fix=fix)
 
 
 @functools.cache
 def _hints(kind: type[Any]) -> dict[str, Any]:
-    """Read annotations once: it takes 0.3 ms, and a search makes thousands of plans."""
+    """Return the annotations of a class. They are cached: reading takes 0.3 ms, and a search creates many plans."""
     return get_type_hints(kind)
 
 
-_TYPE_NAMES = {int: "a whole number", bool: "true or false", float: "a number"}
+_TYPE_NAMES = {int: "an integer", bool: "true or false", float: "a number"}
 
 
-def _fits(given: object, wanted: type) -> bool:
-    if wanted is float:
+def _has_type(given: object, expected: type) -> bool:
+    if expected is float:
         return isinstance(given, int | float) and not isinstance(given, bool)
-    return type(given) is wanted
+    return type(given) is expected

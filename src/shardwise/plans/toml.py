@@ -1,10 +1,12 @@
-"""The TOML form of a plan: every value with where it came from, unknown keys refused with the nearest name."""
+"""Plans as TOML: every value with its origin as a comment. Unknown keys raise an error with the nearest name."""
 
 from __future__ import annotations
 
 import dataclasses
 import tomllib
 from typing import TYPE_CHECKING, Any
+
+import tomlkit
 
 from shardwise.errors import PlanError, nearest
 from shardwise.layout import Layout, parse_layout
@@ -15,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def plan_to_toml(plan: Plan) -> str:
-    """Write a plan; sources become comments."""
-    import tomlkit
-
+    """Return a plan as TOML, with the origin of each value as a comment."""
     document = tomlkit.document()
     document.add(tomlkit.comment("How to train one job on one layout of ranks."))
     _fill(document, plan, plan, prefix="")
@@ -25,8 +25,6 @@ def plan_to_toml(plan: Plan) -> str:
 
 
 def _fill(table: Any, value: Any, plan: Plan, prefix: str) -> None:
-    import tomlkit
-
     for part in dataclasses.fields(value):
         given, name = getattr(value, part.name), prefix + part.name
         if name == "sources":
@@ -44,25 +42,26 @@ def _fill(table: Any, value: Any, plan: Plan, prefix: str) -> None:
 
 
 def plan_from_toml(text: str, origin: str) -> Plan:
-    """Read a plan back; `origin` names the text in errors and sources."""
+    """Return the plan of a TOML document; `origin` is its name in errors and sources."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"{origin} is not TOML ({error})", code="plan.not-toml", fix="mend that line") from None
+        fact = f"{origin} is not valid TOML ({error})"
+        raise PlanError(fact, code="plan.not-toml", fix="correct that line") from None
     if "version" not in data:
-        raise PlanError(f"{origin} has no version", code="plan.version-missing", fix="write version = 1 at its top")
+        raise PlanError(f"{origin} has no version", code="plan.version-missing", fix="add version = 1 at the top")
     sources = dict.fromkeys(_dotted(data), origin)
     plan: Plan = _build(Plan, data, origin, sources=sources)
     return plan
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan file."""
+    """Return the plan of a TOML file."""
     try:
         text = path.read_text()
     except OSError as error:
         raise PlanError(
-            f"plan file {path} cannot be read ({error.strerror})", code="plan.read-failed", fix="name a .toml file"
+            f"plan file {path} cannot be read ({error.strerror})", code="plan.read-failed", fix="pass a .toml file"
         ) from None
     return plan_from_toml(text, path.name)
 
@@ -81,7 +80,7 @@ def _build(kind: type[Any], data: dict[str, Any], origin: str, prefix: str = "",
         elif isinstance(default, type):
             if not isinstance(given, dict):
                 raise PlanError(
-                    f"{origin}: {prefix + key} is {given!r}",
+                    f"{origin}: {prefix + key} must be a section, got {given!r}",
                     code="plan.not-a-section",
                     fix=f"write a section [{prefix + key}]",
                 )

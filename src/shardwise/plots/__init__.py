@@ -1,1 +1,1 @@
-"""Plots for every report: figures as values, drawn as SVG or as characters. No torch."""
+"""Plots of all reports: figures as data, rendered as SVG or as text without importing torch."""

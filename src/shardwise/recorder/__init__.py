@@ -1,4 +1,4 @@
-"""What runs inside every rank, unseen: a record of its collectives, and a way to write down its stacks."""
+"""The recorder inside of every rank: a record of its collectives, and stacks of its threads on request."""
 
 from __future__ import annotations
 

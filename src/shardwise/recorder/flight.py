@@ -1,4 +1,4 @@
-"""torch's flight recorder: collectives that C++ issues by itself, such as those of DDP's gradient buckets."""
+"""torch's flight recorder: collectives that C++ issues, such as those of DDP's gradient buckets."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from shardwise.recorder.operations import Sites
+from shardwise.recorder.operations import SHARDWISE, USER, Sites
 from shardwise.runs.calls import ARRIVALS, FLIGHTS, Operation, pack
-from shardwise.torch_private.distributed import flight_records
-from shardwise.torch_private.runtime import is_inductor_imported
+from shardwise.torch_private.distributed import flight_records, is_inductor_imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardwise.runs.calls import CallRing
 
-_LOOK_S = 0.5
+_INTERVAL_S = 0.5
 _FIRST_DUMP_S, _LONGEST_S = 5.0, 300.0
-"""A dump takes 30 ms for the 2000 entries that torch keeps: arrivals are looked at ever more rarely."""
+"""A dump of the 2000 entries that torch keeps takes 30 ms, so the interval between dumps of arrivals doubles."""
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"}
 
 
 class FlightThread:
-    """A thread that reads the counters of C++ twice a second, in 5 us, and copies what is stuck into the ring.
+    """A thread that reads the counters of C++ twice a second, in 5 us, and copies stuck collectives into the ring.
 
-    The flight recorder is private to torch: whatever it does not understand ends the thread, and nothing else.
+    The flight recorder is private to torch: an unexpected format ends this thread, but not the training.
     """
 
     def __init__(self, ring: CallRing, group_by_name: Callable[[str], int]) -> None:
@@ -36,38 +35,38 @@ class FlightThread:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._slots: dict[str, tuple[int, int]] = {}
-        """By torch's number of a group: our slot, and the group's place in the table."""
+        """By torch's number of a group: its slot in the ring, and the position of its key in the table."""
         self._before: dict[str, tuple[int, int]] = {}
         self._reported: dict[str, int] = {}
         self._searched: dict[str, int] = {}
-        """Of a group without a slot, how many collectives it had done when it was looked for."""
+        """By group without a slot: its number of collectives at the last search for it."""
 
     def start(self) -> None:
-        """Start looking, once."""
+        """Start the thread at the first call."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="shardwise record", daemon=True)
             self._thread.start()
             atexit.register(self._end)
 
     def _end(self) -> None:
-        """Be gone before the interpreter is: a thread that comes back from C++ after it would abort the process."""
+        """Stop before the interpreter exits: a thread that returns from C++ after it would abort the process."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(1.0)
         with contextlib.suppress(Exception):
-            if getattr(sys, "last_value", None) is not None:  # an exception that nobody caught ends this process
+            if getattr(sys, "last_value", None) is not None:  # an uncaught exception ends this process
                 self._copy_last()
             else:
                 self._clear_pending()
 
     def _clear_pending(self) -> None:
-        """Clear what was stuck at the last reading: there is no other, and a process may take seconds to end."""
+        """Clear collectives that were stuck at the last read: no later read clears them, and the exit may take long."""
         for number, now in self._before.items():
             self._write(number, now, (0, 0, 0, 0))
 
     def _copy_last(self) -> None:
-        """Write down the last collective of each group: one that failed counts as done, and is where its rank ended."""
-        # torch imports its compiler to name lines, which breaks the same import under way in the script's own thread.
+        """Record the last collective of each group, in which its rank ended: torch counts a failed one as completed."""
+        # torch imports its compiler to resolve source lines, which breaks the same import in the script's own thread.
         entries = _dump(stacks=is_inductor_imported())
         self._learn(entries)
         status = _status()
@@ -82,18 +81,18 @@ class FlightThread:
         next_dump = interval = _FIRST_DUMP_S
         waited = 0.0
         with contextlib.suppress(Exception):
-            while not self._stop.wait(_LOOK_S):
+            while not self._stop.wait(_INTERVAL_S):
                 self._ring.pulse()
-                self._look()
-                waited += _LOOK_S
+                self._read_counters()
+                waited += _INTERVAL_S
                 if waited >= next_dump:
                     self._copy_arrivals(_dump(stacks=False))
                     interval = min(interval * 2, _LONGEST_S)
                     next_dump = waited + interval
 
-    def _look(self) -> None:
+    def _read_counters(self) -> None:
         status: dict[str, dict[str, int]] = _status()
-        if self._is_worth_learning(status):
+        if self._has_new_groups(status):
             self._learn(_dump(stacks=False))
         stuck = {}
         for number, facts in status.items():
@@ -109,10 +108,10 @@ class FlightThread:
         if any(self._reported.get(number) != now[1] for number, now in stuck.items()):
             self._copy_stuck(stuck)
 
-    def _is_worth_learning(self, status: dict[str, dict[str, int]]) -> bool:
-        """Whether a group without a slot has done something, and twice as much as when it was last looked for.
+    def _has_new_groups(self, status: dict[str, dict[str, int]]) -> bool:
+        """Whether a group without a slot has issued collectives, twice as many as at the last search for it.
 
-        Reading all entries takes 10,000 times as long as the counters, and some groups are not recorded.
+        Reading all entries takes 10,000 times as long as reading the counters, and some groups are not recorded.
         """
         found = False
         for number, facts in status.items():
@@ -131,13 +130,15 @@ class FlightThread:
                     self._slots[number] = len(self._slots), place
 
     def _copy_stuck(self, stuck: dict[str, tuple[int, int]]) -> None:
-        """Write down the oldest collective of each group that is not done."""
+        """Record the oldest incomplete collective of each stuck group."""
         entries = _dump(stacks=is_inductor_imported())
         for number, now in stuck.items():
-            mine = [entry for entry in entries if str(entry["pg_id"]) == number and not entry["retired"]]
-            oldest = min(mine, key=lambda entry: entry["collective_seq_id"], default=None)
-            # None where all are done after all: gloo's threads end out of order, and the last to report is counted.
-            self._write(number, now, self._pending(oldest) if oldest is not None else (0, 0, 0, 0))
+            open_entries = [entry for entry in entries if str(entry["pg_id"]) == number and not entry["retired"]]
+            pending = (0, 0, 0, 0)
+            # All may be complete: gloo's threads finish out of order, and torch counts the last one to report.
+            if open_entries:
+                pending = self._pending(min(open_entries, key=lambda entry: entry["collective_seq_id"]))
+            self._write(number, now, pending)
             self._reported[number] = now[1]
 
     def _pending(self, entry: dict[str, Any]) -> tuple[int, int, int, int]:
@@ -146,9 +147,10 @@ class FlightThread:
             for shape, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
         ]
         frames = entry.get("frames", ())
-        is_backward = any(frame["name"] == "_engine_run_backward" for frame in frames)
-        text = ", ".join([*(["gradients, in backward"] if is_backward else []), *shapes[:4]])
-        operation = Operation(_name(entry), "", " ".join(shapes), text)
+        shown = shapes[:4]
+        if any(frame["name"] == "_engine_run_backward" for frame in frames):
+            shown.insert(0, "gradients, in backward")
+        operation = Operation(_name(entry), "", " ".join(shapes), ", ".join(shown))
         return (
             self._ring.intern(operation),
             self._ring.intern(_site(frames)),
@@ -157,7 +159,7 @@ class FlightThread:
         )
 
     def _copy_arrivals(self, entries: list[dict[str, Any]]) -> None:
-        """Write down when the last collectives were issued."""
+        """Record when the last collectives were issued."""
         for index, entry in enumerate(entries[-ARRIVALS:]):
             slot = self._slots.get(str(entry["pg_id"]))
             if slot is not None and not entry["is_p2p"]:
@@ -174,21 +176,33 @@ def _name(entry: dict[str, Any]) -> str:
 
 
 def _status() -> dict[str, dict[str, int]]:
-    """Return how far each group is, by torch's number of it, those of NCCL set apart."""
-    found = flight_records(entries=False, stacks=False)
-    return {f"{kind}{number}": facts for kind, read in found.items() for number, facts in read["pg_status"].items()}
+    """Return the progress of each group by recorder (of NCCL or of other backends) and torch's number of the group."""
+    status = {}
+    for kind, records in flight_records(entries=False, stacks=False).items():
+        for number, facts in records["pg_status"].items():
+            status[f"{kind}{number}"] = facts
+    return status
 
 
 def _dump(*, stacks: bool) -> list[dict[str, Any]]:
     """Return all entries, oldest first; `pg_id` is numbered as in `_status`."""
-    found = flight_records(entries=True, stacks=stacks)
-    return [{**entry, "pg_id": f"{kind}{entry['pg_id']}"} for kind, read in found.items() for entry in read["entries"]]
+    dump = []
+    for kind, records in flight_records(entries=True, stacks=stacks).items():
+        dump += [{**entry, "pg_id": f"{kind}{entry['pg_id']}"} for entry in records["entries"]]
+    return dump
 
 
 def _site(frames: list[dict[str, Any]]) -> str:
-    """Return the innermost line outside torch, innermost frames coming first."""
+    """Return the innermost line of user code, otherwise of shardwise; `frames` has the innermost frame first."""
     import torch
 
     sites = Sites(torch.__path__[0], len)
-    lines = [(sites.kind_of(frame["filename"]), f"{frame['filename']}:{frame['line']}") for frame in frames]
-    return next((line for kind, line in lines if kind == 2), next((line for kind, line in lines if kind == 1), ""))
+    own = ""
+    for frame in frames:
+        kind = sites.kind_of(frame["filename"])
+        line = f"{frame['filename']}:{frame['line']}"
+        if kind == USER:
+            return line
+        if kind == SHARDWISE and not own:
+            own = line
+    return own

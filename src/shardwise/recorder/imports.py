@@ -1,4 +1,4 @@
-"""Hooks on imports, the requests of a launcher to a rank, and determinism."""
+"""Import hooks, the options that a launcher passes to the recorder of a rank, and determinism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def when_imported(actions: Mapping[str, Callable[[], None]]) -> None:
-    """Do each action after the module of its name was imported: now, if it was."""
+    """Run each action after the module of its name is imported; at once if it is imported already."""
     waiting = {}
     for name, action in actions.items():
         if name in sys.modules:
@@ -29,7 +29,7 @@ def when_imported(actions: Mapping[str, Callable[[], None]]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Leaves finding to the others, and hears when one of its modules is there."""
+    """Delegates to the other finders, and wraps the loader of the modules that it waits for."""
 
     def __init__(self, waiting: dict[str, Callable[[], None]]) -> None:
         self._waiting = waiting
@@ -37,7 +37,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find one of the modules by everybody else, and have its loader call back."""
+        """Return the spec of one of the modules from the other finders, with a loader that runs the action."""
         action = self._waiting.pop(fullname, None)
         if action is None:
             return None
@@ -51,14 +51,14 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """A loader that does something after the module is there; all else is asked of the real one."""
+    """A loader that runs an action after the module is loaded, and otherwise delegates to the real loader."""
 
     def __init__(self, real: importlib.abc.Loader, action: Callable[[], None]) -> None:
         self._real = real
         self._action = action
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """Make the module as the real loader does."""
+        """Create the module with the real loader."""
         return self._real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -73,7 +73,7 @@ class _Loader(importlib.abc.Loader):
         return getattr(self._real, name)
 
 
-# What a launcher asks of a rank beside its record, set by variables that the rank removes at once.
+# Options that a launcher passes to the recorder of a rank, in environment variables that the rank removes at its start.
 
 
 _DETERMINISTIC = "SHARDWISE_DETERMINISTIC"
@@ -81,51 +81,56 @@ _CHECK_REPLICAS = "SHARDWISE_CHECK_REPLICAS"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """How a rank is to run."""
+class RecorderOptions:
+    """Options of the recorder of a rank."""
 
     deterministic: bool = False
     check_replicas: int = 0
-    """Optimizer steps between fingerprints of what DDP keeps equal; 0 takes none."""
+    """Optimizer steps between fingerprints of the parameters that DDP replicates; 0 disables them."""
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that set this for a rank."""
-        values = {_DETERMINISTIC: "1" if self.deterministic else "", _CHECK_REPLICAS: str(self.check_replicas or "")}
-        return {name: value for name, value in values.items() if value}
+        """Return the environment variables that pass these options to a rank."""
+        values = {}
+        if self.deterministic:
+            values[_DETERMINISTIC] = "1"
+        if self.check_replicas:
+            values[_CHECK_REPLICAS] = str(self.check_replicas)
+        return values
 
 
-def take_asked() -> Asked:
-    """Return what this process was asked for; its own children are not."""
+def take_options() -> RecorderOptions:
+    """Return the options of this process and remove their variables, so that its children do not inherit them."""
     environ = variables("")
     found = {name: environ.pop(name) for name in (_DETERMINISTIC, _CHECK_REPLICAS) if name in environ}
     if found:
         adopt(environ)
-    return Asked(deterministic=_DETERMINISTIC in found, check_replicas=int(found.get(_CHECK_REPLICAS) or 0))
+    return RecorderOptions(deterministic=_DETERMINISTIC in found, check_replicas=int(found.get(_CHECK_REPLICAS) or 0))
 
 
-# Determinism: two runs of one program come to the same bits, or the operation that cannot is refused by name.
+# Determinism: two runs of one program give the same bits, or a non-deterministic operation is refused by name.
 
 
 _VARIABLES = {
-    # cuBLAS takes whatever work space is free, and sums by what it has got; this gives each stream its own.
+    # cuBLAS uses any free workspace, on whose size the order of sums depends; this gives each stream its own.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # NCCL chooses anew by size and topology, and switches that sum do so in the order of arrival; a ring has one order.
+    # NCCL chooses an algorithm by size and topology, and in-network reduction sums in order of arrival; a ring has one
+    # order.
     "NCCL_ALGO": "Ring",
-    # The iteration order of sets of strings; read when an interpreter starts.
+    # Sets the iteration order of sets of strings; Python reads it when an interpreter starts.
     "PYTHONHASHSEED": "0",
 }
 
 
 def deterministic_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what a deterministic rank needs beside its own variables, which stay."""
+    """Return the variables of a deterministic rank that `environ` does not set."""
     return {name: value for name, value in _VARIABLES.items() if name not in environ}
 
 
 def be_deterministic(seed: int | None) -> None:
-    """Have this process compute the same whenever it runs; before CUDA is touched, torch may be imported or not.
+    """Make this process deterministic; call before CUDA is initialized, before or after torch is imported.
 
-    Operations of torch without a deterministic form raise an error with their name. `seed` is for Python, numpy and
-    torch; None leaves that to the program.
+    Operations of torch without a deterministic implementation raise an error with their name. `seed` seeds Python,
+    numpy and torch; None leaves seeding to the program.
     """
     own = variables("")
     adopt({**own, **deterministic_variables(own)})

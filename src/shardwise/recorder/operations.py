@@ -1,4 +1,4 @@
-"""The collectives of a process group, which arguments must agree on every rank, and the source line of a call."""
+"""The collectives of a process group, the arguments that must be equal on every rank, and the source line of a call."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ OPERATIONS = {
     "recv": "recv",
     "recv_anysource": "recv",
 }
-"""Methods of torch's ProcessGroup, of 2.11 and 2.13, and what users know them by."""
+"""Methods of torch's ProcessGroup, in 2.11 and 2.13, and the names of their public functions."""
 POINT_TO_POINT = ("send", "recv", "recv_anysource")
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _REDUCE = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
-"""By their number in torch."""
+"""Reduce operations by their number in torch."""
 _COMPARED: dict[str, Literal["all", "first", "second", "dtypes"]] = {
     "gather": "second",  # only the root has outputs
     "scatter": "first",  # only the root has inputs
-    "all_gather": "first",  # the outputs list what every member gives, which may be uneven
+    "all_gather": "first",  # the outputs have the inputs of every member, which may be uneven
     "reduce_scatter": "second",
-    "all_to_all": "dtypes",  # members may exchange uneven parts
+    "all_to_all": "dtypes",  # members may exchange uneven splits
     "all_to_all_single": "dtypes",
 }
 _MOST_SHOWN = 4
@@ -59,11 +59,11 @@ _MOST_CODES = 64
 
 
 def key_maker(method: str) -> Callable[[tuple[Any, ...], dict[str, Any], Mapping[str, Any]], tuple[Any, ...]]:
-    """Return what turns the arguments of a collective into a key: shapes, dtypes, reduce operation, root.
+    """Return a function that maps the arguments of a collective to a key: shapes, dtypes, reduce operation, root.
 
-    The last of its arguments are the variables of torch's own function that calls, none if another calls: the reduce
-    operation is read from there in a third of the time that it takes to unpack it from the options (5 us and 15 where
-    nothing of it is in the caches).
+    Its last argument has the local variables of the calling function if torch defines that function, otherwise none:
+    reading the reduce operation there takes a third of the time of unpacking it from the options (5 us instead of 15
+    with cold caches).
     """
     name = OPERATIONS[method]
     reduces, has_root = name in _REDUCING, name in _ROOTED
@@ -76,11 +76,11 @@ def key_maker(method: str) -> Callable[[tuple[Any, ...], dict[str, Any], Mapping
             return known[0]
         code = hash(opts.reduceOp)
         if operation is not None and len(codes) < _MOST_CODES:
-            codes[id(operation)] = code, operation  # kept, so that its address stays its own
+            codes[id(operation)] = code, operation  # a reference, so that its address is not reused
         return code
 
     def key_of(args: tuple[Any, ...], kwargs: dict[str, Any], variables: Mapping[str, Any]) -> tuple[Any, ...]:
-        if len(args) == 2 and type(args[0]) is list and len(args[0]) == 1:  # most calls: one tensor, and options
+        if len(args) == 2 and type(args[0]) is list and len(args[0]) == 1:  # most calls have one tensor and options
             (tensor,), opts = args
             if type(opts).__name__[-7:] == "Options":
                 code = code_of(opts, variables) if reduces else -1
@@ -96,12 +96,12 @@ def key_maker(method: str) -> Callable[[tuple[Any, ...], dict[str, Any], Mapping
 
 
 def message_key(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what distinguishes two messages: shapes, dtypes, peer and tag."""
+    """Return the key of a send or a receive: shapes, dtypes, peer and tag."""
     return method, *(_shapes(value) for value in args), *(_shapes(value) for value in kwargs.values())
 
 
 def _shapes(value: Any) -> Any:
-    """Return (shape, dtype) of a tensor, a tuple of these for a list of tensors, and anything else as it is."""
+    """Return (shape, dtype) of a tensor, a tuple of these for a list of tensors, and other values unchanged."""
     kind = type(value)
     if kind is list or kind is tuple:
         return tuple([_shapes(item) for item in value])
@@ -111,7 +111,7 @@ def _shapes(value: Any) -> Any:
 
 
 def describe_collective(key: tuple[Any, ...]) -> Operation:
-    """Describe a key as text; slow, for the first call of its kind."""
+    """Return the Operation of a key; slow, called once per key."""
     method, tensors, dtype, code, root = key
     if dtype is not None:
         tensors = (((tensors, dtype),),)
@@ -130,26 +130,28 @@ def describe_collective(key: tuple[Any, ...]) -> Operation:
     parts = [dtype if rule == "dtypes" else f"{dtype}*{count}" for count, dtype in facts]
     if rule == "dtypes":
         parts = sorted(set(parts))
-    head = [word for word in (reduce, f"root {root}" if root >= 0 else "") if word]
-    shown = [*head, *_show(next((group for group in reversed(groups) if group), []))]
-    return Operation(name, "", " ".join([*head, *parts]), ", ".join(shown))
+    settings = [reduce] if reduce else []
+    if root >= 0:
+        settings.append(f"root {root}")
+    last: list[Any] = next((group for group in reversed(groups) if group), [])
+    return Operation(name, "", " ".join([*settings, *parts]), ", ".join([*settings, *_show(last)]))
 
 
 def describe_message(method: str, tensors: Any, me: int, peer: int, tag: int) -> Operation:
-    """Describe a send or a receive as text; `me` and `peer` are ranks of the world, `peer` -1 if anybody may send."""
+    """Return the Operation of a send or a receive; `me` and `peer` are global ranks, -1 for a receive from any rank."""
     name = OPERATIONS[method]
     shapes = _flat(_shapes(tensors))
-    sender, receiver = (me, peer) if name == "send" else (peer, me)
-    to = f"from rank {peer}" if peer >= 0 else "from any rank"
     if name == "send":
-        to = f"to rank {peer}"
+        sender, receiver, direction = me, peer, f"to rank {peer}"
+    else:
+        sender, receiver, direction = peer, me, f"from rank {peer}" if peer >= 0 else "from any rank"
+    arguments = [direction, f"tag {tag}"] if tag else [direction]
     match = " ".join(f"{_dtype(dtype)}*{math.prod(shape)}" for shape, dtype in shapes)
-    text = ", ".join([to, *([f"tag {tag}"] if tag else []), *_show(shapes)])
-    return Operation(name, f"{sender}>{receiver}:{tag}", match, text, peer)
+    return Operation(name, f"{sender}>{receiver}:{tag}", match, ", ".join([*arguments, *_show(shapes)]), peer)
 
 
 def _flat(group: Any) -> list[Any]:
-    """Return the (shape, dtype) pairs among nested tuples; sizes of splits, which are numbers, are left out."""
+    """Return the (shape, dtype) pairs in nested tuples, without split sizes, which are numbers."""
     if not isinstance(group, tuple):
         return []
     if len(group) == 2 and isinstance(group[0], tuple) and not isinstance(group[1], tuple):
@@ -159,41 +161,45 @@ def _flat(group: Any) -> list[Any]:
 
 def _show(shapes: list[Any]) -> list[str]:
     shown = [f"{_dtype(dtype)}[{'x'.join(map(str, shape))}]" for shape, dtype in shapes[:_MOST_SHOWN]]
-    return [*shown, *([f"and {len(shapes) - _MOST_SHOWN} more"] if len(shapes) > _MOST_SHOWN else [])]
+    if len(shapes) > _MOST_SHOWN:
+        shown.append(f"and {len(shapes) - _MOST_SHOWN} more")
+    return shown
 
 
 def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Which line of the user's source a call comes from, found in about half a microsecond.
+# The source line of a call, found in about half a microsecond.
 
 
-_TORCH, _OURS, _USER = range(3)
+TORCH, SHARDWISE, USER = range(3)
+"""Owners of a source file."""
 _PACKAGE = str(Path(__file__).parents[1])
+_STANDARD_WRAPPERS = ("/contextlib.py", "/runpy.py", "/threading.py")
 
 
 class Sites:
-    """Finds the first frame outside torch and shardwise; the first of shardwise's own where there is none."""
+    """Finds the innermost frame of user code; otherwise the innermost frame of shardwise."""
 
     def __init__(self, torch_folder: str, intern: Callable[[str], int]) -> None:
-        """Keep the lines that are found by `intern`, which returns their places."""
+        """`intern` stores a source line and returns its table position."""
         self._torch = torch_folder
         self._intern = intern
         self._kinds: dict[int, int] = {}
         self._places: dict[tuple[int, int], int] = {}
         self._codes: list[CodeType] = []
-        """All code that was seen, kept so that its address stays its own."""
+        """References to all code objects seen, so that their addresses are not reused."""
 
     def find(self, frame: FrameType | None) -> int:
-        """Return the place of the line that calls, from `frame` outwards; 0 if torch is all there is."""
+        """Return the table position of the calling line, from `frame` outwards; 0 if all frames are torch's."""
         kinds = self._kinds
         ours: FrameType | None = None
         while frame is not None:
             key = id(frame.f_code)
             kind = kinds[key] if key in kinds else self._learn(frame.f_code)
             if kind:
-                if kind == _USER:
+                if kind == USER:
                     return self._place(frame)
                 ours = ours or frame
             frame = frame.f_back
@@ -213,9 +219,11 @@ class Sites:
         return kind
 
     def kind_of(self, file: str) -> int:
-        """Return whose file this is: 0 torch's, with what Python brings in between, 1 shardwise's, 2 the user's."""
-        if file.startswith((self._torch, "<")):
-            return _TORCH
+        """Return the owner of a file; wrappers of the standard library, recorder and launcher count as TORCH."""
+        if file.startswith((self._torch, "<", f"{_PACKAGE}/recorder", f"{_PACKAGE}/launcher")):
+            return TORCH
         if file.startswith(_PACKAGE):
-            return _TORCH if file.startswith((f"{_PACKAGE}/record", f"{_PACKAGE}/launch")) else _OURS
-        return _TORCH if "/contextlib.py" in file or "/runpy.py" in file or "/threading.py" in file else _USER
+            return SHARDWISE
+        if any(name in file for name in _STANDARD_WRAPPERS):
+            return TORCH
+        return USER

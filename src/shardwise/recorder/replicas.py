@@ -1,4 +1,4 @@
-"""Fingerprints of what DDP keeps equal around optimizer steps, and ranks that train without a process group."""
+"""Fingerprints of DDP's replicated parameters at optimizer steps, and detection of ranks without a process group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.torch_private.distributed import has_rpc_agent
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from shardwise.runs.calls import CallRing
@@ -26,16 +26,16 @@ _OPTIMIZER = "torch.optim.optimizer"
 
 
 def record_replicas(path: Path, every: int) -> None:
-    """Append fingerprints to `path` at the first and every so many optimizer steps; no communication.
+    """Append fingerprints to `path` at the first and at every `every`-th optimizer step, without communication.
 
-    Events `tensors` (names and groups of ranks) and `check` of each optimizer, which the launcher compares.
+    Each optimizer writes the events `tensors` (names and groups of ranks) and `check`, which the launcher compares.
     """
     watch = _OptimizerWatch(path, every)
     when_imported({_DDP: watch.attach_to_ddp, _OPTIMIZER: watch.attach_to_optimizers})
 
 
 class _OptimizerWatch:
-    """Hooks of one process: DDP models as they are made, optimizers as they step."""
+    """Hooks of one process on the construction of DDP models and on optimizer steps."""
 
     def __init__(self, path: Path, every: int) -> None:
         self._path, self._every = path, every
@@ -46,24 +46,24 @@ class _OptimizerWatch:
         self._log: EventLog | None = None
 
     def attach_to_ddp(self) -> None:
-        """Hear of every DDP model."""
-        kind = sys.modules[_DDP].DistributedDataParallel
-        real = kind.__init__
+        """Register every DDP model when it is constructed."""
+        ddp = sys.modules[_DDP].DistributedDataParallel
+        real = ddp.__init__
 
         @functools.wraps(real)
-        def made(model: Any, *args: Any, **kwargs: Any) -> None:
+        def init(model: Any, *args: Any, **kwargs: Any) -> None:
             real(model, *args, **kwargs)
             self._models.add(model)
 
-        kind.__init__ = made
+        ddp.__init__ = init
 
     def attach_to_optimizers(self) -> None:
-        """Look before and after every optimizer step."""
+        """Register hooks before and after every optimizer step."""
         module = sys.modules[_OPTIMIZER]
-        module.register_optimizer_step_pre_hook(self._look_before)
-        module.register_optimizer_step_post_hook(self._look_after)
+        module.register_optimizer_step_pre_hook(self._before_step)
+        module.register_optimizer_step_post_hook(self._after_step)
 
-    def _look_before(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         step = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if step > 1 and step % self._every:
             return
@@ -79,7 +79,7 @@ class _OptimizerWatch:
                 "settings": settings_print(optimizer.param_groups),
             }
 
-    def _look_after(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         before = self._before.pop(id(optimizer), None)
         if before is None:
             return
@@ -96,7 +96,7 @@ class _OptimizerWatch:
         log.write("check", optimizer=self._numbers[optimizer], step=self._steps[optimizer], after=after, **before)
 
     def _replicated(self, optimizer: Optimizer) -> list[tuple[tuple[str, tuple[int, ...]], nn.Parameter]]:
-        """Return what of an optimizer's parameters DDP keeps equal, with its name and the ranks that have it."""
+        """Return the optimizer's parameters that DDP replicates, with their name and the ranks that replicate them."""
         from torch.distributed import get_process_group_ranks
 
         known: dict[int, tuple[str, tuple[int, ...]]] = {}
@@ -105,22 +105,25 @@ class _OptimizerWatch:
             for name, parameter in model.module.named_parameters():
                 if name not in model.parameters_to_ignore:
                     known[id(parameter)] = name, ranks
-        everything: list[Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
-        return [(known[id(each)], each) for each in everything if id(each) in known]  # type: ignore[misc]
+        replicated = []
+        for group in optimizer.param_groups:
+            parameters = [parameter for parameter in group["params"] if id(parameter) in known]
+            replicated += [(known[id(parameter)], parameter) for parameter in parameters]
+        return replicated
 
 
-# Noticing a rank that trains without a process group: it makes optimizer steps, and communicates with nobody.
+# Detection of a rank that trains without a process group: it makes optimizer steps and does not communicate.
 
 
 OTHER_TRANSPORTS = (
     *("mpi4py", "horovod", "byteps", "bagua", "hivemind", "oneccl_bindings_for_pytorch"),
     *("jax", "mlx.core", "tensorflow", "ray", "dask", "cupy", "zmq"),
 )
-"""Modules through which ranks may synchronize gradients or weights where no process group of torch sees it."""
+"""Modules through which ranks may synchronize gradients or weights without a process group of torch."""
 
 
 def record_separate_steps(ring: CallRing, world_size: int) -> None:
-    """Count the first optimizer steps of this rank for as long as it communicates with nobody."""
+    """Count the first optimizer steps of this rank while it does not communicate."""
     if world_size == 1:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -128,10 +131,10 @@ def record_separate_steps(ring: CallRing, world_size: int) -> None:
     steps = 0
 
     def count(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        import torch  # here: the module of optimizers is imported while torch itself still is
+        import torch  # here: the optimizer module is imported while torch itself is being imported
 
         nonlocal steps
-        # A hook stays registered: to remove it would have torch.compile trace a compiled step again.
+        # The hook stays registered, since removing it would make torch.compile trace a compiled step again.
         if torch.compiler.is_compiling() or steps == ENOUGH_SEPARATE_STEPS:
             return
         if _communicates():

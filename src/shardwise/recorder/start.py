@@ -1,4 +1,4 @@
-"""Starting the record of a rank, before its script runs; torch is patched when it is imported, and not before."""
+"""Starting the recorder of a rank before its script runs; torch is patched when the script imports it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from shardwise.engines import RECORDED_MODULES
 from shardwise.environment import adopt, identify, variables
-from shardwise.recorder.imports import be_deterministic, take_asked, when_imported
+from shardwise.recorder.imports import be_deterministic, take_options, when_imported
 from shardwise.recorder.replicas import record_replicas, record_separate_steps
 from shardwise.recorder.torch_calls import record_batches, record_collectives, record_functional
 from shardwise.runs.calls import CallRing
-from shardwise.torch_private.runtime import FUNCTIONAL_COLLECTIVES
+from shardwise.torch_private.distributed import FUNCTIONAL_COLLECTIVES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 _C10D = "torch.distributed.distributed_c10d"
 STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else 0
-"""Has a rank write the stacks of its threads down; a real-time signal, since scripts use those with names."""
+"""Makes a rank write the stacks of its threads; a real-time signal, since scripts use the named ones."""
 
 
 def start_record(run: RunDirectory, rank: int, world_size: int) -> None:
-    """Begin to record this rank in `run`. Where files cannot be mapped or the disk is full, it continues without.
+    """Start to record this rank in `run`, and apply the options that the launcher passed.
 
-    Sees to what else the launcher asked of it.
+    If files cannot be mapped or the disk is full, the rank runs without a record.
     """
-    asked = take_asked()
-    if asked.deterministic:
+    options = take_options()
+    if options.deterministic:
         be_deterministic(seed=rank)
-    if asked.check_replicas:
-        record_replicas(run.replicas(rank), asked.check_replicas)
+    if options.check_replicas:
+        record_replicas(run.replicas(rank), options.check_replicas)
     try:
         number = _register_stacks(run, rank)
         ring = CallRing(run.calls(rank), stacks_signal=number)
@@ -68,9 +68,9 @@ def _record(ring: CallRing, world_size: int) -> None:
 
 
 def _register_stacks(run: RunDirectory, rank: int) -> int:
-    """Have STACKS_SIGNAL append all stacks to a file, also while C code has the interpreter's lock; returns its number.
+    """Make STACKS_SIGNAL append all stacks to a file, also while C code holds the GIL; return the signal's number.
 
-    A fatal signal, such as the SIGABRT of gloo, does the same, unless somebody has asked faulthandler for it before.
+    A fatal signal, such as the SIGABRT of gloo, does the same, unless faulthandler was enabled before.
     """
     if not STACKS_SIGNAL:
         return 0
@@ -79,38 +79,40 @@ def _register_stacks(run: RunDirectory, rank: int) -> int:
     file = path.open("a")
     if not faulthandler.is_enabled():
         faulthandler.enable(file=file, all_threads=True)
-    with contextlib.suppress(RuntimeError, ValueError):  # no such signal here: then there are no stacks
+    with contextlib.suppress(RuntimeError, ValueError):  # a platform without this signal records no stacks
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
         return int(STACKS_SIGNAL)
     return 0
 
 
-# Starting the record of a rank that is a fresh interpreter: Python imports `sitecustomize` before any script.
+# Starting the recorder in a new interpreter: Python imports `sitecustomize` before the script.
 
 
-_PLACE = "SHARDWISE_RECORD"
+_RUN = "SHARDWISE_RECORD"
 _LISTENERS = "SHARDWISE_LISTENERS"
 _PATH = "PYTHONPATH"
 _FOLDER = str(Path(__file__).with_name("site"))
 
 
 def record_variables(environ: Mapping[str, str], run: Path) -> dict[str, str]:
-    """Return what makes a fresh interpreter record its collectives in `run`; it takes them away again at once."""
+    """Return the variables that make a new interpreter record its collectives in `run`; it removes them at once."""
     path = environ.get(_PATH)
-    return {_PLACE: str(run), _PATH: _FOLDER if not path else f"{_FOLDER}{os.pathsep}{path}"}
+    return {_RUN: str(run), _PATH: f"{_FOLDER}{os.pathsep}{path}" if path else _FOLDER}
 
 
 def listener_variables(folder: str) -> dict[str, str]:
-    """Return what makes a fresh interpreter that records use `folder` for multiprocessing's sockets."""
+    """Return the variables that make a new interpreter with a recorder use `folder` for multiprocessing's sockets."""
     return {_LISTENERS: folder}
 
 
 def start_here() -> None:
-    """Begin the record that the environment asks for, clear our traces, and let the user's own sitecustomize follow."""
+    """Start the recorder that the environment requests, restore the environment, and run the user's sitecustomize."""
     environ = variables("")
-    run, listeners = environ.pop(_PLACE, ""), environ.pop(_LISTENERS, "")
+    run, listeners = environ.pop(_RUN, ""), environ.pop(_LISTENERS, "")
     others = [entry for entry in environ.pop(_PATH, "").split(os.pathsep) if entry and entry != _FOLDER]
-    adopt({**environ, **({_PATH: os.pathsep.join(others)} if others else {})})
+    if others:
+        environ[_PATH] = os.pathsep.join(others)
+    adopt(environ)
     sys.path[:] = [entry for entry in sys.path if entry != _FOLDER]
     if run:
         from shardwise.runs import RunDirectory
@@ -123,6 +125,6 @@ def start_here() -> None:
         use_listener_folder(listeners)
     del sys.modules["sitecustomize"]
     importlib.invalidate_caches()
-    # Where the user has none this raises ModuleNotFoundError, and must: Python takes that to mean that there is no
-    # sitecustomize, and reports an import that succeeded without its module as an error.
+    # Without a sitecustomize of the user, this must raise ModuleNotFoundError: Python then assumes that there is none,
+    # but reports an import that succeeded without its module as an error.
     importlib.import_module("sitecustomize")

@@ -1,8 +1,8 @@
-"""Recording what goes through torch's process groups and data loaders: their methods, wrapped once, in one place.
+"""Recording the calls of torch's process groups and data loaders by wrapping their methods.
 
-A hang is diagnosed from outside, while the rank cannot run Python any more. So each call writes a few numbers (group,
-operation, source line, sequence) into a ring of mapped memory before it is issued and after it is done. The invariants:
-the user's call runs whatever happens to its record, and a call that failed is never marked as done.
+A hang is diagnosed from another process, since a rank that hangs cannot run Python. So each call writes a few numbers
+(group, operation, source line, sequence) into a memory-mapped ring before it is issued and after it completes.
+Invariants: the user's call runs even if it cannot be recorded, and a failed call is never marked as completed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shardwise.recorder.operations import (
     key_maker,
     message_key,
 )
-from shardwise.runs.calls import BACKWARD_BIT, MEETINGS, GroupKey, Operation, pack
+from shardwise.runs.calls import BACKWARD_BIT, STARTUP_GROUP, GroupKey, Operation, pack
 from shardwise.torch_private.distributed import (
     backward_task_reader,
     groups_with_stores,
+    loader_iterator,
     on_backend_registered,
     resolve_group,
 )
-from shardwise.torch_private.runtime import loader_iterator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 
 _MOST_OPEN = 4096
-"""Handles of asynchronous calls that are remembered; beyond these the oldest are dropped."""
+"""Maximum number of open handles of asynchronous calls; beyond it the oldest are dropped."""
 _MOST_KINDS = 1 << 14
 _NOTHING: Mapping[str, Any] = {}
 
 
 def record_collectives(ring: CallRing, world_size: int) -> CollectiveRecorder:
-    """Wrap the methods of torch's ProcessGroup and Work, and what makes groups; returns who records."""
+    """Wrap the methods of torch's ProcessGroup and Work and the functions that create groups; return the recorder."""
     from torch.distributed.distributed_c10d import ProcessGroup, Work
 
     recorder = CollectiveRecorder(ring)
@@ -70,11 +70,11 @@ def record_collectives(ring: CallRing, world_size: int) -> CollectiveRecorder:
 
 
 def _wrap_group_creation(recorder: CollectiveRecorder, world_size: int) -> None:
-    """Record who waits for the others while a group is made."""
+    """Record which ranks wait for the others while a group is created."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    group = recorder.ring.intern(GroupKey(MEETINGS, 0, tuple(range(world_size))))
+    group = recorder.ring.intern(GroupKey(STARTUP_GROUP, 0, tuple(range(world_size))))
     counts = itertools.count(1)
     for name in ("init_process_group", "new_group"):
         real = getattr(distributed_c10d, name)
@@ -101,7 +101,7 @@ def record_batches(ring: CallRing) -> None:
 
 
 class _GroupState:
-    """What is known of one process group here: its place in the table, and how many calls each channel has had."""
+    """One process group on this rank: its position in the table, and the number of calls per channel."""
 
     def __init__(self, place: int, key: GroupKey) -> None:
         self.place = pack(place, 0, 0)
@@ -110,7 +110,7 @@ class _GroupState:
 
 
 class CollectiveRecorder:
-    """Turns calls of wrapped methods into records; any thread may call."""
+    """Records the calls of wrapped methods; any thread may call."""
 
     def __init__(self, ring: CallRing) -> None:
         import torch
@@ -127,9 +127,9 @@ class CollectiveRecorder:
         self._graph_task = backward_task_reader()
 
     def wrap(self, method: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `real`, a method of ProcessGroup, with a record of each call."""
+        """Return a wrapper of `real`, a method of ProcessGroup, that records each call."""
         ring, open_, groups, kinds = self.ring, self._open, self._groups, self._kinds
-        find, graph_task, getframe = self.sites.find, self._graph_task, sys._getframe  # noqa: SLF001 - the quickest
+        find, graph_task, getframe = self.sites.find, self._graph_task, sys._getframe  # noqa: SLF001 - the fastest
         key_of = key_maker(method)
         is_message = method in POINT_TO_POINT
         own = self._own
@@ -148,7 +148,7 @@ class CollectiveRecorder:
                 sequence = next(state.counts[channel])
                 packed = state.place | what | find(caller)
                 number = ring.issue(sequence, packed if graph_task() < 0 else packed | BACKWARD_BIT)
-            except Exception:  # noqa: BLE001 - a call that cannot be described must run all the same
+            except Exception:  # noqa: BLE001 - a call that cannot be recorded must still run
                 return real(group, *args, **kwargs)
             try:
                 work = real(group, *args, **kwargs)
@@ -159,7 +159,7 @@ class CollectiveRecorder:
             if work is None:
                 ring.leave(number)
             else:
-                if variables.get("async_op", True):  # else it is waited for at once
+                if variables.get("async_op", True):  # otherwise torch waits for it at once
                     ring.release(number)
                 open_[id(work)] = number
                 if len(open_) > _MOST_OPEN:
@@ -169,7 +169,7 @@ class CollectiveRecorder:
         return recorded
 
     def wrap_wait(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `Work.wait` with a record of when a recorded call is waited for, and when it is done."""
+        """Return a wrapper of `Work.wait` that records the start and the end of the wait for a recorded call."""
         ring, open_ = self.ring, self._open
 
         @functools.wraps(real)
@@ -179,13 +179,13 @@ class CollectiveRecorder:
                 return real(work, *args, **kwargs)
             ring.wait(number)
             done = real(work, *args, **kwargs)
-            ring.leave(number)  # one that failed is never left: it is where its rank stopped
+            ring.leave(number)  # not after an exception: the rank stopped in a call that failed
             return done
 
         return wait
 
     def wrap_creation(self, real: Callable[..., Any], group: int, counts: Iterator[int]) -> Callable[..., Any]:
-        """Return a function that makes a group, with a record of each call."""
+        """Return a wrapper of `real`, a function that creates a group, that records each call."""
         what = pack(group, self.ring.intern(Operation(real.__name__, "", "", "")), 0)
 
         @functools.wraps(real)
@@ -198,13 +198,13 @@ class CollectiveRecorder:
         return create
 
     def note(self, group: Any, operation: Operation, site: int) -> None:
-        """Record a call of which only the issue is seen here."""
+        """Record a call whose completion is not visible in Python."""
         state = self._groups.get(id(group)) or self._learn_group(group)
         what = state.place | pack(0, self.ring.intern(operation), site)
         self.ring.leave(self.ring.issue(next(state.counts[operation.channel]), what))
 
     def group_by_name(self, name: str) -> int:
-        """Return the place in the table of the newest group of that name; 0 when there is none."""
+        """Return the table position of the newest group of that name; 0 without such a group."""
         for group, store in groups_with_stores():
             if store is not None and group.group_name == name:
                 return self.ring.intern((self._groups.get(id(group)) or self._learn_group(group)).key)
@@ -219,7 +219,7 @@ class CollectiveRecorder:
             name = str(group.group_name)
             try:
                 members = tuple(distributed_c10d.get_process_group_ranks(group))
-            except (KeyError, ValueError, RuntimeError):  # made by hand
+            except (KeyError, ValueError, RuntimeError):  # a group that torch.distributed did not create
                 members = ()
             life = self._lives[name] = self._lives.get(name, -1) + 1
             key = GroupKey(name, life, members)
@@ -227,7 +227,7 @@ class CollectiveRecorder:
             return state
 
     def forget_group(self, group: Any) -> None:
-        """Forget a group that was at this address before; it was not kept alive, so that it could be torn down."""
+        """Forget an earlier group at this address: the recorder has no reference to it, so that it can be destroyed."""
         self._groups.pop(id(group), None)
 
     def _learn_kind(self, key: tuple[Any, ...]) -> int:
@@ -254,7 +254,7 @@ class CollectiveRecorder:
 
 
 def _functions_of_torch() -> dict[int, CodeType]:
-    """Return the code of torch's own functions that call a process group, by its address: code is slow to hash."""
+    """Return the code objects of torch's functions that call a process group, by address, since they hash slowly."""
     from torch.distributed import distributed_c10d
 
     functions = [inspect.unwrap(value) for value in vars(distributed_c10d).values() if type(value) is FunctionType]
@@ -268,7 +268,7 @@ def _own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else -1
 
 
-# Recording functional collectives, as DTensor makes them: they go to C++ past the methods of a process group.
+# Recording functional collectives, which DTensor uses: they call C++ without the methods of a process group.
 
 
 _NAMES = (
@@ -284,9 +284,9 @@ _NAMES = (
     ("reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd"),
     ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
 )
-"""By what each is called in torch 2.13, and before: the newer one is what the older one calls there."""
+"""Names in torch 2.13, then before it: in 2.13 the older function calls the newer one."""
 _CHANNEL = "functional"
-"""They are counted by themselves, apart from what is called on the process group."""
+"""They are counted separately from the calls of the process group's methods."""
 
 
 def record_functional(recorder: CollectiveRecorder, module: ModuleType) -> None:
@@ -298,9 +298,9 @@ def record_functional(recorder: CollectiveRecorder, module: ModuleType) -> None:
 
 
 def _wrap(recorder: CollectiveRecorder, module: ModuleType, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a functional collective with a record of when it is issued; torch's flight recorder knows when it is done.
+    """Return a wrapper that records when a functional collective is issued; torch's flight recorder has its completion.
 
-    While torch.compile traces it, nothing is recorded, and nothing of this is in the graph.
+    While torch.compile traces it, the wrapper records nothing and adds nothing to the graph.
     """
     from torch.compiler import is_compiling
 
@@ -327,14 +327,16 @@ def _describe(name: str, given: dict[str, Any]) -> Operation:
     tensors = given["self"]
     shapes = [(item.shape, str(item.dtype).removeprefix("torch.")) for item in _listed(tensors)]
     reduce, root = str(given.get("reduceOp", "")).lower(), given.get("src")
-    head = [word for word in (reduce, f"root {root}" if root is not None else "") if word]
+    settings = [reduce] if reduce else []
+    if root is not None:
+        settings.append(f"root {root}")
     name = name.removesuffix("_autograd").removesuffix("_coalesced")
-    if name == "all_to_all_single":  # members may exchange uneven parts
+    if name == "all_to_all_single":  # members may exchange uneven splits
         parts = sorted({dtype for _, dtype in shapes})
     else:
         parts = [f"{dtype}*{math.prod(shape)}" for shape, dtype in shapes]
     shown = [f"{dtype}[{'x'.join(map(str, shape))}]" for shape, dtype in shapes[:4]]
-    return Operation(name, _CHANNEL, " ".join([*head, *parts]), ", ".join([*head, *shown]))
+    return Operation(name, _CHANNEL, " ".join([*settings, *parts]), ", ".join([*settings, *shown]))
 
 
 def _listed(tensors: Any) -> list[Any]:

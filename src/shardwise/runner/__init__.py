@@ -1,1 +1,1 @@
-"""`train` and `launch` as functions: a Spec becomes ranks that are started, observed and explained."""
+"""`train` and `launch`: start the ranks of a Spec, supervise them, and return a Report."""

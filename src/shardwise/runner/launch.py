@@ -1,4 +1,4 @@
-"""`launch`: a script on ranks of this node, or of many, started, observed and explained."""
+"""`launch`: run a script on ranks of one or more nodes, and report how it ended."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from shardwise.launcher.nodes.node import join_run, node_facts
 from shardwise.launcher.nodes.rounds import launch_nodes
 from shardwise.launcher.policy import GiveUp
 from shardwise.launcher.spec import LaunchSpec
-from shardwise.runner.elsewhere import start_elsewhere
-from shardwise.runner.local import SettledLaunch, describe, settle_launch, target_of, watches_hangs
+from shardwise.runner.local import (
+    SettledLaunch,
+    describe,
+    report_effects,
+    report_preset,
+    settle_launch,
+    target_of,
+    watches_hangs,
+)
 from shardwise.runner.observers import Tee, failure_text, start_guard, start_replica_watch
-from shardwise.runner.presets import report_effects, report_preset
-from shardwise.runner.slurm import start_by_slurm
+from shardwise.runner.remote import start_by_slurm, start_remote
 from shardwise.runs import create_run, share_run
 from shardwise.runs.console import INTERRUPTED, JOB_FAILED, echo_error
 from shardwise.spec import Report, signature_of
@@ -39,27 +45,27 @@ class LaunchReport(Report, frozen=True, kw_only=True):
 
     exit_code: int
     run: str = ""
-    """The run directory; empty where nothing ran on this machine."""
+    """The run directory; empty if nothing ran on this machine."""
     restarts: int = 0
     failure: str = ""
-    """Why it failed: the rank, its traceback and the fix; empty where it did not."""
+    """The failed rank, its traceback and the fix; empty without a failure."""
     text: str = ""
-    """What --dry-run prints."""
+    """Output of --dry-run."""
 
     def to_text(self) -> str:
-        """Return what standard output gets."""
+        """Return the text for standard output."""
         return self.text
 
     def note(self) -> str:
-        """Return what standard error gets."""
+        """Return the text for standard error."""
         return self.failure
 
 
 def launch(target: str | LaunchSpec | Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run a script or a function on many processes, in place of torchrun.
+    """Run a script or a function on several processes. Replaces torchrun.
 
-    A script (`launch("train.py", nproc=2)`) takes the options of `shardwise launch` and gives a LaunchReport. A
-    function (`launch(fn, 1, 2, nproc=2)`) is called with the arguments on every rank and gives its results by rank.
+    `launch("train.py", nproc=2)` runs a script, accepts the options of `shardwise launch` and returns a LaunchReport.
+    `launch(fn, 1, 2, nproc=2)` calls a function with the arguments on every rank and returns the results by rank.
     """
     if isinstance(target, LaunchSpec):
         return launch_script(target)
@@ -78,13 +84,13 @@ launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 
 
 def launch_script(spec: LaunchSpec, *, owns_process: bool = False) -> LaunchReport:
-    """Start a script on all ranks, here or elsewhere, and return how it ended.
+    """Run a script on all ranks, on this or other machines, and return how it ended.
 
-    `owns_process`: this process runs the launch and nothing else, so it adopts orphans of ranks and kills every
-    descendant at the end; a caller from Python may have child processes of its own.
+    `owns_process` means that this process does nothing else: it becomes the reaper of orphans and kills all its
+    descendants at the end. A Python process that calls `launch` may have other children.
     """
-    report_preset(spec.preset)  # first: an unknown one is refused here, not on every machine
-    code = start_elsewhere(spec, grace_s=spec.grace_s, dry_run=spec.dry_run)
+    report_preset(spec.preset)  # first, so that an unknown preset raises here and not on every machine
+    code = start_remote(spec, grace_s=spec.grace_s, dry_run=spec.dry_run)
     if code is not None:
         return LaunchReport(exit_code=code)
     target = target_of(spec)
@@ -103,7 +109,7 @@ def launch_script(spec: LaunchSpec, *, owns_process: bool = False) -> LaunchRepo
         launched, run, guards, tee = _run(spec, settled)
     finally:
         if owns_process:
-            kill_descendants()  # also what left its rank's process group, or outlived a killed fork parent
+            kill_descendants()  # includes processes that left the process group of their rank
     report_effects(spec.preset, settled.local.variables, run)
     return _report(launched, run, guards, tee)
 
@@ -121,7 +127,7 @@ def _report(launched: Launched, run: RunDirectory, guards: list[Guard | ReplicaW
 
 
 def _run(spec: LaunchSpec, settled: SettledLaunch) -> tuple[Launched, RunDirectory, list[Guard | ReplicaWatch], Tee]:
-    """Run it on this node, or on this and others; return how it ended, where that is written, and who watched."""
+    """Run the script on this node, or with other nodes, and return the outcome, the run directory and the observers."""
     local = settled.local
     hang = spec.hang if watches_hangs(spec, local.target) else spec.hang.replace(after_s=0)
     guards: list[Guard | ReplicaWatch]

@@ -1,15 +1,19 @@
-"""From a Spec to the ranks of one node: what they run, on which nodes, how output is shown, what a run starts with."""
+"""Conversion of Specs to launches: targets, nodes, output, presets, command lines, and the inputs of a run."""
 
 from __future__ import annotations
 
 import ast
 import shlex
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from shardwise.diagnosis.catalogue import find_preset
+from shardwise.diagnosis.env import CERTAIN, EnvironmentFacts
+from shardwise.diagnosis.run.nccl_log import run_effects
 from shardwise.environment import profiler, run_secret, variables
 from shardwise.errors import LaunchError
 from shardwise.hardware import probe_gpus, usable_cores
@@ -29,9 +33,9 @@ from shardwise.launcher.options import (
 from shardwise.launcher.slurm import nodes_of_step
 from shardwise.launcher.spec import LaunchSpec, RendezvousSpec, SubmitSpec
 from shardwise.plans.toml import plan_to_toml
-from shardwise.recorder.imports import Asked, deterministic_variables
-from shardwise.runner.presets import settle_preset
-from shardwise.torch_private.runtime import DYNAMO
+from shardwise.recorder.imports import RecorderOptions, deterministic_variables
+from shardwise.runs.console import echo_error
+from shardwise.torch_private.distributed import DYNAMO
 from shardwise.training.spec import RunStart
 
 if TYPE_CHECKING:
@@ -42,40 +46,40 @@ if TYPE_CHECKING:
     from shardwise.runs import RunDirectory
     from shardwise.training.spec import TrainSpec
 
-
 _DDP = frozenset({"DistributedDataParallel", "DDP"})
 _DYNAMO_USERS = _DDP | {"fully_shard", "FullyShardedDataParallel", "compile"}
 PRELOAD = ("torch", DYNAMO)
-"""What every rank of a job would import: torch, and what the first DDP imports (800 modules, 1.5 s)."""
+"""Modules that every rank of a job imports: torch, and Dynamo for the first DDP (800 modules, 1.5 s)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettledLaunch:
-    """What will run, and how its output is shown."""
+    """A launch whose options are checked and resolved."""
 
     local: LocalLaunch
     shown: list[tuple[Shown, Shown]]
+    """How standard output and standard error of each local rank are shown."""
     nodes: NodesSpec | None
-    """The nodes of the run; None when this is the only one."""
+    """The nodes of the run; None for a single node."""
     note: str
-    """What the user should know of how ranks will be started; empty when it is as asked."""
+    """A note for the user about how ranks are started; may be empty."""
 
 
 def target_of(spec: LaunchSpec) -> Target:
-    """Return what ranks run; whether it exists is not checked, since it may be on another machine."""
+    """Return the target of the ranks without checking that it exists, since it may be on another machine."""
     if spec.module:
         return Module(spec.script, spec.arguments)
     return Program(spec.script, spec.arguments) if spec.no_python else Script(spec.script, spec.arguments)
 
 
 def settle_launch(target: Target, spec: LaunchSpec) -> SettledLaunch:
-    """Check every option; nothing is started yet."""
-    equality = _equality_variables(spec)
-    if equality and isinstance(target, Program):
+    """Check and resolve all options, without starting ranks."""
+    determinism = _determinism_variables(spec)
+    if determinism and isinstance(target, Program):
         raise LaunchError(
-            "--check-replicas and --deterministic are for Python",
+            "--check-replicas and --deterministic cannot be combined with --no-python",
             code="cli.option-not-applicable",
-            fix="leave them or --no-python out",
+            fix="remove them, or --no-python",
         )
     nodes = settle_nodes(spec.rendezvous, standalone=spec.standalone, max_restarts=spec.max_restarts)
     num_gpus = len(probe_gpus())
@@ -92,23 +96,23 @@ def settle_launch(target: Target, spec: LaunchSpec) -> SettledLaunch:
         max_restarts=spec.max_restarts,
         run_id=spec.rendezvous.rdzv_id,
         port=port,
-        record=watches_hangs(spec, target) or bool(equality),
+        record=watches_hangs(spec, target) or bool(determinism),
         fork=spec.start_method == "fork" and not profiler() and not _is_folder(target),
         on_terminal=tuple((out.terminal, err.terminal) for out, err in views),
         grace_s=spec.grace_s,
         preload=_preload(names),
-        variables={**added, **equality},
+        variables={**added, **determinism},
     )
     return SettledLaunch(local=local, shown=views, nodes=nodes, note=_note(target))
 
 
 def watches_hangs(spec: LaunchSpec, target: Target) -> bool:
-    """Return whether hangs are looked for: a program that is not Python records no collectives."""
+    """Return whether hangs are detected; programs that are not Python do not record collectives."""
     return spec.hang.after_s > 0 and not isinstance(target, Program)
 
 
 def settle_nodes(rendezvous: RendezvousSpec, *, standalone: bool, max_restarts: int) -> NodesSpec | None:
-    """Read torchrun's options about nodes, or the variables of an srun step; None when they mean this node alone."""
+    """Return the nodes of torchrun's options or of an srun step; None for a single node."""
     rendezvous = _implied_by_slurm(rendezvous, standalone=standalone)
     least, most = read_nodes(rendezvous.nnodes or "1")
     check_nodes((least, most), rendezvous.node_rank, rendezvous.rdzv_backend)
@@ -122,7 +126,7 @@ def settle_nodes(rendezvous: RendezvousSpec, *, standalone: bool, max_restarts: 
     )
     node_rank = rendezvous.node_rank
     if node_rank is None and rendezvous.rdzv_backend == "static":
-        node_rank = 0  # as torchrun's static rendezvous has it
+        node_rank = 0  # the default of torchrun's static rendezvous
     return NodesSpec(
         least=least,
         most=most,
@@ -144,27 +148,29 @@ def _implied_by_slurm(rendezvous: RendezvousSpec, *, standalone: bool) -> Rendez
     return rendezvous.replace(**nodes_of_step(variables("SLURM_"), {**options, "standalone": standalone}, given))
 
 
-def _equality_variables(spec: LaunchSpec) -> dict[str, str]:
-    """Return the variables by which ranks know that replicas are compared and that runs must repeat."""
-    asked = Asked(deterministic=spec.deterministic, check_replicas=spec.replicas.every)
-    return {**asked.variables(), **(deterministic_variables(variables("")) if spec.deterministic else {})}
+def _determinism_variables(spec: LaunchSpec) -> dict[str, str]:
+    """Return the variables that enable the comparison of replicas and deterministic mode in ranks."""
+    options = RecorderOptions(deterministic=spec.deterministic, check_replicas=spec.replicas.every)
+    return {**options.variables(), **(deterministic_variables(variables("")) if spec.deterministic else {})}
 
 
 def _note(target: Target) -> str:
     if isinstance(target, Program):
-        return "shardwise: a program that is not Python records no collectives: hangs of its ranks are not noticed"
-    return f"shardwise: a profiler is here ({profiler()}): ranks are fresh processes, not forks" if profiler() else ""
+        return "shardwise: hangs are not detected, because a program that is not Python does not record collectives"
+    if profiler():
+        return f"shardwise: ranks are not forked, because a profiler is attached ({profiler()})"
+    return ""
 
 
 def _is_folder(target: Target) -> bool:
-    """Folders and zip files with a __main__.py are left to a fresh interpreter."""
+    """Whether the target is a directory or zip file with a __main__.py, which a new interpreter must run."""
     return isinstance(target, Script) and not target.path.endswith((".py", ".pyw"))
 
 
 def _preload(names: frozenset[str] | None) -> tuple[str, ...]:
-    """Return what the fork parent imports: torch if the script uses it, and what its first DDP would import.
+    """Return the modules that the fork parent imports: torch, and Dynamo if the script uses DDP, FSDP or compile.
 
-    A guess from the names in the script, wrong at no cost but time: whatever is missing is imported by the rank.
+    This is a guess from the names in the script. It affects startup time only, because ranks import missing modules.
     """
     if names is None:
         return ()
@@ -172,7 +178,7 @@ def _preload(names: frozenset[str] | None) -> tuple[str, ...]:
 
 
 def _names(target: Target) -> frozenset[str] | None:
-    """Return the names that a script uses, none for other targets; None where it cannot be parsed."""
+    """Return the names used in a script, empty for other targets; None if the script cannot be parsed."""
     if not isinstance(target, Script):
         return frozenset()
     try:
@@ -193,7 +199,7 @@ def _names(target: Target) -> frozenset[str] | None:
 def write_run_inputs(
     run: RunDirectory, reference: JobReference, plan: Plan, *, started_at: float | None = None
 ) -> None:
-    """Write what will run: the job's reference, the resolved plan, and with `started_at` when the launcher began."""
+    """Write the job reference, the resolved plan and, if `started_at` is passed, the start time of the launcher."""
     run.job.write_bytes(msgspec.json.format(msgspec.json.encode(reference), indent=1))
     run.plan.write_text(plan_to_toml(plan))
     if started_at is not None:
@@ -203,28 +209,28 @@ def write_run_inputs(
 def worker_launch(
     spec: TrainSpec, run: RunDirectory, *, nproc: int, added: Mapping[str, str] | None = None
 ) -> LocalLaunch:
-    """Return what starts the workers of one node, each with the same Spec and this run directory."""
-    of_worker = spec.replace(run_dir=run.path.resolve())
-    repeating = deterministic_variables(variables("")) if spec.deterministic else {}
+    """Return the launch of the workers of a node, which receive the Spec with this run directory."""
+    worker_spec = spec.replace(run_dir=run.path.resolve())
+    deterministic = deterministic_variables(variables("")) if spec.deterministic else {}
     return LocalLaunch(
-        target=Module("shardwise.worker", (of_worker.to_json(),)),
+        target=Module("shardwise.worker", (worker_spec.to_json(),)),
         nproc=nproc,
         max_restarts=spec.max_restarts,
         preload=PRELOAD,
         record=spec.hang.after_s > 0,
-        variables={**(added or {}), **repeating},
+        variables={**(added or {}), **deterministic},
     )
 
 
-# The command line of every node and every rank: what --dry-run prints, and what ssh, SLURM and Kubernetes run.
+# Command lines of nodes and ranks, for --dry-run, ssh, SLURM and Kubernetes.
 
 
 def node_argv(
     spec: LaunchSpec | TrainSpec, nodes: NodesSpec, node_rank: int | str, nproc: int | None = None
 ) -> list[str]:
-    """Return the arguments of `shardwise` that make one machine a node of the run, with `nproc` ranks if given.
+    """Return the arguments of the `shardwise` command of a node, with `nproc` ranks if it is not None.
 
-    Whatever else the user asked for is kept; `node_rank` may be a shell variable such as "$SLURM_NODEID".
+    All other options are kept. `node_rank` may be a shell variable such as "$SLURM_NODEID".
     """
     most = f"{nodes.least}:{nodes.most}" if nodes.least != nodes.most else str(nodes.most)
     first = [f"--nnodes={most}", f"--node-rank={node_rank}", f"--master-addr={nodes.host}"]
@@ -236,7 +242,7 @@ def node_argv(
 
 
 def command_argv(spec: LaunchSpec | TrainSpec, first: Sequence[str]) -> list[str]:
-    """Return the arguments of `shardwise` of the same command elsewhere: `first`, then all that is not about nodes."""
+    """Return the arguments of the same command on another machine: `first`, then all options except node options."""
     spec = spec.replace(rendezvous=RendezvousSpec(rdzv_conf=spec.rendezvous.rdzv_conf), submit=SubmitSpec())
     if isinstance(spec, LaunchSpec):
         spec = spec.replace(standalone=False, dry_run=False)
@@ -245,23 +251,23 @@ def command_argv(spec: LaunchSpec | TrainSpec, first: Sequence[str]) -> list[str
 
 
 def resume_argv(spec: TrainSpec, run: Path) -> list[str]:
-    """Return the command that continues this training: all that the user asked for, from the checkpoints of `run`."""
+    """Return the command that resumes this training with the same options from the checkpoints of `run`."""
     options, arguments = spec.replace(run_dir=None, save=spec.save.replace(resume="auto")).to_argv()
     return ["shardwise", spec.command, *arguments, *options, f"--resume={run}"]
 
 
 def describe(spec: LaunchSpec, settled: SettledLaunch) -> str:
-    """Return the command line of every node, and of every rank with the variables it gets, one per line."""
+    """Return the command lines of all nodes and ranks, with the variables of each rank, for --dry-run."""
     local, nodes = settled.local, settled.nodes
-    how = "forked from one process that imports torch" if local.fork else "each a fresh process"
+    how = "forked from one process that imports torch" if local.fork else "each in a new process"
     if nodes is None:
-        port = local.port or "a free one"
+        port = local.port or "chosen at launch"
         lines = [f"# {local.nproc} ranks, {how}; store on 127.0.0.1, port {port}; {local.max_restarts} restarts"]
         return "\n".join(lines + _ranks(settled, 0, 1))
     where = f"{nodes.host}:{nodes.port}"
     lines = [f"# {nodes.most} nodes, ranks {how}; rendezvous at {where}; {local.max_restarts} restarts"]
     for node in range(nodes.most):
-        optional = "" if node < nodes.least else ", which may be missing"
+        optional = "" if node < nodes.least else " (optional)"
         lines += [f"# node {node}{optional}", shlex.join(["shardwise", *node_argv(spec, nodes, node)])]
         lines += [f"#   {line}" for line in _ranks(settled, node, nodes.most)]
     return "\n".join(lines)
@@ -275,3 +281,53 @@ def _ranks(settled: SettledLaunch, node: int, num_nodes: int) -> list[str]:
         variables = f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={size} LOCAL_WORLD_SIZE={local.nproc}"
         lines.append(f"{variables} {shlex.join(local.target.argv())}")
     return lines
+
+
+def preset_variables(name: str | None) -> dict[str, str]:
+    """Return the variables of a preset that the user has not set; raises if the preset does not exist."""
+    return {} if name is None else find_preset(name).missing_from(variables(""))
+
+
+def report_preset(name: str | None) -> None:
+    """Print the variables that a preset sets and those that the user has set; raises if the preset does not exist."""
+    if name is None:
+        return
+    preset, own = find_preset(name), variables("")
+    added = " ".join(f"{key}={value}" for key, value in preset.missing_from(own).items())
+    kept = " ".join(f"{key}={value}" for key, value in preset.overridden_by(own).items())
+    unchanged = f"; {kept} is already set and unchanged" if kept else ""
+    echo_error(f"shardwise: preset {name} sets {added or 'nothing'}{unchanged}")
+
+
+def settle_preset(name: str | None, *, nproc: int, num_gpus: int, uses_ddp: bool) -> dict[str, str]:
+    """Return the variables that a preset adds for `nproc` ranks; raises LaunchError if ranks could not run with them.
+
+    Other problems are reported by `shardwise doctor env`. `num_gpus` is 0 for training on the CPU.
+    """
+    added = preset_variables(name)
+    here = EnvironmentFacts(
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        num_gpus=num_gpus,
+        uses_nccl=num_gpus > 0,
+        uses_ddp=uses_ddp,
+        nproc=nproc,
+        cores=usable_cores(),
+    )
+    for rule in CERTAIN:
+        for verdict in rule({**variables(""), **added}, here):
+            if verdict.state == "fail":
+                raise LaunchError(f"{verdict.name}: {verdict.fact}", code="env.variable-unusable", fix=verdict.fix)
+    return added
+
+
+def report_effects(name: str | None, added: Mapping[str, str], run: RunDirectory) -> None:
+    """Print which variables of a preset NCCL read in a finished run; does nothing without a preset."""
+    if name is None:
+        return
+    verdicts = run_effects(added, run)
+    unused = [verdict for verdict in verdicts if verdict.state != "ok"]
+    if len(unused) < len(verdicts):
+        num_read = len(verdicts) - len(unused)
+        echo_error(f"shardwise: preset {name}: NCCL read {num_read} of {len(verdicts)} variables")
+    for verdict in unused:
+        echo_error(f"shardwise: preset {name}: {verdict.name}: {verdict.fact}: {verdict.fix}")

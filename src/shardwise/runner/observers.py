@@ -1,4 +1,4 @@
-"""What watches ranks while they run: progress of rank 0, copied output, mirrors to trackers, guards."""
+"""Observers of running ranks: progress of rank 0, copies of output, mirrors to trackers, and guards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from shardwise.diagnosis.guard.neighbours import Exchange
+    from shardwise.diagnosis.guard.peers import Exchange
     from shardwise.launcher.options import Shown
     from shardwise.launcher.spec import HangSpec
     from shardwise.monitor.sinks import SinkSpec
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 _MIRROR_WAIT_S = 10.0
-"""For a mirror to copy the rest after the run: less than what batch systems leave after they ask for an end."""
+"""Time limit for mirrors to finish after the run, less than the grace period of batch systems."""
 _NICENESS = 10
-"""Ranks go first where a machine has no core to spare."""
+"""Niceness of mirrors, so that ranks have priority."""
 
 
 class Follower:
-    """An observer of the launcher; it alone owns the terminal, so output and bar never mix."""
+    """Shows the progress bar and the output of rank 0. It is the only writer to the terminal, so they do not mix."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._view = ProgressView.on_stderr()
@@ -45,7 +45,7 @@ class Follower:
         self._outputs = (Tail(run.stdout(0)), Tail(run.stderr(0)))
 
     def tick(self) -> None:
-        """Show what is new."""
+        """Show new output and events."""
         for output in self._outputs:
             for line in output.lines():
                 self._view.line(line.decode(errors="replace"))
@@ -57,17 +57,17 @@ class Follower:
             self._view.show(event)
 
     def line(self, text: str) -> None:
-        """Show a line of the launcher's own."""
+        """Show a line of the launcher."""
         self._view.line(text)
 
     def close(self) -> None:
-        """Leave the terminal as it should be."""
+        """Restore the terminal."""
         self._view.close()
 
 
 @contextlib.contextmanager
 def following(run: RunDirectory, sinks: Sequence[SinkSpec]) -> Iterator[list[Follower]]:
-    """Show the run and mirror it into `sinks` for the time of a launch; yields the launcher's observers."""
+    """Show the run and mirror it to `sinks` during a launch; yields the observers for the launcher."""
     mirrors = Mirrors(run, sinks)
     follower = Follower(run)
     try:
@@ -85,25 +85,27 @@ class _Copy:
 
 
 class Tee:
-    """An observer of the launcher: no pipe stands between a rank and its file, so nothing is lost or blocked."""
+    """Copies the output of ranks from their log files to the terminal.
+
+    Ranks write directly to their log files. Without a pipe in between, no output is lost and no rank blocks.
+    """
 
     def __init__(self, run: RunDirectory, shown: list[tuple[Shown, Shown]]) -> None:
-        """Copy the output of ranks 0 to N-1, which is right on one machine."""
+        """Copy the output of ranks 0 to N-1, the ranks of a single node."""
         self._run = run
         self._shown = shown
         self._known: dict[tuple[int, int], _Copy] = {}
         self._copies: list[_Copy] = []
         self.ranks: set[int] = set()
-        """Those whose standard error has been shown here."""
+        """Ranks whose standard error was shown."""
         self.follow(range(len(shown)))
 
     def follow(self, ranks: range) -> None:
-        """Copy the output of these ranks from now on; what was copied of them before is not copied again."""
-        self.ranks.update(
-            rank for rank, (_, error) in zip(ranks, self._shown, strict=True) if error.copied or error.terminal
-        )
+        """Copy the output of these ranks from now on, without repeating output that was already copied."""
         self._copies = []
         for rank, views in zip(ranks, self._shown, strict=True):
+            if views[1].copied or views[1].terminal:
+                self.ranks.add(rank)
             for stream, view in enumerate(views):
                 if view.copied and not view.terminal:
                     copy = self._known.setdefault((rank, stream), self._copy(rank, stream, view))
@@ -111,26 +113,26 @@ class Tee:
 
     def _copy(self, rank: int, stream: int, view: Shown) -> _Copy:
         tail = Tail((self._run.stdout, self._run.stderr)[stream](rank))
-        tail.read()  # what an earlier start of this run has written was shown then
+        tail.read()  # skip the output of an earlier launch of this run
         return _Copy(
             tail, (sys.stdout, sys.stderr)[stream].buffer, f"[rank{rank}]: ".encode() if view.prefixed else b""
         )
 
     def tick(self) -> None:
-        """Copy what is new: as it is, or line by line behind the rank."""
+        """Copy new output, unchanged or with the rank before each line."""
         for copy in self._copies:
             if copy.prefix:
                 new = b"".join(copy.prefix + line + b"\n" for line in copy.tail.lines())
             else:
                 new = copy.tail.read()
             if new:
-                with contextlib.suppress(OSError):  # a terminal that was closed: the files still have it all
+                with contextlib.suppress(OSError):  # the terminal was closed; the log files have the complete output
                     copy.stream.write(new)
                     copy.stream.flush()
 
 
 class Mirrors:
-    """One process per sink that runs `shardwise watch RUN --sink SINK`; its log is in the run directory."""
+    """A process per sink that runs `shardwise watch RUN --sink SINK`, with its log in the run directory."""
 
     def __init__(self, run: RunDirectory, sinks: Sequence[SinkSpec]) -> None:
         self._run = run
@@ -149,21 +151,20 @@ class Mirrors:
         return child, log
 
     def close(self) -> None:
-        """Wait until the mirrors have the rest of a run that has ended; kill and report those that do not finish."""
+        """Wait until the mirrors have copied the finished run; kill and report those that do not finish in time."""
         deadline = time.monotonic() + _MIRROR_WAIT_S
         for sink, child, log in self._children:
-            again = f"shardwise watch {self._run.path} --sink {sink}"
+            command = f"shardwise watch {self._run.path} --sink {sink}"
             try:
                 if child.wait(max(0.0, deadline - time.monotonic())) != 0:
                     output = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-                    echo_error(
-                        f"shardwise: {sink} is not complete ({output[-1].removeprefix('shardwise: ')}); try {again}"
-                    )
+                    reason = output[-1].removeprefix("shardwise: ")
+                    echo_error(f"shardwise: {sink} is incomplete ({reason}); complete it with: {command}")
             except subprocess.TimeoutExpired:
-                echo_error(f"shardwise: {sink} was slower than the run; {again} brings the rest")
+                echo_error(f"shardwise: {sink} is incomplete (timeout); complete it with: {command}")
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)  # with what the tracker started beside it
+                    os.killpg(child.pid, signal.SIGKILL)  # includes processes started by the tracker
                 child.wait()
 
 
@@ -175,9 +176,9 @@ def start_guard(
     exchange: Exchange | None = None,
     note: Callable[[str], None] = echo_error,
 ) -> list[Guard]:
-    """Return what detects hangs, mismatched collectives and slow ranks: one guard, or none where that is turned off.
+    """Return the guard that detects hangs, mismatched collectives and stragglers, or an empty list if it is disabled.
 
-    `exchange` is the link to other nodes, None where there are none.
+    `exchange` is the connection to the guards of other nodes, None on a single node.
     """
     if not spec.after_s:
         return []
@@ -187,7 +188,7 @@ def start_guard(
 
 
 def start_replica_watch(run: RunDirectory, spec: ReplicaSpec, ranks: range, node: int = 0) -> list[ReplicaWatch]:
-    """Return what compares the replicas of a launched script: one watch, or none where that is turned off."""
+    """Return the watch that compares the replicas of a launched script, or an empty list if it is disabled."""
     if not spec.every:
         return []
     watch = ReplicaWatch(run, spec, echo_error, node)
@@ -196,7 +197,7 @@ def start_replica_watch(run: RunDirectory, spec: ReplicaSpec, ranks: range, node
 
 
 def failure_text(guards: Sequence[Guard | ReplicaWatch], explanation: str) -> str:
-    """Return the report of a launch that failed: where each rank was, why it failed, and a verdict if not in it."""
+    """Return the text of a failed launch: the location of each rank, the explanation, and verdicts not in it."""
     before = [guard.places() for guard in guards if not guard.verdict]
     after = [guard.verdict for guard in guards if guard.verdict not in explanation]
     return "\n".join(text for text in [*before, explanation, *after] if text)

@@ -1,4 +1,4 @@
-"""How a training ended: its result, or why there is none, as the command shows it."""
+"""The report of `train`: the result of a training, or the reason why it failed or stopped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shardwise.errors import with_code
+from shardwise.errors import InputError, JobError, with_code
+from shardwise.job import Job, JobReference, load_job, refer
 from shardwise.launcher.explain import explain_outcome
 from shardwise.launcher.policy import Finish, root_cause
 from shardwise.runner.local import resume_argv
@@ -20,25 +21,65 @@ from shardwise.spec import Report
 from shardwise.training.spec import TrainResult
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from shardwise.launcher.local.attempts import Launched
     from shardwise.training.spec import TrainSpec
 
 
 class TrainReport(Report, frozen=True, kw_only=True):
-    """How a training ended: its result, or why there is none."""
+    """How a training ended."""
 
     exit_code: int = DONE
     run: str = ""
-    """The run directory; empty where nothing ran on this machine."""
+    """The run directory; empty if nothing ran on this machine."""
     result: TrainResult | None = None
-    """None for a training that failed, was stopped, or was submitted elsewhere."""
+    """None if the training failed, was stopped, or was submitted to other machines."""
     failure: str = ""
-    """Why there is no result: the rank, its traceback and the fix; or how to continue."""
+    """The failed rank, its traceback and the fix, or the command that resumes a stopped training."""
     traceback: str = ""
-    """Of a refusal inside a rank, for --debug."""
+    """Traceback of an input error on a rank, for --debug."""
+
+    @property
+    def weights(self) -> Path | None:
+        """The file of the trained weights, which torch.load and Job.weights read; None without a result."""
+        return RunDirectory(Path(self.run)).weights if self.result is not None else None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the trained weights: the full state dict of the user's model, in host memory."""
+        import torch
+
+        if self.weights is None:
+            raise InputError(
+                f"no trained weights are available: {self.failure or 'the training did not run on this machine'}",
+                code="train.no-weights",
+                fix="run the training until it completes",
+            )
+        weights: dict[str, Tensor] = torch.load(self.weights, map_location="cpu", weights_only=True)
+        return weights
+
+    def load_model(self, job: Job | None = None) -> nn.Module:
+        """Return the trained model in eval mode, in host memory: `job.model()` with the trained weights.
+
+        Without `job`, the job file of the run is loaded again, with the overrides that the run had.
+        """
+        weights = self.state_dict()
+        job = job or _job_of(RunDirectory(Path(self.run)))
+        if job.engine != "torch":
+            raise JobError(
+                f"Job.engine is {job.engine}, and load_model returns a torch.nn.Module",
+                code="support.load-model-engine",
+                fix=f"start from the weights: Job(weights={str(self.weights)!r})",
+            )
+        model = job.model()
+        dtypes = {value.dtype for value in weights.values() if value.is_floating_point()}
+        if len(dtypes) == 1:
+            model.to(dtypes.pop())  # such as fp64, in which the whole model was trained
+        model.load_state_dict(weights)
+        return model.eval()
 
     def to_text(self) -> str:
-        """Return the last lines of a training: what came out, how long it took, where to look."""
+        """Return the summary of a training: metrics, time and output files."""
         if self.result is None:
             return ""
         result, run = self.result, RunDirectory(Path(self.run))
@@ -56,12 +97,25 @@ class TrainReport(Report, frozen=True, kw_only=True):
         return "\n".join(lines)
 
     def note(self) -> str:
-        """Return what standard error gets."""
+        """Return the text for standard error."""
         return self.failure
 
 
+def _job_of(run: RunDirectory) -> Job:
+    """Return the job of a run from its job file; a job that was a value in Python has none."""
+    if not run.job.exists():
+        raise JobError(
+            f"{run.path} has no job file, because the job was passed as a Job",
+            code="train.no-job-file",
+            fix="pass it: report.load_model(job)",
+        )
+    known = msgspec.json.decode(run.job.read_bytes(), type=JobReference)
+    # Refer anew: a file that was edited since may still make the same model, which load_state_dict checks.
+    return load_job(refer(f"{known.path}:{known.attribute}", known.overrides))
+
+
 def read_result(run: RunDirectory) -> TrainReport:
-    """Return the report of a training that has finished, from its run directory."""
+    """Return the report of a finished training from its run directory."""
     found = msgspec.json.decode(run.report_json.read_bytes())["result"]
     found["evaluation"] = {
         name: float("nan") if value is None else value for name, value in found["evaluation"].items()
@@ -70,16 +124,16 @@ def read_result(run: RunDirectory) -> TrainReport:
 
 
 def conclude(spec: TrainSpec, launched: Launched, run: RunDirectory, *, is_first: bool) -> TrainReport:
-    """Return how it ended; a run that was refused before its first step leaves nothing behind."""
+    """Return the report of a launched training. After an input error before the first step, the run is removed."""
     outcome, where = launched.outcome, str(run.path)
     if isinstance(launched.decision, Finish) and launched.decision.exit_code == PREEMPTED:
         code = INTERRUPTED if outcome.interrupted == signal.SIGINT else PREEMPTED
-        is_saved = not any(one.failure and NOT_SAVED in one.failure.message for one in outcome.exits)
-        state = "stopped and saved" if is_saved else "stopped, its last state not saved"
-        again = shlex.join(resume_argv(spec, run.path))
-        return TrainReport(exit_code=code, run=where, failure=f"shardwise: {state}; continue with: {again}")
+        is_saved = not any(each.failure and NOT_SAVED in each.failure.message for each in outcome.exits)
+        state = "stopped and saved" if is_saved else "stopped, but the last state was not saved"
+        command = shlex.join(resume_argv(spec, run.path))
+        return TrainReport(exit_code=code, run=where, failure=f"shardwise: {state}; continue with: {command}")
     if outcome.interrupted:
-        # By SIGUSR1 a batch system asks for the node, not for an end: it begins again, if nothing was saved yet.
+        # SIGUSR1 is a preemption, so the batch system should run the job again even if nothing was saved.
         code = PREEMPTED if outcome.interrupted == signal.SIGUSR1 else INTERRUPTED
         return TrainReport(exit_code=code, run=where, failure=f"shardwise: interrupted; the run is in {where}")
     cause = root_cause(outcome.exits)
@@ -87,8 +141,8 @@ def conclude(spec: TrainSpec, launched: Launched, run: RunDirectory, *, is_first
         return read_result(run) if is_first else TrainReport(run=where)
     failure = cause.failure if cause is not None else None
     if failure is not None and failure.exit_code == BAD_INPUT and not run.has_trained:
-        run.remove()  # nothing was trained, so the refusal is the command's own
-        sentence = with_code(failure.message.replace("JOB.py", spec.job), failure.code)
-        return TrainReport(exit_code=BAD_INPUT, failure=f"shardwise: {sentence}", traceback=failure.traceback)
-    why = f"{explain_outcome(outcome, run)}\nshardwise: the run is in {where}"
-    return TrainReport(exit_code=JOB_FAILED, run=where, failure=why)
+        run.remove()  # nothing was trained, so this is an input error of the command
+        message = with_code(failure.message.replace("JOB.py", spec.job), failure.code)
+        return TrainReport(exit_code=BAD_INPUT, failure=f"shardwise: {message}", traceback=failure.traceback)
+    explanation = f"{explain_outcome(outcome, run)}\nshardwise: the run is in {where}"
+    return TrainReport(exit_code=JOB_FAILED, run=where, failure=explanation)

@@ -1,4 +1,4 @@
-"""`train`: a described job on ranks of this node, or of many, from its Spec to its report."""
+"""`train`: train a job on ranks of one or more nodes, from its Spec to its report."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import hashlib
 import inspect
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.engines.backends import backend_row
 from shardwise.engines.engine import engine_named
 from shardwise.environment import MPI_STARTERS, Identity, identify
 from shardwise.errors import InputError, JobError, LaunchError, ShardwiseError
-from shardwise.job import Job, JobReference, load_job
+from shardwise.job import Job, JobReference, load_job, refer
+from shardwise.job.load import refuse_during_import
 from shardwise.launcher.local.attempts import Launched, LocalLaunch
 from shardwise.launcher.local.attempts import launch as launch_local
 from shardwise.launcher.nodes.node import NodesSpec, join_run, node_facts
@@ -24,12 +26,17 @@ from shardwise.planner.settle import LocalDevice, check_model_fits, local_device
 from shardwise.plans import Plan
 from shardwise.plans.toml import plan_to_toml
 from shardwise.recorder.imports import be_deterministic
-from shardwise.runner.elsewhere import start_elsewhere
-from shardwise.runner.local import settle_nodes, worker_launch, write_run_inputs
+from shardwise.runner.local import (
+    report_effects,
+    report_preset,
+    settle_nodes,
+    settle_preset,
+    worker_launch,
+    write_run_inputs,
+)
 from shardwise.runner.observers import Follower, following, start_guard
-from shardwise.runner.presets import report_effects, report_preset, settle_preset
+from shardwise.runner.remote import start_by_slurm, start_remote
 from shardwise.runner.report import TrainReport, conclude, read_result
-from shardwise.runner.slurm import start_by_slurm
 from shardwise.runs import RunDirectory, create_run, share_run
 from shardwise.runs.console import echo_error
 from shardwise.runs.failure import describe_failure, write_failure
@@ -37,9 +44,8 @@ from shardwise.spec import signature_of
 from shardwise.training.spec import TrainSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from shardwise.dist import World
 
@@ -49,20 +55,22 @@ T = TypeVar("T")
 def train(
     job: Job | str | TrainSpec, plan: Plan | str = "auto", world: World | None = None, **options: Any
 ) -> TrainReport:
-    """Train a job: on ranks that this call starts, or, inside a world, as one of its ranks.
+    """Train a job on ranks that this function starts, or as a rank of an existing world.
 
-    `train("job.py", nproc=2)` takes the options of `shardwise train`. `train(job, plan, world)` is called on every
-    rank of a world and takes the options about saving and replicas, `run` (a run directory) and `show_progress`.
+    `train("job.py", nproc=2)` starts ranks and accepts the options of `shardwise train`. `train(job, plan, world)`
+    must be called on every rank of a world, and accepts the options of checkpoints and replicas, `run_dir` and
+    `show_progress`. Both write a run directory with the trained weights: `report.weights`, `report.load_model()`.
     """
+    refuse_during_import("sw.train")
     if isinstance(job, TrainSpec):
         return train_job(job)
     if world is not None:
         return _train_here(job, plan, world, **options)
     if isinstance(plan, Plan):
         raise LaunchError(
-            "a Plan object is for a world that exists, and train would start its ranks",
+            "a Plan object requires a world",
             code="train.plan-without-world",
-            fix='pass world=, or plan="plan.toml"',
+            fix='pass world=, or the path of a plan file, plan="plan.toml"',
         )
     return train_job(TrainSpec.of(_path_of(job) if isinstance(job, Job) else str(job), plan=plan, **options))
 
@@ -81,54 +89,81 @@ train.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 
 def _train_here(
     job: Any,
-    plan: Any,
+    plan: Plan | str,
     world: World,
     *,
     run: RunDirectory | None = None,
     show_progress: bool = True,
     **options: Any,
 ) -> TrainReport:
+    """Train in an existing world; communicates over it, call on every rank.
+
+    Without `run`, rank 0 creates the run directory: `run_dir`, or runs/SCRIPT-TIME as the command does.
+    """
     from shardwise.training.loop import train as train_in  # imports torch
 
-    asked = TrainSpec.of("", **options)
-    if asked != TrainSpec(job="", save=asked.save, replicas=asked.replicas):
+    spec = TrainSpec.of("", **options)
+    if spec != TrainSpec(job="", run_dir=spec.run_dir, save=spec.save, replicas=spec.replicas):
         raise LaunchError(
-            f"train got {', '.join(options)} and a world, whose ranks have been started already",
+            f"train with a world got {', '.join(options)}, but its ranks are already running",
             code="train.option-inside-world",
-            fix="pass only options about saving and replicas, run= and show_progress=",
+            fix="pass only options of checkpoints and replicas, run_dir=, run= and show_progress=",
         )
-    result = train_in(job, plan, world, run=run, show_progress=show_progress, save=asked.save, replicas=asked.replicas)
-    return TrainReport(run=str(run.path) if run else "", result=result)
+    if isinstance(job, str):
+        job = load_job(refer(job, {}))
+
+    def prepare() -> tuple[Plan, RunDirectory]:
+        settled = _settled_here(job, plan, world, {}) if isinstance(plan, str) else plan
+        made = run or create_run(spec.run_dir, _script_name())
+        if not made.plan.exists():
+            made.plan.write_text(plan_to_toml(settled))
+        return settled, made
+
+    settled, made = _from_main(world, prepare)
+    with _failures(made, world, is_new=run is None):
+        result = train_in(
+            job, settled, world, run=made, show_progress=show_progress, save=spec.save, replicas=spec.replicas
+        )
+    return TrainReport(run=str(made.path), result=result)
+
+
+def _script_name() -> str:
+    """Return the name of the script that runs, for its run directory; "train" in an interactive session."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None:
+        return "train"
+    path = Path(file)
+    return path.parent.name if path.stem == "__main__" else path.stem
 
 
 def _path_of(job: Job) -> str:
-    """Return FILE.py:NAME of a job that stands in the script that runs; ranks load it from there."""
+    """Return FILE.py:NAME of a job that is a variable of the main script, from which ranks load it."""
     main = sys.modules["__main__"]
     names = [name for name, value in vars(main).items() if value is job]
     file = getattr(main, "__file__", None)
     if not names or file is None:
         raise JobError(
-            "ranks load a job from its file, and this Job is not a variable of the script that runs",
+            "ranks load a job from its file, but this Job is not a variable of the main script",
             code="job.not-in-a-file",
-            fix='write it to a file and pass its path: train("job.py", nproc=2)',
+            fix='define it in a file and pass the path: train("job.py", nproc=2)',
         )
     return f"{file}:{names[0]}"
 
 
 def train_job(spec: TrainSpec) -> TrainReport:
-    """Train the job of a Spec: settle its plan, start its ranks or join them, and return how it ended."""
+    """Train the job of a Spec: resolve its plan, start the ranks or join their world, and return how it ended."""
     started_at = time.time()
-    report_preset(spec.preset)  # first: an unknown one is refused here, not on every machine
+    report_preset(spec.preset)  # first, so that an unknown preset raises here and not on every machine
     sinks = tuple(parse_sink(text) for text in spec.sinks)
-    code = start_elsewhere(spec, grace_s=LocalLaunch.grace_s)
+    code = start_remote(spec, grace_s=LocalLaunch.grace_s)
     if code is not None:
         return TrainReport(exit_code=code)
     me = identify()
     reference, plan_overrides = split_settings(spec.job, spec.settings)
     job = load_job(reference)
-    asked = spec
+    requested = spec
     spec = spec.replace(save=spec.save.resolved())
-    code = start_by_slurm(asked, reference.name, grace_s=LocalLaunch.grace_s)
+    code = start_by_slurm(requested, reference.name, grace_s=LocalLaunch.grace_s)
     if code is not None:
         return TrainReport(exit_code=code)
     nodes = _nodes(spec)
@@ -153,11 +188,11 @@ def train_job(spec: TrainSpec) -> TrainReport:
         write_run_inputs(run, reference, plan, started_at=started_at)
         launched = _run(spec, run, sinks, added)
     report_effects(spec.preset, added, run)
-    return conclude(asked, launched, run, is_first=is_first)
+    return conclude(requested, launched, run, is_first=is_first)
 
 
 def _nodes(spec: TrainSpec) -> NodesSpec | None:
-    """Return the nodes of the run; without --nproc and --nnodes a task of srun is a rank, not a launcher."""
+    """Return the nodes of the run, None for a single node; without --nproc and --nnodes, an srun task is a rank."""
     rendezvous = spec.rendezvous
     if identify().source == "slurm" and spec.nproc is None and rendezvous.nnodes is None:
         return None
@@ -165,43 +200,43 @@ def _nodes(spec: TrainSpec) -> NodesSpec | None:
 
 
 def _is_rank(me: Identity, spec: TrainSpec) -> bool:
-    """Return whether this process is a rank already; backend mpi, whose ranks are mpirun's, is refused where not."""
+    """Return whether this process is a rank; raises LaunchError for backend mpi if mpirun has not started it."""
     if me.world_size > 1 or not backend_row(spec.place.backend).starts_by_mpirun:
         return me.world_size > 1
     if me.source in MPI_STARTERS:
         return True
     raise LaunchError(
-        "--backend mpi requires processes that mpirun started, and it did not start this one",
+        "--backend mpi requires mpirun, which did not start this process",
         code="launch.mpi-without-mpirun",
         fix=f"mpirun -n {spec.nproc or 2} shardwise train ... --backend mpi",
     )
 
 
 def _check_joining(me: Identity, spec: TrainSpec) -> None:
-    """Refuse to start ranks or mirrors from a rank, or to set what it should have been started with."""
+    """Raise LaunchError for options that a rank cannot apply, because its launcher has already started it."""
     if spec.preset is not None:
         export = f'eval "$(shardwise doctor env --preset {spec.preset} --export)"'
         raise LaunchError(
-            f"--preset {spec.preset} is for ranks that shardwise starts, and {me.source} has started this one",
+            f"--preset {spec.preset} requires that shardwise starts the ranks, but {me.source} started them",
             code="cli.option-inside-world",
-            fix=f"leave it out, and run {export} before {me.source}",
+            fix=f"remove it, and run {export} before {me.source}",
         )
     if spec.sinks:
         raise LaunchError(
-            f"--sink {spec.sinks[0]} is for ranks that shardwise starts, and {me.source} has started this one",
+            f"--sink {spec.sinks[0]} requires that shardwise starts the ranks, but {me.source} started them",
             code="cli.option-inside-world",
-            fix=f"leave it out, and run shardwise watch RUN --sink {spec.sinks[0]} beside it",
+            fix=f"remove it, and run shardwise watch RUN --sink {spec.sinks[0]} during the training",
         )
     if spec.nproc is not None:
         raise LaunchError(
-            f"--nproc {spec.nproc} inside a world of {me.world_size} ranks that {me.source} started",
+            f"--nproc {spec.nproc} has no effect, because {me.source} started {me.world_size} ranks",
             code="cli.option-inside-world",
-            fix="leave --nproc out, or start shardwise by itself",
+            fix=f"remove --nproc, or run shardwise without {me.source}",
         )
 
 
 def _run(spec: TrainSpec, run: RunDirectory, sinks: Sequence[SinkSpec], variables: Mapping[str, str]) -> Launched:
-    """Start the ranks of one node, and show what they do until they end."""
+    """Start the ranks of a single node and show their progress until they exit."""
     nproc = spec.nproc or 1
     with following(run, sinks) as [follower]:
         guards = start_guard(run, spec.hang, range(nproc), note=follower.line)
@@ -219,13 +254,14 @@ def _run_on_nodes(
     variables: Mapping[str, str],
     started_at: float,
 ) -> tuple[Launched, RunDirectory, bool]:
-    """Take part in a training on many nodes; return how it ended, where, and whether this is the first node.
+    """Run a node of a multi-node training; return the outcome, the run directory, and whether this is node 0.
 
-    `plan` is for the most nodes; the workers refit it to those that have joined. The first node mirrors the run.
+    `plan` is for the maximum number of nodes. The workers refit it to the nodes that have joined. Node 0 mirrors the
+    run to the sinks.
     """
     nproc = spec.nproc or 1
     for fewer in range(nodes.least, nodes.most):
-        plan.refit(fewer * nproc)  # refuses now what it would refuse when a node is lost
+        plan.refit(fewer * nproc)  # raises now what it would raise after the loss of a node
     facts = {
         **node_facts(nodes, reference.name),
         "job file": reference.digest[:12],
@@ -234,7 +270,7 @@ def _run_on_nodes(
 
     def make_run(named: Path | None) -> RunDirectory:
         run = create_run(spec.run_dir, reference.name) if named is None else share_run(spec.run_dir or named)
-        if not run.plan.exists():  # else node 0 has written it to a disk that we share
+        if not run.plan.exists():  # node 0 has written it if the disk is shared
             write_run_inputs(run, reference, plan, started_at=started_at)
         return run
 
@@ -264,13 +300,13 @@ def _run_on_nodes(
 def _train_in_world(
     spec: TrainSpec, job: Job, reference: JobReference, plan_overrides: Mapping[str, str]
 ) -> RunDirectory | None:
-    """Train in the world this process was started in; communicates over it, on every rank.
+    """Train as a rank of the world that a launcher started. Communicates over the world; call on every rank.
 
-    Returns the run directory on rank 0, None on the others.
+    Returns the run directory on rank 0 and None on the other ranks.
     """
     if spec.deterministic:
-        be_deterministic(seed=None)  # the job has one
-    # These import torch, which has to find determinism set.
+        be_deterministic(seed=None)  # the job has a seed
+    # These import torch, which reads the variables of deterministic mode.
     from shardwise.dist import world
     from shardwise.training.loop import train as train_here
 
@@ -279,8 +315,7 @@ def _train_in_world(
     with world(backend=spec.place.backend, device=engine.world_device(spec.place.device)) as here:
 
         def prepare() -> tuple[Plan, RunDirectory]:
-            device = engine.local_device(None) or _device_of(here)
-            plan = settle_job_plan(job, spec.plan, world_size=here.size, device=device, overrides=plan_overrides)
+            plan = _settled_here(job, spec.plan, here, plan_overrides)
             run = create_run(spec.run_dir, reference.name)
             write_run_inputs(run, reference, plan)
             return plan, run
@@ -288,22 +323,34 @@ def _train_in_world(
         _compare_jobs(here, reference)
         plan, run = _from_main(here, prepare)
         if here.is_main and here.source != "shardwise":
-            echo_error(f"shardwise: {here.source} has started these ranks, so nothing detects hangs, as launch would")
-        try:
-            # A job that SLURM has requeued finds what it saved before.
+            echo_error(f"shardwise: hangs are not detected, because {here.source} started the ranks")
+        with _failures(run, here, is_new=True):
+            # A job that SLURM has requeued resumes from its checkpoints.
             save = spec.save.replace(resume="auto") if run.checkpoints.exists() else spec.save
             train_here(job, plan, here, run=run, save=save, replicas=spec.replicas)
-        except Exception as error:
-            if here.is_main and isinstance(error, InputError) and not run.has_trained:
-                run.remove()
-            elif not isinstance(error, InputError):
-                write_failure(run.error(here.rank), describe_failure(error, here.rank))
-            raise
         return run if here.is_main else None
 
 
+@contextmanager
+def _failures(run: RunDirectory, here: World, *, is_new: bool) -> Iterator[None]:
+    """Write down what ends this rank; a new run that is refused before its first step leaves nothing behind."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, InputError) and is_new and here.is_main and not run.has_trained:
+            run.remove()
+        elif not isinstance(error, InputError):
+            write_failure(run.error(here.rank), describe_failure(error, here.rank))
+        raise
+
+
+def _settled_here(job: Job, plan: str, here: World, overrides: Mapping[str, str]) -> Plan:
+    device = engine_named(job.engine).local_device(None) or _device_of(here)
+    return settle_job_plan(job, plan, world_size=here.size, device=device, overrides=overrides)
+
+
 def _from_main(here: World, make: Callable[[], T]) -> T:
-    """Have rank 0 decide for all, also when it fails; communicates over the world."""
+    """Return the result of `make` on rank 0 on every rank, or raise its error on every rank. Communicates."""
     result: T | ShardwiseError | None = None
     if here.is_main:
         try:
@@ -318,12 +365,12 @@ def _from_main(here: World, make: Callable[[], T]) -> T:
 
 
 def _compare_jobs(here: World, reference: JobReference) -> None:
-    """Refuse ranks that loaded different job files; communicates over the world."""
+    """Raise JobError if ranks loaded different job files. Communicates over the world; call on every rank."""
     digests = here.gather(reference.digest)
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise JobError(
-            f"{reference.path} is another file on ranks {different} than on rank 0",
+            f"{reference.path} on ranks {different} differs from the file on rank 0",
             code="job.file-differs",
             fix="copy the same file to all nodes",
         )

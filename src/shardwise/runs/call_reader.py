@@ -1,4 +1,4 @@
-"""Reading the recorded calls of a rank that runs, hangs or has ended, and comparing the last ones of all ranks."""
+"""Reading the recorded calls of a rank that runs, hangs or has ended, and comparing the last calls of all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.runs import calls
-from shardwise.runs.calls import MAIN_THREAD, GroupKey, Operation, call_words, describe_difference, differ
+from shardwise.runs.calls import MAIN_THREAD, GroupKey, Operation, describe_call, describe_difference, differ
 from shardwise.runs.console import name_ranks, short
 from shardwise.runs.recorder import Stack, parse_fatal_stack, parse_traceback, user_frame
 
@@ -21,62 +21,62 @@ if TYPE_CHECKING:
 
 
 _MARGIN = 16
-"""Calls at the end of the ring that may be overwritten while they are read."""
+"""The oldest calls of the ring may be overwritten while they are read; this many are not read."""
 _MOST_OPEN = 256
-"""Calls that nobody waits for are followed until so many others have been issued."""
+"""Incomplete calls without a waiting thread are followed until this many later calls have been issued."""
 _NUMBER, _PLACE = (1 << calls.NUMBER_BITS) - 1, (1 << calls.PLACE_BITS) - 1
 UNKNOWN = Operation("a call", "", "", "")
-"""In place of one that did not fit into the table."""
+"""The operation of a call that did not fit into the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of one rank; times are seconds since the epoch, 0 for not yet."""
+    """One call of one rank; times are seconds since the epoch, 0 if it has not happened."""
 
     group: GroupKey
     sequence: int
     """Counts the calls of its channel in its group, from 1."""
     what: Operation
     site: str
-    """Source line, as FILE:LINE; empty where unknown."""
+    """Source line as FILE:LINE; empty if unknown."""
     entered: float
     waited: float
-    """Since when somebody waits for it."""
+    """Since when a thread waits for it."""
     left: float
     backward: bool
-    """Made while gradients were computed."""
+    """Whether it was issued during backward."""
 
     @property
     def channel(self) -> tuple[GroupKey, str]:
-        """Where it is counted."""
+        """The group and channel in which it is counted."""
         return self.group, self.what.channel
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether somebody is inside now."""
+        """Whether a thread waits for it now."""
         return bool(self.waited) and not self.left
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """How far the collectives of a group are, counted by torch, those that C++ issued included."""
+    """Progress of a group's collectives, including those that C++ issued, as torch's flight recorder counts them."""
 
     group: GroupKey
     enqueued: int
     completed: int
     pending: Call | None
-    """The oldest that is not done, once it has been so for a second."""
+    """The oldest incomplete collective, if it was issued at least a second ago."""
 
 
 class CallReader:
-    """Follows the ring at `path`, which may not be there yet, and which a restarted rank replaces."""
+    """Follows the ring at `path`, which may not exist yet and which a restarted rank replaces."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._inode = 0
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._map: mmap.mmap | None = None
         self._words = memoryview(b"").cast("Q")
         self._seen = 0
@@ -87,7 +87,7 @@ class CallReader:
         """The newest call by channel."""
 
     def refresh(self) -> list[Call]:
-        """Look again; returns the calls that are new, oldest first. Those that were overwritten are left out."""
+        """Read the ring again and return the new calls, oldest first, without those that were overwritten."""
         if not self._attach():
             return []
         count = self._words[calls.COUNT]
@@ -109,23 +109,23 @@ class CallReader:
         return new
 
     @property
-    def is_there(self) -> bool:
-        """Whether there is a ring."""
+    def has_ring(self) -> bool:
+        """Whether the ring exists."""
         return self._map is not None
 
     @property
     def waits(self) -> tuple[Call, ...]:
-        """The calls that somebody was waiting for at the last look."""
+        """The calls for which a thread was waiting at the last refresh."""
         return tuple(call for call in self._open.values() if call.is_waited_for)
 
     @property
     def pending(self) -> tuple[Call, ...]:
-        """The calls that were issued and not done at the last look, waited for or not."""
+        """The incomplete calls at the last refresh, with or without a waiting thread."""
         return tuple(self._open.values())
 
     @property
     def newest(self) -> Call | None:
-        """The last call that was issued, None before the first."""
+        """The last call that was issued; None before the first."""
         return max(self.last.values(), key=lambda call: call.entered, default=None)
 
     def header(self, place: int) -> int:
@@ -133,13 +133,16 @@ class CallReader:
         return self._words[place] if self._map is not None else 0
 
     def flights(self) -> tuple[Flight, ...]:
-        """Return how far the groups are that torch's flight recorder follows."""
-        return tuple(flight for slot in range(calls.FLIGHTS) if (flight := self._flight(slot)) is not None)
+        """Return the progress of the groups that torch's flight recorder follows."""
+        flights = (self._flight(slot) for slot in range(calls.FLIGHTS))
+        return tuple(flight for flight in flights if flight is not None)
 
     def arrivals(self) -> list[Call]:
-        """Return the last collectives that torch counts, without their source lines; looked at ever more rarely."""
-        found = []
-        for index in range(calls.ARRIVALS if self._map is not None else 0):
+        """Return the last collectives of torch's flight recorder, without their source lines."""
+        found: list[Call] = []
+        if self._map is None:
+            return found
+        for index in range(calls.ARRIVALS):
             place = calls.AT_ARRIVALS + index * calls.ARRIVAL_WORDS
             sequence, what, at = self._words[place : place + 3].tolist()
             group, operation, _ = self._unpack(what)
@@ -148,13 +151,13 @@ class CallReader:
         return found
 
     def _attach(self) -> bool:
-        """Map the file if it is new; False where there is none."""
+        """Map the file if it is new; return False without a valid ring."""
         try:
             inode = self._path.stat().st_ino
             if inode != self._inode or self._map is None:
                 with self._path.open("rb") as file:
                     found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                self._forget()
+                self._reset()
                 self._inode, self._map, self._words = inode, found, memoryview(found).cast("Q")
         except (OSError, ValueError, TypeError):
             return False
@@ -205,7 +208,7 @@ class CallReader:
         return Flight(key, enqueued, completed, pending)
 
     def _value(self, place: int, kind: type) -> Any:
-        """Return what is at a place of the table, None where nothing is."""
+        """Return the value at a position of the table, None if there is none."""
         if not place or self._map is None:
             return None
         if place not in self._values:
@@ -214,61 +217,62 @@ class CallReader:
             try:
                 self._values[place] = msgspec.json.decode(self._map[at + 4 : at + 4 + length], type=kind)
             except msgspec.MsgspecError:
-                return None  # torn, or not what was expected
+                return None  # half written, or a value of another type
         return self._values[place]
 
 
-# The last collectives of ranks that have ended, compared: which of them did not match.
+# Comparison of the last collectives of ranks that have ended.
 #
 # gloo aborts the process that receives more bytes than its buffer holds, so the rank that fails first is not the
-# rank that made the wrong call. The records outlive the processes: where one rank is inside a collective that a
+# rank that made the wrong call. The records outlive the processes: if one rank is inside a collective that a
 # member of its group never issued, or issued with other arguments, that pair of calls is the cause. Collectives
-# that C++ issues by itself, as DDP does in backward, are not among the recorded calls; the Python stack at the
-# abort or in the traceback names their line, and torch's flight recorder their size if the rank still had the time
-# to copy it.
+# that C++ issues, as DDP does in backward, are not among the recorded calls; the Python stack at the abort or in the
+# traceback has their source line, and torch's flight recorder their size if the rank had time to copy it.
 
 
 _STACK_BYTES = 1 << 16
 _MOST_CALLS = 16
-"""Calls of one kind that are kept of each rank: they travel between nodes."""
+"""Maximum number of calls of one kind per rank, since nodes send them to each other."""
 _BACKWARD = "_engine_run_backward"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LastCalls:
-    """Where one rank was when it ended."""
+    """The last calls of one rank when it ended."""
 
     inside: tuple[Call, ...] = ()
-    """Issued and not done, those that somebody waited for first."""
+    """Incomplete calls, first those for which a thread waited."""
     last: tuple[Call, ...] = ()
-    """The newest of each channel."""
+    """The newest call of each channel."""
     issued: tuple[Call, ...] = ()
-    """The last collective of each group that C++ issued, as far as torch's flight recorder could be read."""
+    """The last collective of each group that C++ issued, if torch's flight recorder could be read."""
     line: str = ""
     """FILE:LINE of the user's innermost frame, from the traceback or the stack at the abort; empty if unknown."""
     in_backward: bool = False
-    """That frame was inside autograd's backward."""
+    """Whether that frame was inside autograd's backward."""
 
     def find(self, call: Call) -> Call | None:
-        """Return this rank's call of the same number in the same channel."""
-        same = [mine for mine in (*self.inside, *self.last) if mine.channel == call.channel]
-        return next((mine for mine in same if mine.sequence == call.sequence), None)
+        """Return this rank's call with the same channel and sequence number."""
+        for own in (*self.inside, *self.last):
+            if own.channel == call.channel and own.sequence == call.sequence:
+                return own
+        return None
 
     def has_issued(self, call: Call) -> bool:
-        """Whether this rank has made that call, or a later one of its channel."""
-        return any(mine.channel == call.channel and mine.sequence >= call.sequence for mine in self.last)
+        """Whether this rank has made that call, or a later call of its channel."""
+        return any(own.channel == call.channel and own.sequence >= call.sequence for own in self.last)
 
 
 def read_last_calls(run: RunDirectory, rank: int, traceback: str | None) -> LastCalls | None:
-    """Return what the record of a rank that has ended holds; None without a record.
+    """Return the last recorded calls of a rank that has ended; None without a record.
 
-    `traceback` is that of its exception, None for a rank that a fatal signal ended.
+    `traceback` is the traceback of its exception, None for a rank that a fatal signal ended.
     """
     reader = CallReader(run.calls(rank))
     reader.refresh()
-    if not reader.is_there:
+    if not reader.has_ring:
         return None
-    stack = _fatal_stack(run, rank, reader.header(MAIN_THREAD)) if traceback is None else parse_traceback(traceback)
+    stack = _last_stack(run, rank, reader.header(MAIN_THREAD), traceback)
     user = user_frame(stack)
     inside = [*reader.waits, *(call for call in reader.pending if call not in reader.waits)]
     last = sorted(reader.last.values(), key=lambda call: -call.entered)
@@ -282,7 +286,9 @@ def read_last_calls(run: RunDirectory, rank: int, traceback: str | None) -> Last
     )
 
 
-def _fatal_stack(run: RunDirectory, rank: int, thread: int) -> Stack:
+def _last_stack(run: RunDirectory, rank: int, thread: int, traceback: str | None) -> Stack:
+    if traceback is not None:
+        return parse_traceback(traceback)
     try:
         text = run.stack_samples(rank).read_bytes()[-_STACK_BYTES:].decode(errors="replace")
     except OSError:
@@ -291,7 +297,7 @@ def _fatal_stack(run: RunDirectory, rank: int, thread: int) -> Stack:
 
 
 def describe_mismatch(ends: Mapping[int, LastCalls]) -> str:
-    """Name the calls that did not match, with ranks and lines; empty where the records show none."""
+    """Return the calls that did not match as text, with ranks and source lines; empty if the records show none."""
     inside = [call for calls in ends.values() for call in calls.inside]
     for call in sorted(inside, key=lambda call: call.entered):
         found = _describe_other_arguments(ends, call) or _describe_missing(ends, call)
@@ -301,13 +307,19 @@ def describe_mismatch(ends: Mapping[int, LastCalls]) -> str:
 
 
 def _describe_other_arguments(ends: Mapping[int, LastCalls], call: Call) -> str:
-    """Name the ranks that made the call of this number otherwise."""
-    there = {rank: mine for rank, calls in ends.items() if (mine := calls.find(call)) is not None}
-    return describe_difference(there) if any(differ(call, mine) for mine in there.values()) else ""
+    """Return the difference if ranks made the call of this number with other arguments; empty if none did."""
+    found = {}
+    for rank, end in ends.items():
+        same = end.find(call)
+        if same is not None:
+            found[rank] = same
+    if any(differ(call, same) for same in found.values()):
+        return describe_difference(found)
+    return ""
 
 
 def _describe_missing(ends: Mapping[int, LastCalls], call: Call) -> str:
-    """Name the members that never made this collective, and what they did instead."""
+    """Return the members that never made this collective and their last position as text; empty if all made it."""
     if call.what.is_message:
         return ""
     members = [rank for rank in call.group.members if rank in ends]
@@ -315,25 +327,27 @@ def _describe_missing(ends: Mapping[int, LastCalls], call: Call) -> str:
     if not missing:
         return ""
     made = [rank for rank in members if rank not in missing]
-    places: dict[str, list[int]] = {}
+    positions: dict[str, list[int]] = {}
     for rank in missing:
-        places.setdefault(_place(ends[rank]), []).append(rank)
-    instead = "; ".join(f"{name_ranks(ranks)} {_verb(place, ranks)}" for place, ranks in places.items())
+        positions.setdefault(_position(ends[rank]), []).append(rank)
+    instead = "; ".join(f"{name_ranks(ranks)} {_verb(position, ranks)}" for position, ranks in positions.items())
     if len(missing) <= len(made):
-        fact = f"{name_ranks(missing)} did not make {call_words(call)}, which {name_ranks(made)} made"
+        fact = f"{name_ranks(missing)} did not call {describe_call(call)}, which {name_ranks(made)} called"
     else:
-        fact = f"{name_ranks(made)} made {call_words(call)}, which {name_ranks(missing)} did not make"
-    return f"{fact}: {instead}; every rank must make the same collectives in the same order"
+        fact = f"{name_ranks(made)} called {describe_call(call)}, which {name_ranks(missing)} did not call"
+    return f"{fact}: {instead}; every rank must call the same collectives in the same order"
 
 
-def _verb(place: str, ranks: list[int]) -> str:
-    return place.replace("was ", "were ", 1) if place.startswith("was ") and len(ranks) > 1 else place
+def _verb(position: str, ranks: list[int]) -> str:
+    if position.startswith("was ") and len(ranks) > 1:
+        return position.replace("was ", "were ", 1)
+    return position
 
 
-def _place(calls: LastCalls) -> str:
-    """Say where a rank was that did not make the call of its peers."""
+def _position(calls: LastCalls) -> str:
+    """Return the position of a rank that did not make the call of its peers, as text."""
     if calls.inside:
-        return f"was in {call_words(calls.inside[0])}"
+        return f"was in {describe_call(calls.inside[0])}"
     newest = max(calls.last, key=lambda call: call.entered, default=None)
     since = newest.entered if newest is not None else 0.0
     issued = max(calls.issued, key=lambda call: call.entered, default=None)
@@ -341,7 +355,9 @@ def _place(calls: LastCalls) -> str:
     if issued is not None and issued.entered > since:
         return f"was in {issued.what.name} ({issued.what.text}){where or f' at {short(issued.site)}'}"
     if calls.in_backward:
-        return f"was in backward{where}, where gradients are reduced"
+        return f"was in backward{where}, in which gradients are reduced"
     if where:
         return f"was{where}"
-    return f"had left {call_words(newest)}" if newest is not None else "had made no call"
+    if newest is None:
+        return "had made no call"
+    return f"had left {describe_call(newest)}"

@@ -1,4 +1,4 @@
-"""The one renderer of terminal output, printable text, and exit codes with their meaning."""
+"""Terminal output, printable text, and exit codes with their meaning."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def echo(text: str) -> None:
-    """Write a line of result to standard output."""
-    with contextlib.suppress(OSError):  # a closed terminal or pipe is nobody to talk to, not a failure
+    """Write a line of a result to standard output."""
+    with contextlib.suppress(OSError):  # a closed terminal or pipe must not fail the command
         _print(text, sys.stdout)
 
 
@@ -27,13 +27,13 @@ def echo_error(text: str) -> None:
 def _print(text: str, stream: TextIO) -> None:
     try:
         print(text, file=stream, flush=True)
-    except UnicodeEncodeError:  # a byte that is not UTF-8, or a letter that this terminal does not have
+    except UnicodeEncodeError:  # a byte that is not UTF-8, or a character that the terminal's encoding does not have
         encoding = stream.encoding or "ascii"
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def render_table(table: Any, *, width: int) -> str:
-    """Return a table of rich as text: as wide and as colorful as the terminal, else `width` columns."""
+    """Return a rich table as text with the width and colors of the terminal; `width` columns without a terminal."""
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else width)
@@ -42,7 +42,7 @@ def render_table(table: Any, *, width: int) -> str:
     return captured.get().rstrip("\n")
 
 
-# Text that every file and terminal can take: the bytes of a path or an argument need not be UTF-8.
+# Text that can be encoded as UTF-8: the bytes of a path or an argument need not be UTF-8.
 
 
 def printable(text: str) -> str:
@@ -51,7 +51,7 @@ def printable(text: str) -> str:
 
 
 def printable_fields(value: Any) -> Any:
-    """Return lists and dicts of a document with all of their text printable."""
+    """Return nested lists and dicts with all of their strings made printable."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
@@ -61,7 +61,7 @@ def printable_fields(value: Any) -> Any:
     return value
 
 
-# Ranks in words.
+# Counts and ranks as text.
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
@@ -83,19 +83,19 @@ def rank_spans(ranks: Iterable[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in zip(starts, ends, strict=True))
 
 
-# Source lines as messages show them.
+# Source lines in messages.
 
 
-def short(place: str) -> str:
-    """Return FILE:LINE with the file relative to the current folder, if it is below it."""
-    file, _, line = place.rpartition(":")
+def short(location: str) -> str:
+    """Return FILE:LINE with the file relative to the current directory if it is inside of it."""
+    file, _, line = location.rpartition(":")
     try:
         return f"{Path(file).relative_to(Path.cwd())}:{line}"
     except (ValueError, OSError):
-        return place
+        return location
 
 
-# Exit codes in words: what a process ended with, and what usually causes it.
+# Exit codes: constants of shardwise, and the meaning of the code or signal with which a process ended.
 
 
 DONE = 0
@@ -107,15 +107,15 @@ INTERRUPTED = 130
 
 _SIGNAL_CAUSES = {
     signal.SIGKILL: "usually the kernel when host memory runs out, or kill -9",
-    signal.SIGBUS: "memory that a file or /dev/shm could not give",
-    signal.SIGSEGV: "a native library read memory it does not own",
-    signal.SIGABRT: "a native library gave up; its last words are in the log",
-    signal.SIGTERM: "something asked it to stop",
+    signal.SIGBUS: "usually a full /dev/shm, or a full disk under a memory-mapped file",
+    signal.SIGSEGV: "a native library accessed invalid memory",
+    signal.SIGABRT: "a native library aborted; the log has its last message",
+    signal.SIGTERM: "another process asked it to terminate",
 }
 
 
 def describe_exit(returncode: int) -> str:
-    """Say a return code in words; negative codes are signals, as subprocess counts them."""
+    """Return the meaning of a return code as text; negative codes are signals, as in subprocess."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:
@@ -123,4 +123,6 @@ def describe_exit(returncode: int) -> str:
     except ValueError:
         return f"signal {-returncode}"
     cause = _SIGNAL_CAUSES.get(number)
-    return f"{number.name} ({cause})" if cause else number.name
+    if cause is None:
+        return number.name
+    return f"{number.name} ({cause})"

@@ -1,4 +1,4 @@
-"""The run directory: its paths, whether it can be written, the folder of listener sockets, and retention rules."""
+"""The run directory: its paths, a write check, the folder of multiprocessing sockets, and retention of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from shardwise.runs.console import counted
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Where one run keeps its job, plan, events, logs, errors and report."""
+    """The directory of one run, with the paths of its job, plan, events, logs, errors and report."""
 
     path: Path
     made: tuple[Path, ...] = ()
-    """The folders that `create_run` made, outermost first: all that `remove` may delete."""
+    """The folders that `create_run` created, outermost first; `remove` deletes no others."""
 
     @property
     def job(self) -> Path:
-        """Which job this is: file, attribute, overrides, content hash (JSON)."""
+        """Identity of the job: file, attribute, overrides, content hash (JSON)."""
         return self.path / "job.json"
 
     @property
@@ -38,27 +38,27 @@ class RunDirectory:
 
     @property
     def start(self) -> Path:
-        """When the launcher began, and where each value of the plan came from (JSON)."""
+        """Start time of the launcher, and the source of each value of the plan (JSON)."""
         return self.path / "start.json"
 
     @property
     def environment(self) -> Path:
-        """Environment variables that explain the run, by allow-list (JSON)."""
+        """Environment variables of the run, by allow-list (JSON)."""
         return self.path / "environment.json"
 
     @property
     def batch_script(self) -> Path:
-        """What was submitted to SLURM; absent when the run was started otherwise."""
+        """The batch script that was submitted to SLURM; absent for other runs."""
         return self.path / "job.sbatch"
 
     @property
     def timeline(self) -> Path:
-        """What rank 0 spent its start on (JSON)."""
+        """The start-up phases of rank 0 with their durations (JSON)."""
         return self.path / "timeline.json"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the states that a training can resume from."""
+        """Folder of the checkpoints from which a training can resume."""
         return self.path / "checkpoints"
 
     @property
@@ -68,27 +68,27 @@ class RunDirectory:
 
     @property
     def adapter(self) -> Path:
-        """Folder of trained adapters in peft's format; absent for a job without."""
+        """Folder of trained adapters in peft's format; absent for a job without adapters."""
         return self.path / "adapter"
 
     @property
     def sinks(self) -> Path:
-        """Folder of the state and the logs of mirrors into trackers."""
+        """Folder of the state and the logs of experiment trackers."""
         return self.path / "sinks"
 
     @property
     def predicted(self) -> Path:
-        """The memory that planning predicts (JSON); absent when nobody asked for it."""
+        """The memory that the planner predicts (JSON); absent if no prediction was requested."""
         return self.path / "predicted.json"
 
     @property
     def report_json(self) -> Path:
-        """The final report for programs."""
+        """The final report as JSON."""
         return self.path / "report.json"
 
     @property
     def report_markdown(self) -> Path:
-        """The final report for people."""
+        """The final report as Markdown."""
         return self.path / "report.md"
 
     def events(self, rank: int) -> Path:
@@ -100,23 +100,23 @@ class RunDirectory:
         return self.path / "events" / (f"launcher-{node}.jsonl" if node else "launcher.jsonl")
 
     def recorder(self, rank: int) -> Path:
-        """The ring of one rank's last phases."""
+        """The ring buffer of one rank's last phases."""
         return self.path / "recorder" / f"rank{rank}.ring"
 
     def calls(self, rank: int) -> Path:
-        """The ring of one rank's last collectives."""
+        """The ring buffer of one rank's last collectives."""
         return self.path / "recorder" / f"rank{rank}.calls"
 
     def replicas(self, rank: int) -> Path:
-        """Fingerprints of what one rank should hold like others, one JSON object per line; absent if nobody asked."""
+        """Fingerprints of one rank's replicated tensors, one JSON object per line; absent without replica checks."""
         return self.path / "recorder" / f"rank{rank}.replicas.jsonl"
 
     def stack_samples(self, rank: int) -> Path:
-        """Where one rank writes the stacks of its threads whenever it is asked to."""
+        """The file to which one rank writes the stacks of its threads on request."""
         return self.path / "recorder" / f"rank{rank}.stacks"
 
     def stacks(self, rank: int) -> Path:
-        """Stacks of one rank's threads at the time of a verdict; absent when there was none."""
+        """Stacks of one rank's threads at the time of a verdict; absent without a verdict."""
         return self.path / "stacks" / f"rank{rank}.txt"
 
     def stdout(self, rank: int) -> Path:
@@ -128,25 +128,25 @@ class RunDirectory:
         return self.path / "logs" / f"rank{rank}.err"
 
     def nccl_log(self, rank: int) -> str:
-        """Where NCCL writes its log of one rank: a pattern in which NCCL itself fills in host and process."""
+        """Path pattern of NCCL's log of one rank, in which NCCL fills in host and process."""
         return str(self.path.absolute()).replace("%", "%%") + f"/logs/rank{rank}.nccl.%h.%p"
 
     def nccl_logs(self) -> list[Path]:
-        """What NCCL wrote, all ranks and attempts."""
+        """NCCL logs of all ranks and attempts."""
         return sorted((self.path / "logs").glob("rank*.nccl.*"))
 
     def error(self, rank: int) -> Path:
-        """Failure of one rank (JSON); absent when it did not fail."""
+        """Failure of one rank (JSON); absent if it did not fail."""
         return self.path / "errors" / f"rank{rank}.json"
 
     @property
     def has_trained(self) -> bool:
-        """Whether a step was reported: from then on the directory is a result and is kept."""
+        """Whether a step was reported: from then on the directory is kept as a result."""
         events = self.events(0)
         return events.exists() and b'"kind":"steps"' in events.read_bytes()
 
     def remove(self) -> None:
-        """Delete what `create_run` made: for runs refused before their first step."""
+        """Delete what `create_run` created, for runs that are refused before their first step."""
         for name in (*_FOLDERS, "recorder", "stacks", "sinks"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         for file in (self.job, self.plan, self.start, self.environment, self.timeline):
@@ -160,9 +160,9 @@ _FOLDERS = ("events", "logs", "errors")
 
 
 def create_run(path: Path | None, name: str) -> RunDirectory:
-    """Make a new run directory: `path`, or runs/NAME-TIME under the current directory.
+    """Create a run directory: `path`, or runs/NAME-TIME under the current directory.
 
-    One that was made when its job was submitted to SLURM is taken as it is, also by a job that was requeued.
+    A directory that was created when its job was submitted to SLURM, or before the job was requeued, is reused.
     """
     if path is not None and path.is_dir() and (RunDirectory(path).batch_script.exists() or _is_requeued()):
         return share_run(path)
@@ -171,7 +171,7 @@ def create_run(path: Path | None, name: str) -> RunDirectory:
             raise InputError(
                 f"run directory {path} is not empty",
                 code="run.directory-not-empty",
-                fix="name another one with --run-dir",
+                fix="choose another directory with --run-dir",
             )
         return _make(path, exist_ok=True)
     wanted = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -180,7 +180,7 @@ def create_run(path: Path | None, name: str) -> RunDirectory:
             return _make(wanted, exist_ok=False)
         except FileExistsError:  # two runs may start within one second
             wanted = wanted.with_name(f"{wanted.name.rpartition('~')[0] or wanted.name}~{number}")
-    raise AssertionError("count is endless")
+    raise AssertionError("itertools.count does not end")
 
 
 def _is_requeued() -> bool:
@@ -188,15 +188,15 @@ def _is_requeued() -> bool:
 
 
 def share_run(path: Path) -> RunDirectory:
-    """Make the run directory that another node has named, which may be there already if the nodes share a disk."""
+    """Create the run directory that node 0 chose; it may exist already if the nodes share a file system."""
     try:
         for folder in _FOLDERS:
             (path / folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"run directory {path} of node 0 cannot be made here ({error.strerror})",
+            f"run directory {path} of node 0 cannot be created on this node ({error.strerror})",
             code="run.create-failed",
-            fix="name one for this node with --run-dir",
+            fix="choose a directory for this node with --run-dir",
         ) from None
     return RunDirectory(path)
 
@@ -211,34 +211,35 @@ def _make(path: Path, *, exist_ok: bool) -> RunDirectory:
         raise
     except OSError as error:
         raise InputError(
-            f"run directory {path} cannot be made ({error.strerror})",
+            f"run directory {path} cannot be created ({error.strerror})",
             code="run.create-failed",
-            fix="name another one with --run-dir",
+            fix="choose another directory with --run-dir",
         ) from None
     run = RunDirectory(path, made)
     refusal = write_error(path)
     if refusal is not None:
         run.remove()
         raise InputError(
-            f"run directory {path} cannot be written ({refusal.strerror})",
+            f"run directory {path} is not writable ({refusal.strerror})",
             code="run.write-failed",
-            fix="free space there, or name another one with --run-dir",
+            fix="free disk space, or choose another directory with --run-dir",
         )
     return run
 
 
-# Whether a run directory can still be written, and what it keeps when it cannot.
+# Write checks of the run directory, and a summary of the files in it after a full disk.
 
 
 _PROBE_BYTES = 1 << 16
-"""Enough for what a failing rank writes: its traceback, in the log and in its error file."""
+"""As much as a failing rank writes: its traceback, in the log and in its error file."""
 
 
 def write_error(folder: Path) -> OSError | None:
-    """Return the error of writing 64 KiB into `folder`, None when that works; the probe is removed."""
+    """Return the error of writing 64 KiB into `folder`; None if the write succeeds. The probe file is removed."""
     probe = folder / f".probe-{os.getpid()}"
     try:
-        probe.write_bytes(bytes(_PROBE_BYTES))  # written, not only sized: free blocks are no proof under a quota
+        # Real data, not only a size: a quota can refuse blocks that the file system reports as free.
+        probe.write_bytes(bytes(_PROBE_BYTES))
     except OSError as error:
         return error
     finally:
@@ -248,39 +249,41 @@ def write_error(folder: Path) -> OSError | None:
 
 
 def describe_kept(run: RunDirectory) -> str:
-    """Return what a run whose disk is full has kept, in one sentence."""
-    names = sorted(path.name for path in run.checkpoints.glob("step-*"))  # published whole, or not at all
+    """Return a sentence about the checkpoints of a run whose disk is full."""
+    names = sorted(path.name for path in run.checkpoints.glob("step-*"))  # checkpoints are published atomically
     if not names:
-        return f"{run.path} keeps the logs and events up to the failure, and no checkpoint"
+        return f"{run.path} has the logs and events up to the failure, but no checkpoint"
     checkpoints = counted(len(names), "checkpoint")
-    return f"{run.path} keeps {checkpoints}, the newest {names[-1]}: with free space, continue with --resume {run.path}"
+    return (
+        f"{run.path} has {checkpoints}, the newest {names[-1]}: free disk space, then resume with --resume {run.path}"
+    )
 
 
-# Where multiprocessing puts the sockets of its listeners.
+# The folder of multiprocessing's listener sockets.
 #
-# multiprocessing makes a `pymp-*` folder in the temporary directory of each process that passes descriptors (every
+# multiprocessing creates a `pymp-*` folder in the temporary directory of each process that passes descriptors (every
 # DataLoader worker that returns tensors), and removes it when that process exits. A killed process removes nothing.
-# So the process that starts ranks, which outlives them, makes one folder for all of them and removes it at the end:
+# So the process that starts ranks, which outlives them, creates one folder for all of them and removes it at the end:
 # workers inherit the folder from their rank, however they are started.
 
 
 def make_listener_folder() -> str:
-    """Return the folder of this process, made at the first call; forks of this process use it too."""
+    """Return the folder of this process, created at the first call; forks of this process use it too."""
     return util.get_temp_dir()
 
 
 def use_listener_folder(path: str) -> None:
     """Use the folder of another process, which removes it, in this process and in the workers that it starts."""
-    with contextlib.suppress(AttributeError):  # where `get_temp_dir` looks, though without a public name
+    with contextlib.suppress(AttributeError):  # `get_temp_dir` reads this setting, which has no public name
         process.current_process()._config["tempdir"] = path  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def remove_listener_folder(path: str) -> None:
-    """Remove the folder and what killed ranks left in it."""
+    """Remove the folder with the sockets that killed ranks left in it."""
     shutil.rmtree(path, ignore_errors=True)
 
 
-# What a run keeps of its checkpoints: by count, by age, the best by a metric, and the syntax of these rules.
+# Retention rules of checkpoints: by count, by age, by the best value of a metric; and their syntax.
 
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")
@@ -290,60 +293,66 @@ GRAMMAR = "a count (3), an age (12h, 2d), min:METRIC or max:METRIC, comma separa
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """What to keep: a checkpoint stays if any of the rules wants it; without any rule all stay."""
+    """Retention rules: a checkpoint that any rule selects is kept; without a rule all checkpoints are kept."""
 
     last: int | None = None
-    """The newest so many."""
+    """Number of newest checkpoints to keep."""
     age_s: float | None = None
-    """Those younger than so many seconds."""
+    """Checkpoints younger than this many seconds are kept."""
     best: int = 0
-    """So many with the best value of `metric`."""
+    """Number of checkpoints to keep with the best values of `metric`."""
     metric: str = ""
     highest: bool = False
-    """Whether the best value is the highest; else the lowest."""
+    """Whether the best value is the highest; otherwise it is the lowest."""
 
     def __post_init__(self) -> None:
         if self.last is not None and self.last < 1:
             raise InputError(
-                f"keep.last is {self.last}",
+                f"keep.last must be at least 1, got {self.last}",
                 code="checkpoint.keep-last-invalid",
-                fix="keep at least 1, or leave it out to keep all",
+                fix="set keep.last to at least 1, or omit it to keep all checkpoints",
             )
         if self.age_s is not None and self.age_s < 0:
             raise InputError(
-                f"keep.age_s is {self.age_s}", code="checkpoint.keep-age-invalid", fix="use seconds, at least 0"
+                f"keep.age_s must not be negative, got {self.age_s}",
+                code="checkpoint.keep-age-invalid",
+                fix="set keep.age_s to at least 0 seconds",
             )
         if self.best < 0 or bool(self.best) != bool(self.metric):
             raise InputError(
-                f"keep.best is {self.best} of metric {self.metric!r}",
+                f"keep.best is {self.best} and keep.metric is {self.metric!r}: a positive keep.best needs a metric",
                 code="checkpoint.keep-best-invalid",
-                fix="give both or neither",
+                fix="set both keep.best and keep.metric, or neither",
             )
 
 
 def parse_keep(text: str) -> Keep:
-    """Read rules such as "3", "2d", "max:accuracy" or "3,2d,min:loss"; "all" means none."""
+    """Parse rules such as "3", "2d", "max:accuracy" or "3,2d,min:loss"; "all" keeps every checkpoint."""
     if text == "all":
         return Keep()
     keep, seen = Keep(), set()
     for rule in text.split(","):
-        name, found = _parse_rule(rule.strip())
-        if not found or name in seen:
-            fact = f"has {name} twice" if found else f"has {rule!r}, which is not a rule"
+        name, fields = _parse_rule(rule.strip())
+        if not fields:
             raise InputError(
-                f"--keep {text!r} {fact}",
-                code="checkpoint.keep-rule-repeated" if found else "checkpoint.keep-rule-invalid",
-                fix=f"give {GRAMMAR}",
+                f"--keep {text!r} has the unknown rule {rule!r}",
+                code="checkpoint.keep-rule-invalid",
+                fix=f"use {GRAMMAR}",
+            )
+        if name in seen:
+            raise InputError(
+                f"--keep {text!r} has two rules by {name}", code="checkpoint.keep-rule-repeated", fix=f"use {GRAMMAR}"
             )
         seen.add(name)
-        keep = replace(keep, **found)
+        keep = replace(keep, **fields)
     return keep
 
 
 def _parse_rule(rule: str) -> tuple[str, dict[str, Any]]:
-    """Return what a rule is about and the fields it sets, none where it is not a rule."""
+    """Return the kind of a rule and the fields of Keep that it sets; no fields for an invalid rule."""
     if rule.isascii() and rule.isdigit():
-        return "count", {"last": int(rule)} if int(rule) else {}
+        count = int(rule)
+        return "count", {"last": count} if count > 0 else {}
     if age := _AGE.fullmatch(rule):
         return "age", {"age_s": float(age[1]) * _SECONDS[age[2]]}
     way, _, metric = rule.partition(":")

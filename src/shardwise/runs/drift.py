@@ -1,9 +1,9 @@
-"""Replica drift: which copies of a tensor differ, and why; pure, from fingerprints that ranks have taken.
+"""Replica drift: which replicas of a tensor differ, and the cause; pure functions of the fingerprints of ranks.
 
-Ranks fingerprint the bits of every tensor that they should hold alike: under `shardwise train` they exchange the
-fingerprints themselves, under `shardwise launch` the recorder writes them down and the launcher reads them. Either way
-`find_drift` compares, chooses the cause that the evidence leaves, and returns the one report. The invariant: equal
-bits have equal fingerprints, so sound replicas are never reported.
+Ranks compute a fingerprint of the bits of every replicated tensor. Under `shardwise train` they exchange the
+fingerprints; under `shardwise launch` the recorder writes them to files that the launcher reads. In both cases
+`find_drift` compares them, chooses the cause that fits the evidence, and returns one report. Invariant: equal bits have
+equal fingerprints, so equal replicas are never reported.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     Replica = tuple[str, tuple[int, ...]]
 
 CHECK_EVERY = 1000
-"""Steps between checks, by default. One check reads the weights once, less than an update does."""
-_NOBODY: frozenset[int] = frozenset()
+"""Default number of steps between checks. A check reads the weights once, which is less than an update does."""
+_NO_RANKS: frozenset[int] = frozenset()
 
 
 class ReplicaSpec(Spec, frozen=True, kw_only=True):
-    """How often weights that should be equal over ranks are compared, and what follows when they differ."""
+    """How often replicated weights are compared over ranks, and the action if they differ."""
 
     every: Annotated[NonNegativeInt, option("--check-replicas", metavar="STEPS")] = 0
-    """Compare weights that should be equal over ranks every so many steps; 0 does not."""
+    """Compare replicated weights over ranks every STEPS steps; 0 disables the comparison."""
     on_drift: Literal["report", "stop"] = "report"
     """After a difference: continue, or stop all ranks."""
 
@@ -41,36 +41,38 @@ class ReplicaSpec(Spec, frozen=True, kw_only=True):
 
 
 class Cause(Enum):
-    """Why copies that should be equal are not, as text, with what to do."""
+    """Why replicas differ, as text, with the fix."""
 
     START = (
-        "unequal start: they differed before the first update: make or load the weights alike on all ranks, after which"
-        " nothing may write them on some only"
+        "unequal start: the replicas differed before the first update: initialize or load the weights identically on"
+        " all ranks, and do not write them on single ranks afterwards"
     )
     BATCHES = (
-        "unequal batches: each rank moved it by a gradient of its own samples, which nobody summed over the ranks: look"
-        " for a parameter outside of DDP, or a backward under no_sync before the optimizer"
+        "unequal batches: each rank updated the tensor with the gradient of its own samples, which was not reduced over"
+        " the ranks: check for a parameter outside of DDP, or a backward under no_sync before the optimizer step"
     )
     BUFFER = (
-        "unequal batches: it is a buffer that each rank makes from its own samples: sum it over the ranks in forward,"
+        "unequal batches: each rank computes this buffer from its own samples: reduce it over the ranks in forward,"
         " or set broadcast_buffers"
     )
     OPERATION = (
-        "a non-deterministic operation: the same step on the same rank gave another gradient: --deterministic refuses"
-        " it by name"
+        "a non-deterministic operation: repeating the step on the same rank gave another gradient: --deterministic"
+        " refuses the operation by name"
     )
     UPDATE = (
-        "a non-deterministic operation in the optimizer: equal values and equal gradients became unequal values:"
-        " --deterministic refuses it by name, if it is torch's"
+        "a non-deterministic operation in the optimizer: equal values and equal gradients gave unequal updates:"
+        " --deterministic refuses the operation by name if it is one of torch's"
     )
-    SETTINGS = "unequal optimizers: their settings differ, such as the learning rate: set them alike on all ranks"
-    OUTSIDE = "not the step: something else has written it on some ranks, or a device computes wrongly"
-    UNKNOWN = "it came between two checks: --check-replicas 1 sees the step itself"
+    SETTINGS = (
+        "unequal optimizers: settings such as the learning rate differ over ranks: use the same settings on all ranks"
+    )
+    OUTSIDE = "not the training step: other code wrote the tensor on some ranks, or a device computes wrong results"
+    UNKNOWN = "unknown, since it happened between two checks: --check-replicas 1 checks every step"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """One tensor on the ranks that should hold it alike."""
+    """The replicas of one tensor."""
 
     name: str
     prints: Mapping[int, int]
@@ -78,43 +80,44 @@ class Copies:
 
     @property
     def are_equal(self) -> bool:
-        """Whether all have the same bits."""
+        """Whether all replicas have the same bits."""
         return len(set(self.prints.values())) < 2
 
     @property
     def odd_ranks(self) -> tuple[int, ...]:
-        """The ranks that differ from most; where no value has a majority, from the lowest rank."""
+        """The ranks that differ from the majority; without a majority, from the lowest rank."""
         counts = Counter(self.prints.values())
-        usual, most = counts.most_common(1)[0]
-        if 2 * most <= len(self.prints):
-            usual = self.prints[min(self.prints)]
-        return tuple(rank for rank, value in sorted(self.prints.items()) if value != usual)
+        expected, count = counts.most_common(1)[0]
+        if 2 * count <= len(self.prints):
+            expected = self.prints[min(self.prints)]
+        return tuple(rank for rank, value in sorted(self.prints.items()) if value != expected)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriftEvidence:
-    """What is known of the step at which copies of a tensor were seen to differ."""
+    """Facts about the step after which the replicas of a tensor differed."""
 
     at_start: bool = False
-    """No update was made yet."""
+    """Whether no update had been made."""
     gradients_equal: bool | None = None
-    """Summed gradients of the step, over the copies; None for a buffer, or where nobody looked."""
+    """Whether the reduced gradients of the step are equal; None for a buffer, or if they were not compared."""
     same_samples: bool = False
-    """Whether ranks differ that read the same samples, as those do that share a matrix."""
+    """Whether the replicas differ over ranks that read the same samples, such as tensor-parallel ranks."""
     settings_equal: bool = True
-    """Whether optimizers have the same learning rate and so on."""
-    unsteady_gradient: frozenset[int] = _NOBODY
-    """Ranks on which the same step gave another gradient."""
-    unsteady_update: frozenset[int] = _NOBODY
-    """Ranks on which the same gradient gave another value."""
+    """Whether the optimizers have the same learning rate and other settings."""
+    unsteady_gradient: frozenset[int] = _NO_RANKS
+    """Ranks on which a repeated step gave another gradient."""
+    unsteady_update: frozenset[int] = _NO_RANKS
+    """Ranks on which a repeated update gave another value."""
     is_step_cleared: bool = False
-    """Whether it is known to be none of the step's doing, if nothing above is: the step was run again, or the copies
-    were equal after the one before and differed when it began."""
+    """Whether the step is known not to be the cause, unless a field above shows that it is: the step was repeated, or
+    the replicas were equal after the previous step and differed at the start of this one."""
 
 
 def decide(evidence: DriftEvidence) -> Cause:
-    """Return the cause that the evidence leaves: the first that fits."""
-    has_gradient, gradients_differ = evidence.gradients_equal is not None, evidence.gradients_equal is False
+    """Return the first cause that fits the evidence."""
+    has_gradient = evidence.gradients_equal is not None
+    gradients_differ = evidence.gradients_equal is False
     rules = (
         (evidence.at_start, Cause.START),
         (not evidence.settings_equal, Cause.SETTINGS),
@@ -131,27 +134,29 @@ def decide(evidence: DriftEvidence) -> Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """What one check found: the first tensor in the order of the model whose copies differ."""
+    """The result of a check that found a difference: the first tensor, in the order of the model, that differs."""
 
     step: int
-    """Updates that were made when it was seen."""
+    """Number of updates before the check."""
     last_equal: int | None
-    """Updates after which all were equal; None if that was never seen."""
+    """Number of updates before the last check in which all replicas were equal; None if there was none."""
     copies: Copies
     others: int
-    """How many more tensors differ."""
+    """Number of other tensors that differ."""
     cause: Cause
 
     def __str__(self) -> str:
         odd = self.copies.odd_ranks
-        usual = [rank for rank in self.copies.prints if rank not in odd]
-        when = "before the first step" if self.cause is Cause.START else f"after step {self.step}"
-        since = "" if self.last_equal is None or self.cause is Cause.START else f" (equal after step {self.last_equal})"
-        verb = "holds" if len(odd) == 1 else "hold"
+        expected = [rank for rank in self.copies.prints if rank not in odd]
+        when = f"after step {self.step}"
+        if self.cause is Cause.START:
+            when = "before the first step"
+        elif self.last_equal is not None:
+            when += f" (equal after step {self.last_equal})"
         more = f", and {counted(self.others, 'more tensor')}" if self.others else ""
         return (
-            f"replicas differ {when}{since}: {name_ranks(odd)} {verb} another {self.copies.name} than"
-            f" {name_ranks(usual)}{more}; {self.cause.value}"
+            f"replicas differ {when}: {self.copies.name} of {name_ranks(odd)} differs from that of"
+            f" {name_ranks(expected)}{more}; {self.cause.value}"
         )
 
 
@@ -161,22 +166,23 @@ def find_drift(
     prints: Mapping[int, Mapping[Replica, int]],
     investigate: Callable[[Copies], DriftEvidence],
 ) -> Drift | None:
-    """Return how replicas differ after `step`, and why; None where all are equal.
+    """Return how replicas differ after `step`, and the cause; None if all are equal.
 
-    `prints` maps a rank to the fingerprint of each of its tensors, by its name and the ranks that should hold it
-    alike; ranks without fingerprints are not compared. `investigate` gathers evidence on the first tensor that differs.
+    `prints` maps a rank to the fingerprint of each of its tensors, by the tensor's name and the ranks that replicate
+    it; ranks without fingerprints are not compared. `investigate` gathers evidence about the first tensor that differs.
     """
     unequal = [copies for copies in copies_of(prints) if not copies.are_equal]
     if not unequal:
         return None
-    first, others = unequal[0], len({copies.name for copies in unequal}) - 1
+    first = unequal[0]
+    others = len({copies.name for copies in unequal}) - 1
     return Drift(step=step, last_equal=last_equal, copies=first, others=others, cause=decide(investigate(first)))
 
 
 def copies_of(prints: Mapping[int, Mapping[Replica, int]]) -> Iterator[Copies]:
-    """Yield every tensor once, in the order of the model, on the ranks that were fingerprinted."""
-    for rank, here in prints.items():
-        for name, ranks in here:
-            members = [each for each in ranks if (name, ranks) in prints.get(each, {})]
+    """Yield the replicas of every tensor once, in the order of the model, on the ranks that have fingerprints."""
+    for rank, tensors in prints.items():
+        for name, ranks in tensors:
+            members = [member for member in ranks if (name, ranks) in prints.get(member, {})]
             if rank == members[0]:
-                yield Copies(name=name, prints={each: prints[each][name, ranks] for each in members})
+                yield Copies(name=name, prints={member: prints[member][name, ranks] for member in members})

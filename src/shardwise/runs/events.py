@@ -1,4 +1,4 @@
-"""Events of a run: one JSON object per line and rank, written cheaply and readable while the run trains."""
+"""Events of a run: one file per rank and launcher with one JSON object per line, readable while the run trains."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class EventLog:
-    """Appends events of one rank to its file, and hands each to an optional listener.
+    """Appends events of one rank to its file and passes each to an optional listener.
 
-    Each event is in the file when `write` returns; there is about one a second.
+    Each event is in the file when `write` returns. A rank writes about one event per second.
     """
 
     def __init__(self, path: Path | None, listener: Callable[[dict[str, Any]], None] | None = None) -> None:
@@ -35,7 +35,7 @@ class EventLog:
         self._encoder = msgspec.json.Encoder()
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one event of `kind`; non-finite numbers become null."""
+        """Append one event of `kind`; numbers that are not finite become null."""
         event = {"at": time.time(), "kind": kind, **fields}
         if self._file is not None:
             self._file.write(self._encode(event))
@@ -51,45 +51,47 @@ class EventLog:
             return self._encoder.encode(printable_fields(event))
 
     def close(self) -> None:
-        """Flush and close; nothing may be written after."""
+        """Flush and close the file; later writes are not allowed."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class Tail:
-    """Reads what others append to a file, from where the last read ended; a missing file is an empty one.
+    """Reads what other processes append to a file, from the end of the last read; a missing file counts as empty.
 
-    A line that is not whole yet waits for its end. A file that was replaced or truncated is read again from its start,
-    and `was_replaced` reports it until the next read.
+    An incomplete line is returned once it is complete. A file that was replaced or truncated is read again from its
+    start, and `was_replaced` is True until the next read.
     """
 
-    def __init__(self, path: Path, *, last: int | None = None, piece: int | None = None) -> None:
-        """`last`: start so many bytes before the end of the file. `piece`: bytes that one read takes at most."""
+    def __init__(self, path: Path, *, last: int | None = None, chunk: int | None = None) -> None:
+        """`last`: start that many bytes before the end of the file. `chunk`: maximum bytes of one read."""
         self._path = path
         self._last = last
-        self._piece = piece
+        self._chunk = chunk
         self._offset = 0
         self._inode = 0
         self._rest = b""
         self._skips_line = False
         self.was_replaced = False
         self.behind = 0
-        """Bytes that the last read left for the next."""
+        """Bytes in the file that the last read did not reach."""
 
     @property
     def size(self) -> int:
-        """Bytes that the file had at the last read."""
+        """Size of the file in bytes at the last read."""
         return self._offset + self.behind
 
     def read(self) -> bytes:
-        """Return what is new, whole lines or not."""
+        """Return the new bytes, which may end in an incomplete line."""
         self.was_replaced = False
         try:
             with self._path.open("rb", buffering=0) as file:
                 status = os.fstat(file.fileno())
                 self._find_start(status)
-                num_bytes = status.st_size - self._offset if self._piece is None else self._piece
+                num_bytes = self._chunk
+                if num_bytes is None:
+                    num_bytes = status.st_size - self._offset
                 new = os.pread(file.fileno(), num_bytes, self._offset)
         except OSError:
             return b""
@@ -98,7 +100,7 @@ class Tail:
         return new
 
     def lines(self) -> list[bytes]:
-        """Return the whole lines that are new."""
+        """Return the new complete lines."""
         new = self.read()
         *whole, self._rest = (self._rest + new).split(b"\n")
         if self._skips_line and whole:
@@ -107,7 +109,7 @@ class Tail:
         return whole
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the new events of an events file; a line that holds no event is skipped."""
+        """Return the new events of an events file; a line that is not an event is skipped."""
         found = []
         for line in self.lines():
             event = _decode_event(line)
@@ -116,18 +118,20 @@ class Tail:
         return found
 
     def _find_start(self, status: os.stat_result) -> None:
-        """Set where to start in a file that is new, or is not the one that was read before."""
+        """Set the offset at which to start in a new, replaced or truncated file."""
         if self._inode == status.st_ino and status.st_size >= self._offset:
             return
         self.was_replaced = self._inode != 0
         self._inode = status.st_ino
         self._rest = b""
-        self._offset = max(0, status.st_size - self._last) if self._last is not None else 0
+        self._offset = 0
+        if self._last is not None:
+            self._offset = max(0, status.st_size - self._last)
         self._skips_line = self._offset > 0
 
 
 def _decode_event(line: bytes) -> dict[str, Any] | None:
-    """Return the event of a line; None for anything else."""
+    """Return the event of a line; None if the line is not an event."""
     try:
         event = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -136,7 +140,7 @@ def _decode_event(line: bytes) -> dict[str, Any] | None:
 
 
 def end_of_file(path: Path, num_bytes: int) -> str:
-    """Return the text at the end of a file, from the start of a line; empty for a file that does not exist."""
+    """Return the complete lines in the last `num_bytes` of a file; empty for a file that does not exist."""
     tail = Tail(path, last=num_bytes)
     content = tail.read()
     if tail.size > num_bytes:
@@ -144,7 +148,7 @@ def end_of_file(path: Path, num_bytes: int) -> str:
     return content.decode(errors="replace")
 
 
-# What a launcher writes down of a run: attempts, how ranks ended, restarts, the verdict; one file per node.
+# Events of launchers: attempts, exits of ranks, restarts and the verdict, in one file per node.
 
 
 class LaunchLog:
@@ -159,7 +163,7 @@ class LaunchLog:
             self._log.write(kind, **fields)
 
     def attempt(self, number: int, pids: Mapping[int, int], *, target: str, world_size: int, nodes: int) -> None:
-        """All ranks of this node were started: process ids by rank. `number` counts restarts before it."""
+        """Record that all ranks of this node were started, with process ids by rank; `number` counts restarts."""
         self._write(
             "attempt",
             number=number,
@@ -174,22 +178,24 @@ class LaunchLog:
         )
 
     def exit(self, rank: int, code: int, *, stopped: bool, failure: Failure | None) -> None:
-        """A rank has ended, well or badly; `stopped` if it was asked to. A negative code is a signal."""
-        message = (failure.message.splitlines() or [""])[0] if failure is not None else ""
-        if failure is not None and failure.exit_code != PREEMPTED:  # one that stopped as asked had no error
-            message = f"{failure.kind}: {message}"
+        """Record that a rank ended; `stopped` if the launcher asked it to. A negative code is a signal."""
+        message = ""
+        if failure is not None:
+            message = failure.first_line
+            if failure.exit_code != PREEMPTED:  # a rank that stopped on request had no error
+                message = f"{failure.kind}: {message}"
         self._write("exit", rank=rank, code=code, stopped=stopped, words=message or describe_exit(code))
 
     def restart(self, number: int, most: int, cause: str) -> None:
-        """All ranks are started again, for the `number`th time of at most `most`."""
+        """Record that all ranks are restarted, for the `number`th time of at most `most`."""
         self._write("restart", number=number, most=most, cause=cause)
 
     def verdict(self, text: str) -> None:
-        """The root cause, in one sentence."""
+        """Record the root cause, in one sentence."""
         self._write("verdict", text=text)
 
     def finish(self, state: str, *, restarts: int) -> None:
-        """The launch is over: "finished", "failed" or "stopped"."""
+        """Record the end of the launch: "finished", "failed" or "stopped"."""
         self._write("finish", state=state, restarts=restarts)
 
     def close(self) -> None:
@@ -199,5 +205,5 @@ class LaunchLog:
 
 
 def launch_log(run: RunDirectory, node: int = 0) -> contextlib.closing[LaunchLog]:
-    """Return the log of one node's launcher, which closes with the launch."""
+    """Return a context manager for the log of one node's launcher."""
     return contextlib.closing(LaunchLog(run, node))

@@ -1,4 +1,4 @@
-"""Failures of ranks as JSON files, known errors with their fixes, and the variables that a run may store."""
+"""Failures of ranks as JSON files, known errors with their fixes, and the environment variables that a run records."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from shardwise.runs.directory import RunDirectory
 
 
-# Messages of torch, gloo, NCCL, MPI and MLX that another rank is gone: never a root cause. Anchored on the transport,
-# since a user's own socket may be reset too.
+# Messages of torch, gloo, NCCL, MPI and MLX that report the loss of another rank: never a root cause. The pattern names
+# the transport, since a user's own socket may be reset too.
 PEER_LOST = re.compile(
     r"Connection closed by peer|Connection reset by peer|gloo.*(?:transport|Timed out|unbound_buffer)"
     r"|NCCL.*(?:remote process exited|unhandled system error|Abort)|Broken pipe.*store|recvValue failed"
@@ -35,11 +35,11 @@ _PEER_ERRORS = (RuntimeError, ConnectionError)
 
 
 NOT_SAVED = "and not saved"
-"""In the words of a rank that was asked to stop when its state could not be written."""
+"""Part of the message of a rank that was asked to stop and could not write a checkpoint."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's failure: which rank, where, which error."""
+    """The failure of one rank: its number, its host and the error."""
 
     rank: int
     host: str
@@ -51,14 +51,22 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     traceback: str
     exit_code: int
     peer_lost: bool
-    """The error only reports that another rank is gone."""
+    """Whether the error only reports that another rank is lost."""
     code: str = ""
-    """The condition by name if the error is one of shardwise's own; empty for any other, and in files from before."""
+    """The error code of a ShardwiseError; empty for other exceptions and in files of version 1."""
+
+    @property
+    def first_line(self) -> str:
+        """The first line of the message."""
+        return (self.message.splitlines() or [""])[0]
 
 
 def describe_failure(error: BaseException, rank: int) -> Failure:
-    """Turn an exception that ends this rank into a Failure."""
+    """Return the Failure of the exception that ends this rank."""
     message = printable(str(error))
+    exit_code, code = 1, ""
+    if isinstance(error, ShardwiseError):
+        exit_code, code = error.exit_code, error.code
     return Failure(
         rank=rank,
         host=socket.gethostname(),
@@ -66,14 +74,14 @@ def describe_failure(error: BaseException, rank: int) -> Failure:
         kind=type(error).__name__,
         message=message,
         traceback=printable("".join(traceback.format_exception(error))),
-        exit_code=error.exit_code if isinstance(error, ShardwiseError) else 1,
+        exit_code=exit_code,
         peer_lost=isinstance(error, _PEER_ERRORS) and PEER_LOST.search(message) is not None,
-        code=error.code if isinstance(error, ShardwiseError) else "",
+        code=code,
     )
 
 
 def write_failure(path: Path, failure: Failure) -> None:
-    """Write `failure` whole or not at all."""
+    """Write `failure` atomically."""
     partial = path.with_suffix(".partial")
     try:
         partial.write_bytes(msgspec.json.encode(failure))
@@ -84,19 +92,19 @@ def write_failure(path: Path, failure: Failure) -> None:
 
 
 def read_failure(path: Path) -> Failure | None:
-    """Read a failure back, None when the rank left none."""
+    """Read a failure; None if the rank wrote none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Failure)
     except FileNotFoundError:
         return None
 
 
-# Common errors: what each means and what to do, found by the message of a failed rank.
+# Known errors: the meaning and the fix of common messages of torch, NCCL and the kernel.
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownError:
-    """One error and its translation."""
+    """One error with its meaning and its fix."""
 
     name: str
     pattern: re.Pattern[str]
@@ -121,15 +129,18 @@ _SHARED_MEMORY = _error(
     " Memory at /dev/shm), or use fewer DataLoader workers",
 )
 
+HOST_MEMORY_SPENT = "host memory ran out"
+"""Part of the verdict on a rank that the kernel killed, by which `doctor run` recognizes it."""
+HOST_MEMORY_FIX = "use fewer ranks, fewer DataLoader workers, smaller batches, or a larger memory limit"
 DISK_FULL = "disk full"
 
 KNOWN_ERRORS = (
     _error(
         "same GPU twice",
         r"Duplicate GPU detected",
-        "two ranks took the same GPU, and NCCL wants one for each",
+        "two ranks use the same GPU, but NCCL needs one GPU per rank",
         "call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group, start no more ranks than"
-        " GPUs, and leave CUDA_VISIBLE_DEVICES alone under --gpus-per-task; gloo can share one",
+        " GPUs, and do not set CUDA_VISIBLE_DEVICES under --gpus-per-task; with gloo, ranks can share a GPU",
     ),
     _error(
         "unused parameters",
@@ -141,36 +152,36 @@ KNOWN_ERRORS = (
     _error(
         "device memory",
         r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
-        "the GPU's memory is full",
-        "use a smaller batch with accumulation, recompute activations, or shard ('shardwise plan' lists what fits);"
-        " nvidia-smi shows whether another process holds some; PYTORCH_ALLOC_CONF=expandable_segments:True if much is"
-        " reserved but unallocated",
+        "the GPU is out of memory",
+        "use a smaller micro-batch with gradient accumulation, recompute activations, or shard ('shardwise plan' lists"
+        " plans that fit); nvidia-smi shows whether another process uses the GPU; set"
+        " PYTORCH_ALLOC_CONF=expandable_segments:True if much memory is reserved but unallocated",
     ),
     _error(
         "host memory",
         r"DefaultCPUAllocator: (can't|not enough)|MemoryError|Cannot allocate memory|DataLoader worker.*signal: Killed",
-        "host memory ran out",
-        "use fewer ranks, fewer DataLoader workers or smaller batches, or a larger memory limit",
+        HOST_MEMORY_SPENT,
+        HOST_MEMORY_FIX,
     ),
     _SHARED_MEMORY,
     _error(
         DISK_FULL,
         r"No space left on device|Disk quota exceeded",
         "the disk is full",
-        "free space there (df -h, quota -s), keep fewer checkpoints, or name a run directory on another disk",
+        "free disk space (df -h, quota -s), keep fewer checkpoints, or use a run directory on another disk",
     ),
     _error(
         "address in use",
         r"EADDRINUSE|Address already in use|errno: 98\b",
-        "another process listens on the port where ranks meet",
-        "leave the port to the launcher (no --master-port, init_method='env://'), or find the process with"
+        "another process listens on the rendezvous port of the ranks",
+        "let the launcher choose the port (no --master-port, init_method='env://'), or find the process with"
         " ss -ltnp and end it",
     ),
     _error(
         "driver",
         r"driver on your system is too old|driver version is insufficient|forward compatibility was attempted"
         r"|Driver/library version mismatch|no kernel image is available|CUDA unknown error",
-        "the NVIDIA driver or GPU and this torch do not fit each other",
+        "the NVIDIA driver or GPU is not compatible with this build of torch",
         "run 'shardwise doctor': install a torch built for the driver's CUDA, or a newer driver; after an update of the"
         " driver, reboot",
     ),
@@ -178,44 +189,49 @@ KNOWN_ERRORS = (
         "no interface",
         r"no socket interface found|Unable to find (address|interface) for",
         "NCCL or gloo is set to use an interface that this machine does not have",
-        "run 'shardwise doctor env'; unset NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, or name one of 'ip -br addr'",
+        "run 'shardwise doctor env'; unset NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, or set an interface that"
+        " 'ip -br addr' lists",
     ),
     _error(
         "collective mismatch",
         r"Received data size doesn't match expected size|Is there a distributed collective mismatch",
         "this rank received more bytes than its collective expects: two ranks made different calls",
-        "have every rank make the same collectives in the same order, with equal shapes and dtypes; recorded calls"
-        " (--hang-after above 0) name both lines",
+        "call the same collectives in the same order on every rank, with equal shapes and dtypes; recorded calls"
+        " (--hang-after above 0) show both source lines",
     ),
     _error(
         "peer lost",
         r"(gloo|nccl|store)[\s\S]*(Connection (closed|reset) by|remote process exited|Broken pipe)"
         r"|Connection (closed|reset) by[\s\S]*(gloo|nccl|store)|\[ring\] connection to a peer was lost",
-        "another rank, or its machine, went away while this one talked to it",
-        "look at the rank that ended first, in this run's logs and on its machine (dmesg, out of memory, preemption);"
+        "this rank lost its connection to another rank or its machine",
+        "check the rank that ended first, in the logs of this run and on its machine (dmesg, memory, preemption);"
         " this rank is not the cause",
     ),
     _error(
         "NCCL system error",
         r"unhandled system error|ncclSystemError",
-        "a call to the system failed inside NCCL: network, shared memory or a limit",
-        "run again with NCCL_DEBUG=INFO and read the last WARN of logs/rank*.nccl.*; 'shardwise doctor' looks at"
+        "a system call failed inside NCCL: network, shared memory or a limit",
+        "run again with NCCL_DEBUG=INFO and read the last WARN of logs/rank*.nccl.*; 'shardwise doctor' checks"
         " /dev/shm, locked memory and interfaces",
     ),
 )
-"""The order matters: the first match wins, and the least specific come last."""
+"""In order of precedence: the first match wins, and the least specific errors come last."""
 
 
 def translate(message: str, returncode: int = 1) -> KnownError | None:
-    """Return the known error in the message of a rank, or in the signal that ended it; None when it is none of them."""
-    found = next((error for error in KNOWN_ERRORS if error.pattern.search(message)), None)
-    return _SHARED_MEMORY if found is None and returncode == -signal.SIGBUS else found
+    """Return the known error that matches the message of a rank or the signal that ended it; None without a match."""
+    for error in KNOWN_ERRORS:
+        if error.pattern.search(message):
+            return error
+    if returncode == -signal.SIGBUS:
+        return _SHARED_MEMORY
+    return None
 
 
-# Which environment variables a run may write down: by allow-list, and nothing that looks like a secret.
+# The environment variables that a run records: by allow-list, without those that may be secret.
 
 
-_TOLD = re.compile(
+_RECORDED = re.compile(
     r"(CUDA|NVIDIA|CUBLAS|CUDNN|NCCL|GLOO|UCX|FI|UCC|TORCH|TORCHELASTIC|TORCHDYNAMO|TORCHINDUCTOR|PYTORCH|TRITON|ATEN"
     r"|OMP|GOMP|KMP|MKL|OPENBLAS|PET|DS|MASTER|GROUP|ROLE|OMPI_COMM_WORLD|OMPI_MCA|PMI|PMIX|SHARDWISE)_\w+"
     r"|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|LD_LIBRARY_PATH|LD_PRELOAD|MALLOC_ARENA_MAX"
@@ -228,16 +244,16 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
 
 
 def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `environ` that explain a run and give nothing away, by name."""
-    return {
-        name: value
-        for name, value in sorted(environ.items())
-        if _TOLD.fullmatch(name) and not _SECRET.search(name) and not _URL_WITH_PASSWORD.search(value)
-    }
+    """Return the variables of `environ` on the allow-list that contain no secret, sorted by name."""
+    recorded = {}
+    for name, value in sorted(environ.items()):
+        is_secret = _SECRET.search(name) or _URL_WITH_PASSWORD.search(value)
+        if _RECORDED.fullmatch(name) and not is_secret:
+            recorded[name] = value
+    return recorded
 
 
 def write_variables(run: RunDirectory, environ: Mapping[str, str]) -> None:
-    """Write environment.json: what of `environ`, which all ranks of this machine share, may be recorded."""
-    run.environment.write_bytes(
-        msgspec.json.format(msgspec.json.encode(printable_fields(recorded_variables(environ))), indent=1)
-    )
+    """Write environment.json: the recorded variables of `environ`, which all ranks of this machine share."""
+    recorded = printable_fields(recorded_variables(environ))
+    run.environment.write_bytes(msgspec.json.format(msgspec.json.encode(recorded), indent=1))

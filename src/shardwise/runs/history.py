@@ -1,4 +1,4 @@
-"""What the events of a run add up to: a history of lines, the state of the training, and its curves."""
+"""State folded from the events of a run: a history of text lines, the state of the training, and its curves."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 _SHARED = frozenset({"note", "verdict", "finish"})
 TOGETHER_S = 60.0
 MOST = 500
-"""Entries that are kept; older ones are in the events files."""
+"""Maximum number of entries; the events files have the older ones."""
 
 
 class History:
-    """The newest entries of a run, numbered in the order they were found."""
+    """The newest entries of a run, numbered in the order in which they were read."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -30,7 +30,7 @@ class History:
         self._shared: deque[tuple[str, float]] = deque(maxlen=MOST)
 
     def add(self, event: dict[str, Any], rank: int | None = None) -> None:
-        """Add an event if it is worth a line; a text that several ranks or launchers report together is added once."""
+        """Add an event that has a text; a text that several ranks or launchers report together is added once."""
         describe = _DESCRIBE.get(event["kind"])
         try:
             line = describe(event) if describe is not None else None
@@ -54,7 +54,7 @@ class History:
 
 
 Line = tuple[str, str] | None
-"""Text and mood of an event; None for one that is not worth a line."""
+"""Text and mood of an event; None for an event that is not shown."""
 
 
 def _start(event: dict[str, Any]) -> Line:
@@ -75,10 +75,8 @@ def _note(event: dict[str, Any]) -> Line:
 
 
 def _save(event: dict[str, Any]) -> Line:
-    return (
-        f"checkpoint at step {_whole(event.get('step'))}, training waited {format_duration(event.get('stall_s'))}",
-        "plain",
-    )
+    stall = format_duration(event.get("stall_s"))
+    return f"checkpoint at step {_whole(event.get('step'))}, training stalled for {stall}", "plain"
 
 
 def _end(event: dict[str, Any]) -> Line:
@@ -109,7 +107,8 @@ def _verdict(event: dict[str, Any]) -> Line:
 
 def _finish(event: dict[str, Any]) -> Line:
     mood = {"finished": "good", "failed": "bad"}.get(str(event.get("state")), "warn")
-    return f"the run {'was ' if event.get('state') == 'stopped' else 'has '}{event.get('state')}", mood
+    verb = "was" if event.get("state") == "stopped" else "has"
+    return f"the run {verb} {event.get('state')}", mood
 
 
 _DESCRIBE: dict[str, Callable[[dict[str, Any]], Line]] = {
@@ -134,20 +133,26 @@ def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "nan"
 
 
-# The training of a run from the events of rank 0: step, saves, restarts, and curves of bounded size.
+# The state of the training from the events of rank 0: step, checkpoints, restarts, and curves of bounded size.
 
 
 MOST_SAVES = 50
-CURVES = ("loss", "evaluation", "throughput", "memory", "gradient")
+CURVES = ("loss", "evaluation", "throughput", "memory", "gradient", "learning_rate")
+"""Curves that every training has. Metrics of evaluations are "evaluation/NAME", logged values "log/NAME"."""
+MOST_LOGGED = 50
+"""Curves of logged values: names beyond are in the events alone."""
 
 
 class TrainingState:
-    """The training by the events of rank 0; steps that a restart repeats replace those of before."""
+    """The state of the training from the events of rank 0; steps repeated after a restart replace the old ones.
+
+    The point of a curve at step N is the value after N optimizer steps; `first` of an event counts from 0.
+    """
 
     def __init__(self) -> None:
         self.curves = {name: Curve() for name in CURVES}
         self.step = 0
-        """Steps that are done."""
+        """Number of completed steps."""
         self.num_steps: int | None = None
         self.parameters: int | None = None
         self.facts: dict[str, str] = {}
@@ -162,22 +167,22 @@ class TrainingState:
         self.saves: dict[int, CheckpointStatus] = {}
         self.restarts: list[RestartMark] = []
         self.start: Mapping[str, Any] = {}
-        """The last `start` event: ranks, parameters, steps; empty before the first."""
+        """The last `start` event: ranks, parameters, steps; empty before the first event."""
         self.has_ended = False
         self._restarted_at: float | None = None
 
     def fold(self, event: Mapping[str, Any]) -> None:
-        """Take one event of rank 0; one of an unknown kind is skipped, and so is a malformed one."""
-        folding = getattr(self, f"_fold_{event['kind']}", None)
-        if folding is not None:
+        """Fold one event of rank 0 into the state; unknown kinds and malformed events are skipped."""
+        fold_kind = getattr(self, f"_fold_{event['kind']}", None)
+        if fold_kind is not None:
             try:
-                folding(event)
+                fold_kind(event)
             except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-                return  # written by another version: the fields that were readable stay
+                return  # written by another version: the fields that were read so far are kept
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the last step at the pace of the last ones; evaluations and saves come on top."""
+        """Estimated seconds to the last step at the current speed, without evaluations and checkpoints."""
         if self.num_steps is None or self.seconds_per_step is None or self.has_ended:
             return None
         return max(0, self.num_steps - self.step) * self.seconds_per_step
@@ -193,22 +198,23 @@ class TrainingState:
 
     def _fold_steps(self, event: Mapping[str, Any]) -> None:
         first, losses = int(event["first"]), event["losses"]
-        last = first + len(losses) - 1
+        last = first + len(losses)
         if first < self.step or self._restarted_at is not None:
             self._rewind(first)
-        for step, loss in enumerate(losses, first):
+        for step, loss in enumerate(losses, first + 1):
             self.curves["loss"].add(step, math.nan if loss is None else loss)
-        for name, value in (("memory", event.get("memory_bytes")), ("gradient", event.get("grad_norm"))):
-            if value is not None:
-                self.curves[name].add(last, float(value))
-        self.step, self.loss = last + 1, losses[-1]
+        values = {"memory": "memory_bytes", "gradient": "grad_norm", "learning_rate": "lr"}
+        for name, key in values.items():
+            if event.get(key) is not None:
+                self.curves[name].add(last, float(event[key]))
+        self.step, self.loss = last, losses[-1]
         self.epoch, self.lr = event["epoch"], event["lr"]
         seconds = max(float(event["seconds"]), 1e-9)
         self.curves["throughput"].add(last, event["samples"] / seconds)
         self._smooth(event["samples"] / seconds, seconds / len(losses), seconds)
 
     def _smooth(self, samples_per_s: float, seconds_per_step: float, seconds: float) -> None:
-        """Weigh windows by their time: short ones are noisy."""
+        """Smooth throughput and step time; windows are weighted by their duration, since short ones are noisy."""
         weight = min(1.0, 0.5 * seconds)
         if self.samples_per_s is None or self.seconds_per_step is None:
             self.samples_per_s, self.seconds_per_step = samples_per_s, seconds_per_step
@@ -217,9 +223,10 @@ class TrainingState:
         self.seconds_per_step += weight * (seconds_per_step - self.seconds_per_step)
 
     def _rewind(self, first: int) -> None:
-        """Drop the steps from `first` on, which are repeated."""
-        for curve in self.curves.values():
-            curve.truncate(first)
+        """Drop the steps after `first`, which a restart repeats; values that they logged may be there again already."""
+        for name, curve in self.curves.items():
+            if not name.startswith("log/"):
+                curve.truncate(first + 1)
         self.saves = {step: save for step, save in self.saves.items() if step <= first}
         if self._restarted_at is not None:
             self.restarts.append(RestartMark(step=first, at=self._restarted_at))
@@ -227,9 +234,21 @@ class TrainingState:
 
     def _fold_evaluation(self, event: Mapping[str, Any]) -> None:
         self.evaluation = dict(event["values"])
-        value = self.evaluation.get("loss")
+        for name, value in self.evaluation.items():
+            self._add("evaluation" if name == "loss" else f"evaluation/{name}", int(event["step"]), value)
+
+    def _fold_log(self, event: Mapping[str, Any]) -> None:
+        for name, value in event["values"].items():
+            num_logged = sum(known.startswith("log/") for known in self.curves)
+            if f"log/{name}" in self.curves or num_logged < MOST_LOGGED:
+                self._add(f"log/{name}", int(event["step"]), value)
+
+    def _add(self, name: str, step: int, value: float | None) -> None:
+        """Add a point to a curve that may be new, in place of a point that a restart repeats."""
+        curve = self.curves.setdefault(name, Curve())
+        curve.truncate(step)
         if value is not None:
-            self.curves["evaluation"].add(int(event["step"]) - 1, value)
+            curve.add(step, float(value))
 
     def _fold_save(self, event: Mapping[str, Any]) -> None:
         step = int(event["step"])
@@ -241,16 +260,16 @@ class TrainingState:
         self.has_ended = True
 
 
-# Curves of any length in little memory: the lowest, the highest and the mean of equal ranges of steps.
+# Curves of any length in bounded memory: minimum, maximum and mean of equal ranges of steps.
 
 
 LIMIT = 2048
-"""Ranges that a curve may have: about as many as a screen has columns. Twice as wide ones follow when it is full."""
+"""Maximum number of ranges of a curve, about as many as a screen has columns. A full curve doubles the range width."""
 RECENT = 1 << 16
-"""Values that are kept as they are, so that a restart can take steps back exactly."""
+"""Number of recent values that are kept unreduced, so that a restart can remove steps exactly."""
 
 Row = tuple[int, float | None, float | None, float | None]
-"""First step of a range, and the lowest, the highest and the mean value in it; None where no number is."""
+"""First step of a range, and the minimum, maximum and mean value in it; None without a finite value."""
 
 
 @dataclass(slots=True)
@@ -267,16 +286,16 @@ class _Range:
 
 
 class Curve:
-    """Values over steps, which only grow except by `truncate`; a spike of one step stays visible in a wide range.
+    """Values over steps in ranges of equal width; the minimum and maximum keep a spike of one step visible.
 
-    Whoever follows it keeps `generation` and the number of rows: while the generation is the same, rows only follow
-    rows, and only the last of them may have changed.
+    A client that follows a curve stores `generation` and the number of rows: while the generation is the same, rows are
+    only appended, and only the last row may change.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.generation = 0
         self.width = 1
-        """Steps in a range."""
+        """Steps per range."""
         self._limit = limit
         self._ranges: list[_Range] = []
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
@@ -285,14 +304,14 @@ class Curve:
         return len(self._ranges)
 
     def add(self, step: int, value: float) -> None:
-        """Take the value of a step, which is not lower than the last; NaN leaves a gap."""
+        """Add the value of a step, which must not be lower than the last step; NaN leaves a gap."""
         self._recent.append((step, value))
         self._put(step // self.width, value)
         while len(self._ranges) > self._limit:
             self._widen()
 
     def truncate(self, step: int) -> None:
-        """Drop this step and all after it: they are repeated."""
+        """Drop this step and all later steps, which a restart repeats."""
         if not self._ranges or step >= (self._ranges[-1].number + 1) * self.width:
             return
         self.generation += 1
@@ -303,13 +322,13 @@ class Curve:
             self._ranges.pop()
         if self._ranges and self._ranges[-1].number == last:
             known = [value for at, value in self._recent if at // self.width == last]
-            if known or step % self.width == 0:  # else its values are long gone, and the range stays as it was
+            if known or step % self.width == 0:  # otherwise its values are no longer kept, and the range stays as it is
                 self._ranges.pop()
             for value in known:
                 self._put(last, value)
 
     def rows(self, start: int = 0) -> list[Row]:
-        """Return the ranges from number `start` on, in order of steps."""
+        """Return the rows from index `start`, in order of steps."""
         return [_row(found, self.width) for found in self._ranges[start:]]
 
     def _put(self, number: int, value: float) -> None:
@@ -319,7 +338,7 @@ class Curve:
             self._ranges[-1].add(value, value, value, 1)
 
     def _widen(self) -> None:
-        """Make ranges of two: half as many, or not fewer where steps lie far apart."""
+        """Merge pairs of ranges; for sparse steps, a pair may have only one range."""
         self.generation += 1
         self.width *= 2
         narrow, self._ranges = self._ranges, []
@@ -332,5 +351,9 @@ class Curve:
 def _row(found: _Range, width: int) -> Row:
     if not found.count:
         return (found.number * width, None, None, None)
-    low, high, mean = (float(f"{value:.6g}") for value in (found.low, found.high, found.total / found.count))
-    return (found.number * width, low, high, mean)
+    mean = found.total / found.count
+    return (found.number * width, _rounded(found.low), _rounded(found.high), _rounded(mean))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")

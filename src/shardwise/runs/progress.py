@@ -1,4 +1,4 @@
-"""The view of a run while it trains: a live bar on a terminal, plain lines every few seconds elsewhere."""
+"""Progress of a run: a live bar on a terminal, otherwise a line every few seconds; and the final report."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 
 
 PLAIN_S = 5.0
-"""Seconds between plain lines when no terminal is attached."""
+"""Seconds between lines without a terminal."""
 
 
 class ProgressView:
-    """Shows the events of rank 0 as they come."""
+    """Shows the events of rank 0 as they arrive."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, highlight=False, width=None if stream.isatty() else 110)
-        self._bar = _live_bar(self._console) if stream.isatty() else None
+        is_terminal = stream.isatty()
+        self._console = Console(file=stream, highlight=False, width=None if is_terminal else 80)
+        self._bar = _live_bar(self._console) if is_terminal else None
         self._task: TaskID | None = None
         self._num_steps = 0
         self._next_line_at = 0.0
@@ -38,21 +39,21 @@ class ProgressView:
 
     @classmethod
     def on_stderr(cls) -> ProgressView:
-        """A view on this process's standard error."""
+        """Return a view that writes to this process's standard error."""
         return cls(sys.stderr)
 
     def show(self, event: dict[str, Any]) -> None:
         """Show one event; unknown kinds are skipped."""
-        shown = getattr(self, f"_show_{event['kind']}", None)
-        if shown is not None:
-            shown(event)
+        show_kind = getattr(self, f"_show_{event['kind']}", None)
+        if show_kind is not None:
+            show_kind(event)
 
     def line(self, text: str) -> None:
-        """Show a line above the bar, as it is."""
+        """Show a line above the bar, without markup."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the terminal as it should be."""
+        """Stop the bar and restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -79,14 +80,17 @@ class ProgressView:
             self._next_line_at = time.monotonic() + PLAIN_S
 
     def _smooth(self, samples: int, seconds: float) -> float:
-        """Samples per second, with windows weighed by their time: short ones are noisy."""
-        now, weight = samples / max(seconds, 1e-9), min(1.0, 0.5 * seconds)
-        self._speed = now if self._speed is None else self._speed + weight * (now - self._speed)
-        return self._speed
+        """Return smoothed samples per second; windows are weighted by their duration, since short ones are noisy."""
+        speed = samples / max(seconds, 1e-9)
+        if self._speed is not None:
+            weight = min(1.0, 0.5 * seconds)
+            speed = self._speed + weight * (speed - self._speed)
+        self._speed = speed
+        return speed
 
     def _show_evaluation(self, event: dict[str, Any]) -> None:
         values = " · ".join(f"{name} {_value(value)}" for name, value in event["values"].items())
-        self.line(f"epoch {event['epoch'] + 1} · test: {values}")
+        self.line(f"step {event['step']} · epoch {event['epoch'] + 1} · test: {values}")
 
     def _show_verdict(self, event: dict[str, Any]) -> None:
         self.line(f"shardwise: {event['text']}")
@@ -109,7 +113,7 @@ def _live_bar(console: Console) -> Progress:
         TextColumn("{task.fields[speed]}"),
         TimeRemainingColumn(compact=True),
     )
-    # No refresh thread: a rank's process stays single-threaded, and a bar costs nothing between updates.
+    # Without a refresh thread, the process of a rank stays single-threaded and the bar costs nothing between updates.
     return Progress(*columns, console=console, auto_refresh=False)
 
 
@@ -121,7 +125,7 @@ def _start_tables(event: dict[str, Any]) -> list[Table]:
         ranks.add_row(*(str(rank[name]) for name in ("rank", "host", "device", "pid")))
     facts = Table(box=None, pad_edge=False, show_header=False)
     facts.add_column(style="bold")
-    facts.add_column(overflow="fold")
+    facts.add_column(overflow="fold", min_width=44)  # a line that is searched for stays whole
     facts.add_column(style="dim", overflow="fold")
     facts.add_row("model", f"{event['parameters']:,} parameters", "")
     for name, value, source in event["facts"]:
@@ -129,11 +133,11 @@ def _start_tables(event: dict[str, Any]) -> list[Table]:
     return [ranks, facts]
 
 
-# The final report of a run: JSON for programs, Markdown for people.
+# The final report of a run as JSON and Markdown.
 
 
 def write_report(run: RunDirectory, result: Any, phases: Sequence[Phase]) -> None:
-    """Write report.json and report.md; `result` is any value msgspec turns into a JSON object."""
+    """Write report.json and report.md; `result` is a value that msgspec encodes as a JSON object."""
     values = msgspec.to_builtins(result)
     content = {"result": values, "start_up": msgspec.to_builtins(phases)}
     run.report_json.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
@@ -146,7 +150,7 @@ def _markdown(run: RunDirectory, values: dict[str, Any], phases: Sequence[Phase]
     lines += [f"| {name} | {_text(value)} |" for name, value in values.items() if not isinstance(value, dict)]
     lines += ["", "| start-up of rank 0 | time |", "|---|---|"]
     lines += [f"| {phase.name} | {phase.seconds:.2f} s |" for phase in phases]
-    files = "Plan: [plan.toml](plan.toml) · job: [job.json](job.json) · events, logs and errors per rank beside them."
+    files = "Plan: [plan.toml](plan.toml) · job: [job.json](job.json) · events, logs and errors per rank: this folder."
     return "\n".join([*lines, "", files, ""])
 
 

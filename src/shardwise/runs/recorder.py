@@ -1,4 +1,4 @@
-"""The recorder: the last phases of one rank in a memory-mapped ring, the start-up timeline, and stacks as text."""
+"""The phase recorder: the last phases of one rank in a memory-mapped ring, the start-up timeline, and parsed stacks."""
 
 from __future__ import annotations
 
@@ -18,30 +18,37 @@ from typing import NamedTuple
 import msgspec
 
 PHASES = ("start", "data", "forward", "backward", "optimizer", "publish", "evaluate", "save", "end")
-"""What a rank can be busy with; a mark names the phase that begins."""
+"""Phases of a rank; a mark records the phase that begins."""
+_INSIDE = frozenset({"data", "forward", "backward", "optimizer"})
 CAPACITY = 4096
-"""Places of a ring: about 1000 steps, in 64 KiB."""
+"""Marks in a ring: about 1000 steps, in 64 KiB."""
 
 _MAGIC = b"SWRING01"
 _HEADER = struct.Struct("<8sQQ104s")  # magic, capacity, pid, host
 _RECORD = struct.Struct("<QQ")  # nanoseconds since the epoch; lap, phase and step
-_PHASE_BIT, _LAP_BIT = 48, 52  # the step keeps the lower bits: enough for 10^14 steps
+_PHASE_BIT, _LAP_BIT = 48, 52  # the step has the lower bits: enough for 10^14 steps
 _STEP, _PHASE = (1 << _PHASE_BIT) - 1, 15
 _LAP = 1 << _LAP_BIT
 
 
 class Mark(NamedTuple):
-    """A phase that began."""
+    """The start of a phase."""
 
     at: float
     """Seconds since the epoch, by the clock of the rank's host."""
     phase: str
     step: int
+    """Optimizer steps that were done."""
+
+    @property
+    def shown_step(self) -> int:
+        """The step to show to people: of a phase inside a step, the step that it leads to, counted from 1."""
+        return self.step + 1 if self.phase in _INSIDE else self.step
 
 
 @dataclass(frozen=True)
 class RecorderStatus:
-    """What a recorder holds: whose it is, and its marks, oldest first."""
+    """The content of a recorder: its process, host and marks, oldest first."""
 
     pid: int
     host: str
@@ -49,11 +56,11 @@ class RecorderStatus:
 
 
 class Recorder:
-    """Writes marks of one rank, by one thread, into a new ring at `path`.
+    """Writes the marks of one rank, from one thread, into a new ring at `path`.
 
-    The pages belong to the kernel, so that whatever ends the process, even kill -9, leaves every mark in the file.
-    A mark costs 0.3 us, and 5 us where a step of 5 ms has left nothing of it in the processor's caches; hence no lock,
-    no counter and no checksum. Every lap over the ring flips one bit, so that a reader finds the newest mark.
+    The kernel owns the pages, so every mark is in the file however the process ends, even by kill -9. A mark costs
+    0.3 us, or 5 us if a step of 5 ms has evicted the ring from the processor's caches; hence the ring has no lock, no
+    counter and no checksum. Every lap over the ring flips one bit, by which a reader finds the newest mark.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,19 +68,20 @@ class Recorder:
         partial = path.with_suffix(".partial")
         header = _HEADER.pack(_MAGIC, CAPACITY, os.getpid(), socket.gethostname().encode()[:104])
         with partial.open("w+b") as file:
-            # Written, not only sized: a page without a block on a full disk would end the process by SIGBUS.
+            # Real data, not only a size: on a full disk, a page without a block would end the process by SIGBUS.
             file.write(header + bytes(CAPACITY * _RECORD.size))
             file.flush()
             self._map = mmap.mmap(file.fileno(), 0)
-        partial.rename(path)  # a ring of an earlier process stays whole for whoever reads it now
+        partial.rename(path)  # processes that have mapped the ring of an earlier attempt can still read it
         self._words = memoryview(self._map).cast("Q")
         self._first, self._end = _HEADER.size // 8, len(self._words)
         self._next = self._first
-        plain = {phase: code << _PHASE_BIT for code, phase in enumerate(PHASES, 1)}  # 0 is a place without a mark
-        self._codes, self._codes_of_next_lap = {phase: code | _LAP for phase, code in plain.items()}, plain
+        plain = {phase: code << _PHASE_BIT for code, phase in enumerate(PHASES, 1)}  # 0 is an empty record
+        self._codes = {phase: code | _LAP for phase, code in plain.items()}
+        self._codes_of_next_lap = plain
 
     def mark(self, phase: str, step: int) -> None:
-        """Say that `phase` of `step` begins now."""
+        """Record that `phase` of `step` begins now."""
         place, words = self._next, self._words
         words[place] = time_ns()
         words[place + 1] = self._codes[phase] | step
@@ -84,31 +92,35 @@ class Recorder:
         self._next = place
 
     def close(self) -> None:
-        """Unmap the ring; nothing may be marked after."""
+        """Unmap the ring; later marks are not allowed."""
         self._words.release()
         self._map.close()
 
 
 def read_recorder(path: Path) -> RecorderStatus | None:
-    """Read a ring, of a live process too; None where there is none. A mark that is just being written is left out."""
+    """Read a ring, which a live process may be writing, without the mark that is being written; None without a ring."""
     ring = _Ring.read(path)
     if ring is None:
         return None
-    # The oldest, which comes after the newest, may be half overwritten.
+    marks = []
+    # The oldest mark, which follows the newest, may be half overwritten.
     second = ring.newest() + 2
-    marks = (ring.mark(number % ring.capacity) for number in range(second, second + ring.capacity - 1))
-    return RecorderStatus(ring.pid, ring.host, tuple(mark for mark in marks if mark is not None))
+    for number in range(second, second + ring.capacity - 1):
+        mark = ring.mark(number % ring.capacity)
+        if mark is not None:
+            marks.append(mark)
+    return RecorderStatus(ring.pid, ring.host, tuple(marks))
 
 
 def last_mark(path: Path) -> Mark | None:
-    """Read the newest mark alone, in about 30 us; None where there is none."""
+    """Read only the newest mark, in about 30 us; None without a mark."""
     ring = _Ring.read(path)
     return None if ring is None else ring.mark(ring.newest())
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """A ring as it was when its file was read: from the first to the last byte, while it may have been written."""
+    """The content of a ring file, read from the first to the last byte, possibly during a write."""
 
     pid: int
     host: str
@@ -129,7 +141,7 @@ class _Ring:
         return cls(pid, host.rstrip(b"\0").decode(errors="replace"), capacity, content)
 
     def newest(self) -> int:
-        """Return the last place of the lap that place 0 belongs to, by halving."""
+        """Return the last record of the lap to which record 0 belongs, by binary search."""
         lap = self._record(0)[1] & _LAP
         low, high = 0, self.capacity
         while high - low > 1:
@@ -141,35 +153,37 @@ class _Ring:
         return low
 
     def mark(self, number: int) -> Mark | None:
-        """Return what is at a place, None where nothing is yet."""
-        at, what = self._record(number)
-        code = what >> _PHASE_BIT & _PHASE
-        return Mark(at / 1e9, PHASES[code - 1], what & _STEP) if 0 < code <= len(PHASES) else None
+        """Return the mark of a record; None for an empty record."""
+        at, packed = self._record(number)
+        code = packed >> _PHASE_BIT & _PHASE
+        if not 0 < code <= len(PHASES):
+            return None
+        return Mark(at / 1e9, PHASES[code - 1], packed & _STEP)
 
     def _record(self, number: int) -> tuple[int, int]:
         return _RECORD.unpack_from(self.content, _HEADER.size + number * _RECORD.size)
 
 
-# The start-up timeline: what a rank did between its start and its first step.
+# The start-up timeline: the phases of a rank between its start and its first step.
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """One part of the start."""
+    """One phase of the start-up."""
 
     name: str
     seconds: float
 
 
 class Timeline:
-    """Collects phases; each ends where the next begins."""
+    """Collects phases; each ends when the next begins."""
 
     def __init__(self, started_at: float | None = None) -> None:
-        """`started_at`: seconds since the epoch when the launcher began; None means now."""
+        """`started_at`: start of the launcher in seconds since the epoch; None means now."""
         self._last = time.time() if started_at is None else started_at
         self.phases: list[Phase] = []
 
     def mark(self, name: str) -> None:
-        """End the phase `name` here."""
+        """End the phase `name` now."""
         now = time.time()
         self.phases.append(Phase(name, now - self._last))
         self._last = now
@@ -179,7 +193,7 @@ class Timeline:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self.phases), indent=1))
 
 
-# Python stacks read from text: what faulthandler writes at a signal or a fatal error, and printed tracebacks.
+# Python stacks parsed from text: dumps of faulthandler at a signal or a fatal error, and printed tracebacks.
 
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
@@ -187,7 +201,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 _PRINTED = re.compile(r'^ *File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 """A frame of a traceback as Python prints it."""
 _FATAL = "Fatal Python error: "
-"""By which faulthandler begins the stacks of a process that a fatal signal ends."""
+"""The first line of faulthandler's dump when a fatal signal ends a process."""
 _PACKAGE = str(Path(__file__).parents[1])
 _STANDARD = (sysconfig.get_paths()["stdlib"], sys.base_prefix + "/lib/python", "<frozen")
 _INSTALLED = re.compile(r"/site-packages/|/dist-packages/|/torchinductor_")
@@ -195,7 +209,7 @@ _INSTALLED = re.compile(r"/site-packages/|/dist-packages/|/torchinductor_")
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a stack."""
+    """One frame of a stack."""
 
     file: str
     line: int
@@ -203,7 +217,7 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether neither Python, an installed package nor shardwise wrote it."""
+        """Whether it is user code: not in the standard library, an installed package or shardwise."""
         return not (self.is_pythons or self.file.startswith((_PACKAGE, "<")) or _INSTALLED.search(self.file))
 
     @property
@@ -217,21 +231,25 @@ Stack = tuple[Frame, ...]
 
 
 def parse_stack(text: str, thread: int) -> Stack:
-    """Return the stack of one thread from the last dump in `text`; empty if it does not exist."""
+    """Return the stack of one thread from the last dump in `text`; empty without such a dump."""
     stack: list[Frame] = []
     inside = False
     for line in text.splitlines():
         header = _THREAD.match(line)
         if header is not None:
             inside = int(header[1], 16) == thread
-            stack = [] if inside else stack
-        elif inside and (frame := _FRAME.match(line)) is not None:
-            stack.append(Frame(frame[1], int(frame[2]) if frame[2].isdigit() else 0, frame[3]))
+            if inside:
+                stack = []
+        elif inside:
+            frame = _FRAME.match(line)
+            if frame is not None:
+                number = int(frame[2]) if frame[2].isdigit() else 0
+                stack.append(Frame(frame[1], number, frame[3]))
     return tuple(stack)
 
 
 def parse_fatal_stack(text: str, thread: int) -> Stack:
-    """Return the stack of one thread as a fatal signal found it; empty if no such signal came."""
+    """Return the stack of one thread at a fatal signal; empty without such a signal."""
     _, found, dump = text.rpartition(_FATAL)
     return parse_stack(dump, thread) if found else ()
 
@@ -243,6 +261,8 @@ def parse_traceback(text: str) -> Stack:
 
 
 def user_frame(stack: Stack) -> Frame | None:
-    """Return the innermost frame that is the user's own, else the innermost outside the standard library."""
-    named = [frame for frame in stack if not frame.is_pythons]
-    return next((frame for frame in stack if frame.is_users), named[0] if named else None)
+    """Return the innermost frame of user code, otherwise the innermost frame outside of the standard library."""
+    for frame in stack:
+        if frame.is_users:
+            return frame
+    return next((frame for frame in stack if not frame.is_pythons), None)

@@ -1,9 +1,9 @@
-"""`RunState`: the one incremental reader of a run directory, behind the progress bar, `watch`, sinks and `doctor`.
+"""`RunState`: the incremental reader of a run directory that the progress bar, `watch`, sinks and `doctor` share.
 
-Each rank and each launcher appends events to a file of its own. A refresh reads the next piece of every file and folds
-its events into the state: it costs what was appended since the last refresh, and others may use the state between two
-pieces of a long run. Invariant: the state is a function of the files alone, however they were split into pieces. A file
-that was replaced or truncated means that the run started anew in the same directory: the state starts anew too, and
+Each rank and each launcher appends events to its own file. A refresh reads the next chunk of every file and folds its
+events into the state: its cost is proportional to what was appended since the last refresh, and other threads may use
+the state between two chunks of a long run. Invariant: the state is a function of the files alone, independent of the
+chunks. A replaced or truncated file means that the run was started again in the same directory: the state is reset, and
 `identity` changes.
 """
 
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from shardwise.runs.directory import RunDirectory
 
     Listener = Callable[[str, dict[str, Any]], None]
-    """Gets the writer of an event, such as "rank0" or "launcher", and the event."""
+    """Receives the writer of an event, such as "rank0" or "launcher", and the event."""
 
 
-PIECE = 1 << 20
-"""Bytes of each file that one refresh reads at most: between two pieces others may use the state."""
+CHUNK = 1 << 20
+"""Maximum bytes of each file that one refresh reads: other threads may use the state between two chunks."""
 LAST = 1 << 16
-"""Bytes at the end of an events file that show where its rank is now; only rank 0's is read whole."""
+"""Bytes at the end of an events file that show the current step of its rank; only the file of rank 0 is read whole."""
 SILENT_S = 60.0
-"""Without a launcher, a run that has written nothing for so long is "silent"."""
+"""Without a launcher, a run that has written nothing for this long is "silent"."""
 GONE_S = 2.0
-"""A launcher that is gone may have written its last events just now."""
+"""Time in which the last events of a launcher that has exited may still become visible."""
 _RANK = re.compile(r"rank(\d+)\b")
 
 
@@ -52,23 +52,31 @@ def check_run(path: Path) -> None:
         _check(path)
     except OSError as error:
         raise InputError(
-            f"{path} cannot be read ({error.strerror})", code="run.read-failed", fix="name a run directory of yours"
+            f"{path} cannot be read ({error.strerror})",
+            code="run.read-failed",
+            fix="pass a run directory that you may read",
         ) from None
 
 
 def _check(path: Path) -> None:
+    fix = "pass a folder that train or launch created, such as runs/NAME-TIME"
+    if not path.exists():
+        raise InputError(f"run directory {path} does not exist", code="run.not-found", fix=fix)
     if not path.is_dir():
-        fact = f"{path} is a file, not a run directory" if path.exists() else f"run directory {path} does not exist"
-        raise InputError(
-            fact,
-            code="run.not-a-run" if path.exists() else "run.not-found",
-            fix="name a folder that train or launch wrote, such as runs/NAME-TIME",
-        )
+        raise InputError(f"{path} is a file, not a run directory", code="run.not-a-run", fix=fix)
     if not _is_run(path):
-        inside = [folder for folder in path.iterdir() if folder.is_dir() and _is_run(folder)]
-        newest = max(inside, key=lambda folder: folder.stat().st_mtime, default=None)
-        fix = f"the newest run in it is {newest}" if newest else "name a folder that train or launch wrote"
-        raise InputError(f"{path} is not a run directory: it has no events and no logs", code="run.not-a-run", fix=fix)
+        newest = newest_run(path)
+        if newest is not None:
+            fix = f"pass the newest run in it, {newest}"
+        raise InputError(
+            f"{path} is not a run directory: it has no folders events and logs", code="run.not-a-run", fix=fix
+        )
+
+
+def newest_run(folder: Path) -> Path | None:
+    """Return the run directory in a folder whose ranks were started last; None without any."""
+    found = [path for path in folder.glob("*") if _is_run(path)]
+    return max(found, key=lambda path: (path / "events").stat().st_mtime, default=None)
 
 
 def _is_run(path: Path) -> bool:
@@ -76,18 +84,18 @@ def _is_run(path: Path) -> bool:
 
 
 class RunState:
-    """The state of one run; `refresh` reads what is new, everything else uses what was read."""
+    """The state of one run; only `refresh` and its variants read files."""
 
     def __init__(self, run: RunDirectory, *, listener: Listener | None = None, all_ranks: bool = False) -> None:
-        """`listener` gets every event that is read; `all_ranks`: the files of all ranks are read from their start."""
+        """`listener` receives every event that is read; `all_ranks`: read the files of all ranks from their start."""
         self.run = run
         self.identity = ""
-        """Changes when what was read before no longer holds, so that whoever follows the state starts again."""
+        """Changes when the state is reset, so that clients that follow it start again."""
         self._listener = listener
         self._all_ranks = all_ranks
-        self._start()
+        self._reset()
 
-    def _start(self) -> None:
+    def _reset(self) -> None:
         self.identity = secrets.token_hex(4)
         self.training = TrainingState()
         self.history = History()
@@ -101,7 +109,7 @@ class RunState:
         self._has_read_all = False
 
     def refresh(self) -> bool:
-        """Read the next piece of every file that grew; return whether there is more to read at once."""
+        """Read the next chunk of every file that grew; return whether there is more to read."""
         is_behind = self.refresh_events()
         if not is_behind:
             self._has_read_all = True
@@ -110,13 +118,13 @@ class RunState:
         return is_behind
 
     def refresh_events(self) -> bool:
-        """Read events alone, neither the marks of ranks nor their failures; return whether there is more to read."""
+        """Read only events, not the marks and failures of ranks; return whether there is more to read."""
         self._find_files()
         is_behind = False
         for writer, file in self._files.items():
             events = file.events()
             if file.was_replaced:
-                self._start()
+                self._reset()
                 return True
             for event in events:
                 self._fold(writer, event)
@@ -124,13 +132,13 @@ class RunState:
         return is_behind
 
     def refresh_all(self) -> None:
-        """Read all there is."""
+        """Read all files to their end."""
         while self.refresh():
             pass
 
     @property
     def launchers(self) -> list[LauncherState]:
-        """The launchers that started ranks, that of node 0 first, however late its file was found."""
+        """The launchers that started ranks, in the order of nodes."""
         return [self._launchers[writer] for writer in sorted(self._launchers, key=lambda name: (len(name), name))]
 
     def _find_files(self) -> None:
@@ -140,11 +148,11 @@ class RunState:
             rank = _RANK.fullmatch(path.stem)
             if rank is None:
                 self._launchers[path.stem] = LauncherState()
-            last = None if rank is None or path.stem == "rank0" or self._all_ranks else LAST
-            self._files[path.stem] = Tail(path, last=last, piece=PIECE)
+            is_read_whole = rank is None or path.stem == "rank0" or self._all_ranks
+            self._files[path.stem] = Tail(path, last=None if is_read_whole else LAST, chunk=CHUNK)
 
     def _fold(self, writer: str, event: dict[str, Any]) -> None:
-        """Fold one event into the state; of ranks other than 0, steps and notes alone count."""
+        """Fold one event into the state; of ranks other than 0, only steps and notes are used."""
         rank = _RANK.fullmatch(writer)
         number = int(rank[1]) if rank is not None else None
         if number is not None:
@@ -153,35 +161,37 @@ class RunState:
             if event["kind"] == "note":
                 self.history.add(event, number)
         else:
-            self._take_time(event)
-            fold = self.training.fold if number == 0 else self._launchers[writer].fold
-            fold(event)
+            self._add_time(event)
+            if number == 0:
+                self.training.fold(event)
+            else:
+                self._launchers[writer].fold(event)
             self.history.add(event)
         if self._listener is not None:
             self._listener(writer, event)
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended, well or badly."""
+        """Whether the run has ended, successfully or not."""
         return self._state(time.time()) in {"finished", "failed", "stopped", "lost"}
 
     def status(self) -> RunStatus:
-        """Return the state of the run as the last refresh found it."""
+        """Return the status of the run at the last refresh."""
         clock = time.time()
         state = self._state(clock)
         now = clock if state == "running" else max(self._newest, self.ranks.newest)
         training, predicted = self.training, read_predicted(self.run)
-        memory = self.ranks.highest_memory()
-        first = next(iter(self.launchers), None)
-        failed = min(self._failures.values(), default=None, key=lambda found: found[0])
+        memory_rank, memory_bytes = self.ranks.highest_memory() or (None, None)
+        devices = [str(facts.get("device", "")) for facts in training.placed.values()]
         rank_state = {"running": "running", "finished": "done"}.get(state, "gone")
+        main = self.launchers[0] if self.launchers else LauncherState()
         return RunStatus(
             name=self.run.path.resolve().name,
             path=str(self.run.path),
-            job=_job_name(self.run) or (first.target if first is not None else ""),
+            job=_job_name(self.run) or main.target,
             plan=training.facts.get("plan", ""),
             state=state,
-            verdict=(first.verdict if first is not None else "") or (failed[1].words if failed else ""),
+            verdict=main.verdict or _first_message(self._failures),
             now=now,
             began_at=self._began_at,
             step=training.step,
@@ -191,9 +201,9 @@ class RunState:
             samples_per_s=training.samples_per_s,
             lr=training.lr,
             eta_s=training.eta_s if state == "running" else None,
-            memory_bytes=memory[1] if memory else None,
-            memory_rank=memory[0] if memory else None,
-            is_resident=any(str(place.get("device", "")).startswith("cpu") for place in training.placed.values()),
+            memory_bytes=memory_bytes,
+            memory_rank=memory_rank,
+            is_resident=any(device.startswith("cpu") for device in devices),
             predicted_bytes=predicted.peak_bytes,
             prediction=predicted.why_not,
             parameters=training.parameters,
@@ -223,13 +233,13 @@ class RunState:
         return "running" if now - newest < SILENT_S else "silent"
 
     def _share_read(self) -> float:
-        """Return the share of rank 0's events that is folded in; 1.0 only when every file was read to its end."""
+        """Return the share of rank 0's events that was read; 1.0 only once every file was read to its end."""
         if self._has_read_all:
             return 1.0
         file = self._files.get("rank0")
         return 0.99 if file is None else 0.99 - file.behind / max(1, file.size)
 
-    def _take_time(self, event: dict[str, Any]) -> None:
+    def _add_time(self, event: dict[str, Any]) -> None:
         at = event.get("at")
         if isinstance(at, int | float):
             self._newest = max(self._newest, at)
@@ -260,7 +270,7 @@ class RunState:
         return self._failures[rank][1] if rank in self._failures else None
 
     def _find_failures(self) -> None:
-        """Read the failures that ranks wrote, where no launcher reports their end."""
+        """Read the failures that ranks wrote, for runs without a launcher that reports exits."""
         if self._launchers:
             return
         for path in sorted(self.run.error(0).parent.glob("rank*.json")):
@@ -268,13 +278,19 @@ class RunState:
                 rank = int(path.stem.removeprefix("rank"))
                 failure = read_failure(path) if rank not in self._failures else None
                 if failure is not None:
-                    words = f"{failure.kind}: {(failure.message.splitlines() or [''])[0]}"
-                    self._failures[rank] = (failure.at, RankEnd("failed", words))
-                    self.history.add({"kind": "exit", "at": failure.at, "rank": rank, "code": 1, "words": words})
+                    message = f"{failure.kind}: {failure.first_line}"
+                    self._failures[rank] = (failure.at, RankEnd("failed", message))
+                    self.history.add({"kind": "exit", "at": failure.at, "rank": rank, "code": 1, "words": message})
+
+
+def _first_message(failures: Mapping[int, tuple[float, RankEnd]]) -> str:
+    """Return the message of the earliest failure; empty without a failure."""
+    _, first = min(failures.values(), key=lambda found: found[0], default=(0.0, RankEnd("done", "")))
+    return first.message
 
 
 def _job_name(run: RunDirectory) -> str:
-    """Return the file of the job, with the attribute where it is not `job`; empty for a plain script."""
+    """Return the file name of the job, with its attribute unless that is `job`; empty for a plain script."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         job = msgspec.json.decode(run.job.read_bytes())
         name = str(job.get("path", "")).rpartition("/")[2]
@@ -292,7 +308,7 @@ def ranks_with_files(run: RunDirectory, folders: tuple[str, ...]) -> set[int]:
     return found
 
 
-# One launcher, folded from its events: which ranks it started, how those ended, and the verdict.
+# The state of one launcher, folded from its events: the ranks that it started, their exits, and the verdict.
 
 
 @dataclass
@@ -300,9 +316,9 @@ class LauncherState:
     """The last attempt of one node's launcher."""
 
     attempts: int = 0
-    """How many times its ranks were started."""
+    """Number of times that its ranks were started."""
     has_events: bool = False
-    """Whether its file holds anything yet."""
+    """Whether its file has an event."""
     node: int = 0
     nodes: int = 1
     host: str = ""
@@ -316,7 +332,7 @@ class LauncherState:
     """"finished", "failed" or "stopped"; empty while it runs."""
 
     def fold(self, event: Mapping[str, Any]) -> None:
-        """Take one event; a malformed one is skipped."""
+        """Fold one event into the state; a malformed event is skipped."""
         self.has_events = True
         try:
             self._fold(event)
@@ -342,12 +358,12 @@ class LauncherState:
 
     @property
     def restarts(self) -> int:
-        """How many attempts came after the first."""
+        """Number of attempts after the first."""
         return max(0, self.attempts - 1)
 
     @property
     def is_gone(self) -> bool:
-        """Whether its process is known to be gone: only a launcher on this machine can be asked."""
+        """Whether its process is known to have exited, which can only be checked on its own machine."""
         if self.pid is None or self.host != socket.gethostname() or not Path("/proc/self").exists():
             return False
         return not Path(f"/proc/{self.pid}").exists()

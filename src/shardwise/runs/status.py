@@ -1,4 +1,4 @@
-"""The status of a run and of its ranks at one moment: plain frozen values for a terminal, a page or a program."""
+"""The status of a run and of its ranks at one time, as frozen values for terminal, web page and JSON output."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ class RankEnd:
 
     state: str
     """"done", "failed" or "stopped"."""
-    words: str
-    """What it ended with, as text; empty for "done"."""
+    message: str
+    """The error or exit code as text; empty for "done"."""
     code: int = 0
-    """Its exit code; negative: the signal that ended it."""
+    """Its exit code; negative for the signal that ended it."""
     stopped: bool = False
     """Whether the launcher had asked it to stop."""
     at: float = 0.0
-    """When its launcher saw the end, in seconds since the epoch."""
+    """When its launcher noticed the exit, in seconds since the epoch."""
 
 
 class RankTable:
-    """Marks, memory and steps of every rank, by its last records."""
+    """Marks, memory and steps of every rank, from its last records."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._reported: dict[int, tuple[int, float | None]] = {}
-        """By rank: steps done and memory, by its last `steps` event."""
+        """By rank: completed steps and memory, from its last `steps` event."""
         self._marks: dict[int, Mark] = {}
         self._leader: Sequence[Mark] = ()
-        """What the first rank did lately."""
+        """The last marks of the rank that is furthest ahead."""
 
     @property
     def newest(self) -> float:
-        """When the last mark of any rank was made; 0.0 without one."""
+        """Time of the last mark of any rank; 0.0 without a mark."""
         return max((mark.at for mark in self._marks.values()), default=0.0)
 
     def refresh(self, ranks: Collection[int]) -> None:
-        """Read the last mark of each of these ranks."""
+        """Read the most recently recorded phase of each of these ranks."""
         self._marks = {}
         for rank in ranks:
             mark = last_mark(self._run.recorder(rank))
@@ -60,12 +60,12 @@ class RankTable:
         self._leader = self._read_leader()
 
     def take(self, event: Mapping[str, Any], rank: int) -> None:
-        """Take one event of a rank."""
+        """Update the steps and memory of a rank from one of its events."""
         if event["kind"] == "steps" and isinstance(event.get("losses"), list) and isinstance(event.get("first"), int):
             self._reported[rank] = (event["first"] + len(event["losses"]), event.get("memory_bytes"))
 
     def highest_memory(self) -> tuple[int, float] | None:
-        """Return the rank that needed most memory so far, and how much; None where no rank reported any."""
+        """Return the rank with the highest memory so far, and its bytes; None if no rank reported memory."""
         highest = None
         for rank, (_, memory) in sorted(self._reported.items()):
             if memory is not None and (highest is None or memory > highest[1]):
@@ -73,57 +73,66 @@ class RankTable:
         return highest
 
     def status(self, rank: int, facts: Mapping[str, Any], end: RankEnd | None, *, now: float, state: str) -> RankRow:
-        """Return one rank's status; `facts` are its host, device and pid, `state` is for a rank that has not exited."""
-        mark = self._marks.get(rank)
+        """Return the row of one rank.
+
+        `facts` are its host, device and pid. `state` applies to a rank without an exit.
+        """
         reported_step, memory = self._reported.get(rank, (None, None))
-        step = reported_step if mark is None else mark.step
-        is_running = end is None and state == "running"
-        return RankRow(
+        row = RankRow(
             rank=rank,
             host=str(facts.get("host", "")),
             device=str(facts.get("device", "")),
             pid=facts.get("pid"),
-            phase=mark.phase if mark is not None else "",
-            since=mark.at if mark is not None else None,
-            step=step,
-            lag_s=lag_s(mark, self._leader, now) if mark is not None and is_running else None,
-            lag_steps=max(0, self._leader[-1].step - mark.step) if mark is not None and self._leader else None,
+            step=reported_step,
             memory_bytes=memory,
-            state=end.state if end is not None else state,
-            words=end.words if end is not None else "",
+            state=state,
+        )
+        if end is not None:
+            row = msgspec.structs.replace(row, state=end.state, message=end.message)
+        mark = self._marks.get(rank)
+        if mark is None:
+            return row
+        is_running = end is None and state == "running"
+        return msgspec.structs.replace(
+            row,
+            phase=mark.phase,
+            since=mark.at,
+            step=mark.step,
+            lag_s=lag_s(mark, self._leader, now) if is_running else None,
+            lag_steps=max(0, self._leader[-1].step - mark.step) if self._leader else None,
         )
 
     def _read_leader(self) -> Sequence[Mark]:
-        """Read the marks of the rank that is furthest, of equal ones the first to get there."""
+        """Read the marks of the rank that is furthest ahead; of several, the first that reached its position."""
         if not self._marks:
             return ()
-        leader = max(self._marks, key=lambda rank: (_place(self._marks[rank]), -self._marks[rank].at))
-        if all(_place(mark) == _place(self._marks[leader]) for mark in self._marks.values()):
+        leader = max(self._marks, key=lambda rank: (_position(self._marks[rank]), -self._marks[rank].at))
+        if all(_position(mark) == _position(self._marks[leader]) for mark in self._marks.values()):
             return (self._marks[leader],)
         found = read_recorder(self._run.recorder(leader))
         return found.marks if found is not None and found.marks else (self._marks[leader],)
 
 
 def lag_s(mark: Mark, leader: Sequence[Mark], now: float) -> float:
-    """Return for how many seconds the leader has been further than `mark`; at least that, where it kept no record."""
-    place = _place(mark)
+    """Return for how many seconds the leader has been ahead of `mark`; a lower bound if its older marks are lost."""
+    position = _position(mark)
     ahead = None
-    for theirs in reversed(leader):
-        if _place(theirs) <= place:
+    for leader_mark in reversed(leader):
+        if _position(leader_mark) <= position:
             break
-        ahead = theirs
+        ahead = leader_mark
     return 0.0 if ahead is None else max(0.0, now - ahead.at)
 
 
-def _place(mark: Mark) -> tuple[int, int]:
+def _position(mark: Mark) -> tuple[int, int]:
     return mark.step, PHASES.index(mark.phase)
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened in a run and is worth a line."""
+    """One line of a run's history."""
 
     number: int
-    """Counts the entries of a run."""
+    """Position of the entry in the history."""
     at: float
     """Seconds since the epoch."""
     kind: str
@@ -134,7 +143,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank, by its last records."""
+    """The status of one rank, from its last records."""
 
     rank: int
     host: str = ""
@@ -142,26 +151,26 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     phase: str = ""
     since: float | None = None
-    """When that phase began, in seconds since the epoch."""
+    """Start of that phase in seconds since the epoch."""
     step: int | None = None
     lag_s: float | None = None
-    """For so long the first rank has been further than this one."""
+    """For how many seconds the leading rank has been ahead of this rank."""
     lag_steps: int | None = None
     memory_bytes: float | None = None
-    """Highest so far: allocated on its GPU, else resident on the host."""
+    """Peak so far: allocated memory of its GPU, or resident memory of the process on a CPU."""
     state: str = "running"
     """"running", "done", "failed", "stopped" or "gone"."""
-    words: str = ""
-    """How it ended, if it did."""
+    message: str = msgspec.field(default="", name="words")
+    """The error or exit code of a rank that failed; `words` in JSON."""
 
 
 class CheckpointStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that was begun, and whether it is there now."""
+    """A checkpoint that a run started to write, and its size once it is complete."""
 
     step: int
     at: float
     num_bytes: int | None = None
-    """On disk, all ranks together; None while it is not whole or gone."""
+    """Bytes on disk of all ranks; None for a checkpoint that is incomplete or was deleted."""
 
 
 class CheckpointTable:
@@ -172,7 +181,7 @@ class CheckpointTable:
         self._sizes: dict[str, int] = {}
 
     def statuses(self, saves: Iterable[CheckpointStatus]) -> Iterator[CheckpointStatus]:
-        """Yield the saves, newest first, with their size where they are whole and still exist."""
+        """Yield the saves, newest first, with the size of those that are complete and still exist."""
         existing: dict[int, int] = {}
         with contextlib.suppress(OSError):
             for folder in self._folder.iterdir():
@@ -183,31 +192,31 @@ class CheckpointTable:
             yield CheckpointStatus(step=save.step, at=save.at, num_bytes=existing.get(save.step))
 
     def _size(self, folder: Path) -> int:
-        if folder.name not in self._sizes:  # a checkpoint is published whole, so it never changes
+        if folder.name not in self._sizes:  # a checkpoint is published atomically, so it never changes
             self._sizes[folder.name] = sum(file.stat().st_size for file in folder.iterdir())
         return self._sizes[folder.name]
 
 
 class RestartMark(msgspec.Struct, frozen=True, kw_only=True):
-    """A restart of all ranks, and the step from which they went on."""
+    """A restart of all ranks, and the step from which they resumed."""
 
     step: int
     at: float
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A run at one moment."""
+    """The status of a run at one time."""
 
     name: str
     path: str
     job: str
     plan: str
     state: str
-    """"running", "finished", "failed", "stopped", "lost" (its launcher is gone) or "silent" (no sign of life)."""
+    """"running", "finished", "failed", "stopped", "lost" (its launcher has exited) or "silent" (no recent record)."""
     verdict: str
-    """Why it failed, in one sentence."""
+    """The cause of a failure, in one sentence."""
     now: float
-    """Seconds since the epoch; of the last sign of life when the run is over."""
+    """Seconds since the epoch; the time of the last record if the run has ended."""
     began_at: float | None
     step: int
     num_steps: int | None
@@ -217,37 +226,37 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     lr: float | None
     eta_s: float | None
     memory_bytes: float | None
-    """Of the rank that needed most so far."""
+    """Peak memory so far of the rank with the highest."""
     memory_rank: int | None
     is_resident: bool
-    """Whether memory is what a process holds on the host, libraries and all; else what it allocated on its GPU."""
+    """Whether memory is the resident memory of a process, libraries included; otherwise the allocated GPU memory."""
     predicted_bytes: float | None
-    """Of tensors, of the rank that needs most."""
+    """Predicted peak of tensors on the rank with the highest."""
     prediction: str
-    """Why nothing is predicted, or empty."""
+    """Why a prediction is missing; empty with a prediction."""
     parameters: int | None
     restarts: int
     restart_marks: tuple[RestartMark, ...]
     evaluation: dict[str, float | None]
-    """Of the last evaluation, by name."""
+    """Values of the last evaluation by name."""
     checkpoints: tuple[CheckpointStatus, ...]
     ranks: tuple[RankRow, ...]
     reading: float
-    """Share of what was on disk at first that is folded in: 1.0 when the view has seen it all once."""
+    """Share of the files that was read at first; 1.0 once they were read to their end."""
 
 
-# The memory that planning predicts for a run: `monitor/watch.py` computes it and writes predicted.json.
+# The memory that the planner predicts for a run: `monitor/watch.py` computes it and writes predicted.json.
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """What predicted.json holds: bytes, or why there are none."""
+    """Content of predicted.json: bytes, or the reason why there are none."""
 
     peak_bytes: float | None = None
     why_not: str = ""
 
 
 def read_predicted(run: RunDirectory) -> Predicted:
-    """Return the predicted peak of a rank's tensors; without a value where nobody has computed one."""
+    """Return the predicted peak of a rank's tensors; without a value if it was not computed."""
     try:
         return msgspec.json.decode(run.predicted.read_bytes(), type=Predicted)
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Private names of torch, all of them, one file per area; the rest of shardwise uses what is public, and these files.
+"""All uses of private torch APIs; the other packages of shardwise use public APIs and these modules only.
 
-Every name here exists in torch 2.11 and in 2.13, the versions that shardwise is tested on, unless its docstring says
-otherwise. Where a later torch lacks a name, a function returns what its docstring says, and raises `WorldError` where
-nothing can stand in for it. `runtime` and `distributed` import no torch by themselves: launchers and the recorder read
-them before torch is loaded.
+Every private name here exists in torch 2.11 and 2.13, the versions that shardwise is tested with, unless a docstring
+states otherwise. If a later torch lacks a name, a function returns the fallback of its docstring, or raises
+`WorldError` without a fallback. `distributed` does not import torch at module level, because launchers and the recorder
+import it before torch.
 """

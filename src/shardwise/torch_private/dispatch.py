@@ -1,62 +1,70 @@
-"""Autograd and the operators below it: dispatch modes, pytrees, schemas, kernels over lists, running nodes, hooks.
+"""Private APIs of autograd, operators and modules: dispatch modes, pytrees, hooks and registered parameters.
 
-`TorchDispatchMode` is torch's documented way to see every operator, and the pytree functions its way through nested
-outputs; both live in modules with an underscore in torch 2.11 and 2.13, and are passed on from here as they are.
+`TorchDispatchMode` is torch's documented way to intercept every operator, and the pytree functions are its way to
+traverse nested outputs. Both are in private modules of torch 2.11 and 2.13, and are re-exported here.
+
+`named_parameters()` and similar methods list a tied parameter or a repeated child only once, and `setattr` runs hooks
+of the user's class. Therefore transforms that replace a parameter everywhere access the dicts of the module.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import batchnorm, conv, dropout
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _python_dispatch, _pytree
 
-from shardwise.torch_private.runtime import required
+from shardwise.torch_private.distributed import required
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import nn
+    from torch.optim import Optimizer
+
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-"""Base class of modes that see every operator below autograd."""
+"""Base class of modes that intercept every operator below autograd."""
 is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
-"""Whether a tensor wraps others and unwraps itself, as DTensor does."""
+"""Whether a tensor is a traceable wrapper of other tensors, such as a DTensor."""
 is_traceable_wrapper_subclass_type = _python_dispatch.is_traceable_wrapper_subclass_type
-"""The same of a class."""
+"""Whether a class is a traceable wrapper subclass."""
 tree_leaves = _pytree.tree_leaves
-"""List what is in nested lists, tuples and dicts."""
+"""Return the leaves of nested lists, tuples and dicts."""
 tree_map = _pytree.tree_map
 """Apply a function to every leaf of a nested value."""
 tree_map_only = _pytree.tree_map_only
-"""Apply a function to the leaves of one type."""
+"""Apply a function to the leaves of a given type."""
 tree_flatten = _pytree.tree_flatten
-"""Take a nested value apart into its leaves and its form."""
+"""Return the leaves and the tree spec of a nested value."""
 tree_unflatten = _pytree.tree_unflatten
-"""Put leaves back into a form."""
+"""Return the nested value of leaves and a tree spec."""
 register_pytree_node = _pytree.register_pytree_node
-"""Have all functions on nested values open a class; DDP and FSDP2 then find the tensors in it."""
+"""Register a class as a pytree node, so that DDP and FSDP2 find the tensors in its instances."""
 
 
 def function_modes() -> list[Any]:
-    """Return the `TorchFunctionMode`s that are on in this thread."""
+    """Return the `TorchFunctionMode`s that are active in this thread."""
     return list(_get_current_function_mode_stack())
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of an operator that a dispatch mode sees: `name`, `arguments`, `returns`, `is_mutable`."""
+    """Return the schema of a dispatched operator, with `name`, `arguments`, `returns` and `is_mutable`."""
     return operator._schema
 
 
 def autocasts_on_cuda(operator: str) -> bool:
-    """Whether autocast has a rule of its own for an operator on CUDA, such as "aten::rms_norm" since torch 2.12."""
+    """Whether autocast has a rule for an operator on CUDA, such as for "aten::rms_norm" since torch 2.12."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, "AutocastCUDA"))
 
 
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, *, dropout: float, is_causal: bool, scale: float | None
 ) -> Any:
-    """Return the output of CUDA's flash kernel of scaled dot product attention, also for meta tensors."""
+    """Return the output of the CUDA flash attention kernel, also for meta tensors."""
     operator = torch.ops.aten._scaled_dot_product_flash_attention
     return operator(query, key, value, dropout, is_causal, scale=scale)[0]
 
@@ -65,12 +73,12 @@ def efficient_attention(
     query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, dropout: float, is_causal: bool,
     scale: float | None,
 ) -> Any:  # fmt: skip
-    """Return the output of CUDA's memory-efficient kernel of attention, with what its backward reads."""
+    """Return the output of the CUDA memory-efficient attention kernel, which also saves tensors for backward."""
     operator = torch.ops.aten._scaled_dot_product_efficient_attention
     return operator(query, key, value, bias, True, dropout, is_causal, scale=scale)[0]  # noqa: FBT003 - torch's order
 
 
-# Kernels over lists of tensors: one launch on a GPU for many tensors. torch's own clipping and GradScaler call them.
+# Foreach kernels, which process many tensors in a single launch. torch's gradient clipping and GradScaler use them.
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -79,88 +87,143 @@ def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply every tensor in place with one number on their device."""
+    """Multiply every tensor in place by `factor`, a scalar tensor on their device."""
     torch._foreach_mul_(list(tensors), factor)
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target."""
+    """Copy each source tensor into its target in place."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
 def check_finite(gradients: Sequence[Tensor], not_finite: Tensor, inverse_scale: Tensor) -> None:
-    """Multiply gradients by `inverse_scale` and set `not_finite` to 1 where one is infinite or NaN; in place."""
+    """Multiply gradients by `inverse_scale` in place, and set `not_finite` to 1 if one of them is infinite or NaN."""
     torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), not_finite, inverse_scale)
 
 
 def update_loss_scale(
     scale: Tensor, steps: Tensor, overflow: Tensor, *, growth: float, backoff: float, interval: int
 ) -> None:
-    """Update the loss scale and the steps since an overflow in place, by the rule of torch's GradScaler."""
+    """Update the loss scale and the number of steps since an overflow in place, as torch's GradScaler does."""
     torch._amp_update_scale_(scale, steps, overflow, growth, backoff, interval)
 
 
 def reads_overflow_flag(optimizer: Any) -> bool:
-    """Whether an optimizer, being fused, skips its step on the GPU where `found_inf` is set; no wait for the flag."""
+    """Whether an optimizer is fused and skips its step on the GPU if `found_inf` is set, without a synchronization."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-# What autograd is doing: the node that runs, its number, callbacks at the end of backward, hooks on parameters.
+# State of autograd: the running node, its sequence number, callbacks after backward, and hooks of parameters.
 #
-# Forward gives every node the next sequence number of its thread, and backward runs the node of the highest number
-# first. So numbers taken between two modules say, in backward, which of them a node belongs to, without a hook in
-# the graph.
+# Forward assigns increasing sequence numbers to the nodes of a thread, and backward runs the node with the highest
+# number first. So the numbers recorded between two modules in forward determine to which module a node belongs in
+# backward, without a hook in the graph.
 
 
 _UNNUMBERED = 1 << 60
-"""Nodes that sum gradients up (AccumulateGrad) have the largest number there is."""
+"""Lower bound of the sequence numbers of AccumulateGrad nodes, which have the largest possible number."""
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is running backward; False on a torch that cannot say."""
+    """Whether this thread is running backward; False if torch lacks the private API."""
     task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
     return task() != -1
 
 
 def next_sequence_number() -> int:
-    """Return the number that the next autograd node of this thread gets; 0 on a torch that cannot say."""
+    """Return the sequence number of the next autograd node of this thread; 0 if torch lacks the private API."""
     number: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
     return number()
 
 
 def running_sequence_number() -> int | None:
-    """Return the number of the autograd node that runs; None outside of backward, and for nodes without one."""
+    """Return the sequence number of the running autograd node; None outside backward and for AccumulateGrad."""
     node = getattr(torch._C, "_current_autograd_node", lambda: None)()
     number = None if node is None else int(node._sequence_nr())
     return None if number is None or number > _UNNUMBERED else number
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Call back when the backward that runs now ends, after the callbacks that were queued before; as FSDP2 does."""
+    """Call `callback` at the end of the running backward, after callbacks that were queued earlier, as FSDP2 does."""
     required(torch.autograd.Variable, "_execution_engine").queue_callback(callback)
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place; inference tensors, which keep no count, give 0."""
+    """Return the version counter of a tensor; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return what tells a storage from all others that are alive, also on meta, where every address is 0."""
+    """Return an id that is unique among live storages, also on the meta device, where all data pointers are 0."""
     return int(storage._cdata)
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether a hook was registered on the gradient of a parameter, before or after it is accumulated."""
+    """Whether a parameter has gradient hooks that run before or after accumulation."""
     return bool(getattr(parameter, "_backward_hooks", None)) or has_accumulation_hooks(parameter)
 
 
 def has_accumulation_hooks(parameter: Tensor) -> bool:
-    """Whether a hook runs when the gradient of a parameter has been accumulated."""
+    """Whether a parameter has hooks that run after its gradient was accumulated."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def share_gradient_hooks(source: Any, target: Any) -> None:
-    """Have `target` show the gradient hooks of `source`: one dict, so hooks added later are in both."""
+    """Share the dicts of gradient hooks of `source` with `target`, so that hooks added later are in both."""
     target._backward_hooks = source._backward_hooks
     target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+BatchNormBase = batchnorm._BatchNorm
+"""Base class of torch's batch norms, including SyncBatchNorm."""
+NormBase = batchnorm._NormBase
+"""Base class of batch norms and instance norms, which have running statistics."""
+ConvolutionBase = conv._ConvNd
+"""Base class of convolutions, including transposed convolutions."""
+DropoutBase = dropout._DropoutNd
+"""Base class of torch's dropout modules."""
+REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+"""Attributes in which a module stores its registered parameters, buffers and children."""
+HOOK_ATTRIBUTE_ENDS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+"""Suffixes of the attributes in which a module stores its hooks."""
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the mutable dict of a module's direct parameters, including tied ones; writes bypass `__setattr__`."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the mutable dict of a module's direct buffers; writes bypass `__setattr__`."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the mutable dict of a module's children, including repeated ones; a write replaces a child."""
+    return module._modules
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called; False if torch lacks the private attribute."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def padded_convolution(convolution: Any, images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolve with the given weight and the padding of the module, as the `forward` of the module does."""
+    output: Tensor = convolution._conv_forward(images, weight, bias)
+    return output
+
+
+def transposed_padding(convolution: Any, images: Tensor, output_size: list[int] | None) -> list[int]:
+    """Return the output padding with which a transposed convolution has `output_size`."""
+    sizes = convolution.stride, convolution.padding, convolution.kernel_size
+    padding: list[int] = convolution._output_padding(
+        images, output_size, *sizes, len(convolution.stride), convolution.dilation
+    )
+    return padding
+
+
+def drop_step_hooks(optimizer: Optimizer) -> None:
+    """Remove the step hooks of a copied optimizer, without removing those of the original."""
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()

@@ -1,16 +1,18 @@
-"""Process groups and FSDP2 from the inside: backends, stores, flight recorder, units; imports no torch by itself.
+"""Private APIs of process groups, FSDP2 and the runtime: backends, stores, flight recorder, FSDP2 units.
 
-The flight recorder is a ring in C++ of the last collectives of every process group, also of those that C++ starts by
-itself (DDP's buckets). It can be read from any thread while another one waits in a collective.
+The flight recorder is a ring buffer in C++ of the last collectives of every process group, including those started in
+C++ (DDP's buckets). Any thread can read it while another waits in a collective.
 """
 
 from __future__ import annotations
 
 import functools
 import pickle
+import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shardwise.torch_private.runtime import required
+from shardwise.errors import WorldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,19 +24,18 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
     from torch.futures import Future
 
-
 _FLIGHT_RECORDERS = {"": "_dump_fr_trace", "nccl ": "_dump_nccl_trace"}
-"""One for NCCL, which a build without it does not have, and one for all others."""
+"""Group name prefix -> private function: one for NCCL, if torch was built with it, and one for all other backends."""
 _FLIGHT_VERSION = "2."
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
-    """Return the backend of a group for a device; RuntimeError where it has none."""
+    """Return the backend of a group for a device; raises RuntimeError if it has none."""
     return group._get_backend(device)
 
 
 def timeout_s(group: ProcessGroup, device: torch.device) -> float | None:
-    """Return the time limit of a group's collectives in seconds; None where its backend does not say."""
+    """Return the timeout of a group's collectives in seconds; None if its backend has none."""
     try:
         limit = backend_of(group, device).options._timeout
     except (AttributeError, RuntimeError):
@@ -43,33 +44,52 @@ def timeout_s(group: ProcessGroup, device: torch.device) -> float | None:
 
 
 def finished_work(future: Future[Any]) -> Any:
-    """Return a `Work` that is done when `future` is: what a process group in Python returns."""
+    """Return a `Work` that completes with `future`, for process groups implemented in Python."""
     from torch._C import _distributed_c10d as c10d
 
     return required(c10d, "_create_work_from_future")(future)
 
 
 def premultiplied_sum(factor: float) -> Any:
-    """Return NCCL's operation that multiplies by `factor` before it sums; AttributeError where torch has none."""
+    """Return NCCL's reduce operation that multiplies by `factor` and sums; raises AttributeError without NCCL."""
     import torch.distributed as dist
 
     return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
 def fake_store() -> Store:
-    """Register torch's fake backend, which torch's own tests use, and return its store; ImportError without it."""
+    """Register the fake backend of torch's tests and return its store; raises ImportError if torch lacks it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def innermost_store(store: Any) -> Any:
-    """Return the store inside of the prefixes that torch puts around it."""
+    """Return the store inside nested PrefixStores."""
     return getattr(store, "_underlying_non_prefix_store", store)
 
 
+def clear_dtensor_caches() -> None:
+    """Clear DTensor's caches of sharding propagation; does nothing if DTensor is not imported.
+
+    Meshes of the same ranks compare equal. Without this, a rank would get cached results on the mesh of an earlier
+    world, whose process groups are closed, or which has the coordinate of another rank if this process was forked.
+    """
+    api = sys.modules.get("torch.distributed.tensor")
+    if api is None:
+        return
+    import torch
+
+    dispatcher = required(api.DTensor, "_op_dispatcher")
+    dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    getattr(redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    required(redistribute, "_gen_transform_infos").cache_clear()
+
+
 def has_rpc_agent() -> bool:
-    """Whether torch.distributed.rpc runs in this process; False on a torch without it."""
+    """Whether an RPC agent is running in this process; False if torch was built without RPC."""
     from torch.distributed import rpc
 
     if not rpc.is_available():
@@ -77,11 +97,11 @@ def has_rpc_agent() -> bool:
     return bool(getattr(rpc.api, "_is_current_rpc_agent_set", lambda: False)())
 
 
-# For the recorder, which wraps what every collective passes.
+# For the recorder, which wraps the functions that every collective calls.
 
 
 def backward_task_reader() -> Callable[[], int]:
-    """Return torch's own function for the id of the backward that runs, -1 outside: the recorder calls it each time."""
+    """Return torch's function for the id of the running backward, -1 outside; the recorder calls it often."""
     import torch
 
     task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
@@ -89,7 +109,7 @@ def backward_task_reader() -> Callable[[], int]:
 
 
 def on_backend_registered(callback: Callable[[Any], None]) -> None:
-    """Call back with every process group that gets a backend from now on: all that can communicate."""
+    """Call `callback` with every process group for which a backend is registered from now on."""
     from torch.distributed import ProcessGroup
 
     register = required(ProcessGroup, "_register_backend")
@@ -103,7 +123,7 @@ def on_backend_registered(callback: Callable[[Any], None]) -> None:
 
 
 def groups_with_stores() -> Iterator[tuple[Any, Any]]:
-    """Yield every process group of this process with its store; none on a torch that keeps them elsewhere."""
+    """Yield every process group of this process with its store; nothing if torch lacks the private attribute."""
     from torch.distributed import distributed_c10d
 
     world = getattr(distributed_c10d, "_world", None)
@@ -112,7 +132,7 @@ def groups_with_stores() -> Iterator[tuple[Any, Any]]:
 
 
 def resolve_group(functional: ModuleType, group: Any, tag: str) -> Any:
-    """Return the process group that an argument of a functional collective names; None if torch finds none."""
+    """Return the process group of the `group` argument of a functional collective; None if it cannot be resolved."""
     from torch.distributed import ProcessGroup, distributed_c10d
 
     if isinstance(group, ProcessGroup):
@@ -121,11 +141,11 @@ def resolve_group(functional: ModuleType, group: Any, tag: str) -> Any:
         name = functional._resolve_group_name(group, tag)
         return required(distributed_c10d, "_resolve_process_group")(name)
     except (RuntimeError, ValueError, TypeError, KeyError, AssertionError, AttributeError):
-        return None  # the functional collective itself will report what is wrong
+        return None  # the functional collective raises the error
 
 
 def flight_records(*, entries: bool, stacks: bool) -> dict[str, dict[str, Any]]:
-    """Return what torch's flight recorders have, by the prefix of their groups; ValueError for another version."""
+    """Return the dumps of torch's flight recorders by group name prefix; raises ValueError for an unknown version."""
     from torch._C import _distributed_c10d as c10d
 
     found = {}
@@ -138,16 +158,16 @@ def flight_records(*, entries: bool, stacks: bool) -> dict[str, dict[str, Any]]:
     return found
 
 
-# FSDP2 and DTensor from the inside: the units that are gathered and reduced together, and their hooks.
+# FSDP2 and DTensor: the parameter groups that are gathered and reduced together, and their hooks.
 #
-# A unit (`FSDPParamGroup`) holds one record (`FSDPParam`) per parameter. Its `post_backward` reduces the gradients,
-# and FSDP2's pre- and post-forward hooks gather and free the whole parameters.
+# An `FSDPParamGroup` has an `FSDPParam` per parameter. Its `post_backward` reduces the gradients, and FSDP2's pre- and
+# post-forward hooks gather and free the unsharded parameters.
 
 
 def parameter_groups(model: nn.Module) -> Iterator[Any]:
-    """Yield the groups of parameters that FSDP2 gathers and reduces together, in the order of the modules.
+    """Yield the `FSDPParamGroup`s of a model in the order of its modules.
 
-    torch 2.11 has one group or none per module, 2.13 a list of them.
+    In torch 2.11 a module has at most one group, in 2.13 a list of groups.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -160,16 +180,17 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def gathered_parameter(record: Any) -> nn.Parameter | None:
-    """Return the whole parameter of a record, whether it is resharded already or not; None before the first gather."""
-    whole: nn.Parameter | None = getattr(record, "_unsharded_param", None)
-    return whole
+    """Return the unsharded parameter of an `FSDPParam`, even if it is resharded; None before the first all-gather."""
+    unsharded: nn.Parameter | None = getattr(record, "_unsharded_param", None)
+    return unsharded
 
 
 def gather_without_forward(unit: Any, *, has_gradient: bool) -> Tensor:
-    """Run FSDP2's hooks of a unit with no forward between them; communicates as a call of the unit does.
+    """Run the pre- and post-forward hooks of an FSDP2 module without its forward. Communicates as a call does.
 
-    Returns an output that backward may start from: backward then gathers and reduces the unit. With `has_gradient` the
-    unit's input has a gradient too, on which FSDP2 reduces; without, it reduces when backward ends.
+    Returns an output from which backward can start; it all-gathers the parameters and reduces the gradients of the
+    module. With `has_gradient`, the input requires a gradient and FSDP2 reduces when backward reaches it; otherwise
+    FSDP2 reduces at the end of backward.
     """
     import torch
 
@@ -183,6 +204,83 @@ def gather_without_forward(unit: Any, *, has_gradient: bool) -> Tensor:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the local shard inside a DTensor, with no autograd node as `to_local` adds; other tensors as they are."""
+    """Return the local shard of a DTensor without the autograd node of `to_local`; other tensors are unchanged."""
     inner: Tensor = getattr(tensor, "_local_tensor", tensor)
     return inner
+
+
+DYNAMO = "torch._dynamo"
+"""Module of the front end of torch.compile, which the first DDP and every optimizer import (800 modules, 1.5 s)."""
+FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
+"""Module of the functional collectives, which DTensor uses."""
+SHARDED_TENSOR_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
+"""Module of `TensorProperties` in checkpoints of torch 2.3 and earlier."""
+
+
+def required(owner: object, name: str) -> Any:
+    """Return a private attribute of torch for which there is no fallback; raises WorldError if it does not exist."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        version = sys.modules["torch"].__version__
+        raise WorldError(
+            f"shardwise requires {name} of {getattr(owner, '__name__', owner)!s}, which torch {version} does not have",
+            code="world.torch-name-missing",
+            fix="pip install torch==2.13.0",
+        ) from error
+
+
+def was_cuda_used() -> bool:
+    """Whether CUDA was used in this process, or in the process from which it was forked.
+
+    A fork of a process that called `torch.cuda.is_available()` cannot use CUDA, although `is_initialized()` is False.
+    Returns False if torch is not imported, and `is_initialized()` if torch lacks the private API.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return False
+    return bool(torch.cuda.is_initialized() or getattr(torch.cuda, "_is_in_bad_fork", lambda: False)())
+
+
+def is_inductor_imported() -> bool:
+    """Whether torch._inductor, the default backend of torch.compile, is imported."""
+    return "_inductor" in vars(sys.modules["torch"])
+
+
+def graph_break() -> None:
+    """Insert a graph break for torch.compile; does nothing in eager mode."""
+    import torch._dynamo
+
+    torch._dynamo.graph_break()
+
+
+def disable_autograd_cache() -> None:
+    """Disable the AOTAutograd cache of torch.compile; the cache of compiled kernels stays enabled.
+
+    Does nothing if torch has no such cache.
+    """
+    try:
+        from torch._functorch import config
+    except ImportError:
+        return
+    config.enable_autograd_cache = False
+
+
+@contextmanager
+def no_worker_info() -> Iterator[None]:
+    """Make `torch.utils.data.get_worker_info()` return None in this context, as outside DataLoader workers."""
+    from torch.utils.data._utils import worker
+
+    before = required(worker, "_worker_info")
+    worker._worker_info = None
+    try:
+        yield
+    finally:
+        worker._worker_info = before
+
+
+def loader_iterator() -> Any:
+    """Return the base class of all iterators of `DataLoader`, whose `__next__` returns every batch."""
+    from torch.utils.data import dataloader
+
+    return required(dataloader, "_BaseDataLoaderIter")

@@ -1,4 +1,4 @@
-"""Wiring: a Job, a Plan and a World become one Step."""
+"""Build the Step of a Job under a Plan in a World."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from shardwise.parallel.parameter_rules import (
     check_dense,
     check_dtypes,
     check_parameters,
-    refuse_sparse,
+    reject_sparse,
     trainable_of,
     without_gradient,
 )
-from shardwise.parallel.replicated import by_rounds
+from shardwise.parallel.replicated import sync_by_rounds
 from shardwise.parallel.sharded import DTYPES, LOWER
 from shardwise.parallel.stage_gate import share_copies, tied_copies
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.parallel.support import uses_ddp
-from shardwise.parallel.tensor_gradients import refuse_unequal, unequal_gradients
+from shardwise.parallel.tensor_gradients import reject_unequal, unequal_gradients
 from shardwise.parallel.tensor_rules import find_rules
-from shardwise.parallel.weights import BuiltWeights, share_values
+from shardwise.parallel.weights import BuiltWeights, broadcast_values
 from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
-from shardwise.training.evaluate import RankLoader, make_loader, token_cut
+from shardwise.training.evaluate import RankLoader, make_loader, token_shard
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
 from shardwise.training.step.captured import plain_step
@@ -55,8 +55,8 @@ from shardwise.training.step.step import (
     StepContext,
     StepParts,
     StepSource,
+    combine_marks,
     nvtx_ranges,
-    tell,
 )
 from shardwise.training.step.token_probe import TokenProbe
 from shardwise.training.step.update import choose_update
@@ -90,13 +90,14 @@ def build_step(
     report_loss: bool = True,
     resume: Path | str | None = None,
 ) -> Step:
-    """Make the Step that trains `job` under `plan`; communicates over the world, called on every rank.
+    """Build the Step that trains `job` under `plan`. Communicates over the world; call on every rank.
 
-    `note` gets remarks for the user; `before_update` is called in each step when gradients are summed, not clipped;
-    `first_step` is where in the stream of samples to begin; `mark(phase, step)` is called when data, forward, backward
-    and optimizer begin, on the host. Without `report_loss` no step reduces its loss, and its report has this rank's
-    share alone. `resume` is a run directory, a folder of checkpoints, or one: the step continues from the newest good
-    one, saved at any world size and strategy; where there is none, it begins anew.
+    `note` receives messages for the user. `before_update` is called in each step after gradients are reduced and
+    before they are clipped. `first_step` is the step at which the data starts. `mark(phase, step)` is called on the
+    host at the start of data, forward, backward and optimizer. Without `report_loss`, steps do not reduce the loss, and
+    a report contains only this rank's share. `resume` is a run directory, a directory of checkpoints or one checkpoint:
+    the step resumes from the newest intact one, saved at any world size and strategy, or starts from scratch if there
+    is none.
     """
     plan = with_engine(plan, job.engine)
     engine = engine_for(job, plan)
@@ -107,16 +108,20 @@ def build_step(
     )
     resumed: Step | None = None
     if resume is not None:
-        group = world.own_host_group() if world.size > 1 else None
+        group = None
+        if world.size > 1:
+            group = world.own_host_group()
         resumed = Resuming(Path(resume), job, plan, world, note).run(
             lambda number: engine.build(job, plan, world, replace(context, first_step=number)), group
         )
-    return resumed if resumed is not None else engine.build(job, plan, world, context)
+    if resumed is not None:
+        return resumed
+    return engine.build(job, plan, world, context)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildContext:
-    """What every engine's step gets besides job, plan and world."""
+    """The arguments of `build_step` that every engine receives besides job, plan and world."""
 
     first_step: int
     before_update: Callable[[], None] | None
@@ -125,17 +130,17 @@ class BuildContext:
     report_loss: bool
 
     def step_context(self, job: Job, plan: Plan, world: World, *, fill: bool) -> StepContext:
-        """Return the step's data, length and hooks; communicates to join the data-parallel ranks.
+        """Return the step's data, length and hooks. Communicates to create the group of data-parallel ranks.
 
-        `fill` is whether short micro-batches are padded by repeating rows.
+        `fill` sets whether short micro-batches are padded by repeating rows.
         """
-        # On the host and by itself: its collectives run a step ahead of, and so beside, those of the model.
+        # A separate host group: its collectives run one step ahead and overlap with those of the model.
         feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
         feed, length = make_feed(job, plan, world, feed_group, self.first_step, fill=fill)
         check_schedule(job.schedule, length.num_steps)
         reduce_loss = None
         if self.report_loss and world.size > 1:
-            # From the host it takes a group of the host, whose collectives run beside those of the model.
+            # On the CPU the host group is used, so that its collectives overlap with those of the model.
             group = world.host_group if world.device.type == "cpu" else running_group()
             reduce_loss = LossReduction(group=group, num_ranks=world.size)
         return StepContext(
@@ -146,31 +151,33 @@ class BuildContext:
             first_step=self.first_step,
             reports_loss=plan.layout.reports_loss(world.rank),
             before_update=self.before_update,
-            mark=tell(self.mark, nvtx_ranges()),
+            mark=combine_marks(self.mark, nvtx_ranges()),
             note=self.note,
         )
 
 
 def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
-    """Make the Step of torch's own wrappers; called on every rank, communicates over the world."""
-    place = find_place(plan, world)
-    meta_model = draw_up(job, plan, world)
-    around = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))
-    cut, model = _lay_out(job, meta_model, plan, place)
-    # Data-parallel ranks draw different dropout masks, whatever the model's initialization drew.
+    """Build the Step of the torch engine. Communicates over the world; call on every rank."""
+    mesh_context = make_mesh_context(plan, world)
+    meta_model = prepare_meta_model(job, plan, world)
+    step_context = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))
+    split, model = _apply_plan(job, meta_model, plan, mesh_context)
+    # Data-parallel ranks sample different dropout masks, independent of the model's initialization.
     seed_generators(job.seed + 1 + plan.layout.draw_index(world.rank))
     named = parameters_of(model)
-    stage = f"pipeline stage {place.coordinate.pp}"
-    trainable = trainable_of(named, owner="the model" if cut is None else stage)
-    inner = gradient_sync(model, plan, place)
-    sync = by_rounds(inner, model, trainable, plan=plan, place=place, ends_round=around.length.syncs_after)
+    owner = "the model" if split is None else f"pipeline stage {mesh_context.coordinate.pp}"
+    trainable = trainable_of(named, owner=owner)
+    inner = gradient_sync(model, plan, mesh_context)
+    sync = sync_by_rounds(
+        inner, model, trainable, plan=plan, context=mesh_context, ends_round=step_context.length.syncs_after
+    )
     parts = StepParts(
         optimized=make_optimizer(
             job.optimizer,
             trainable,
-            shard_mesh=place.axis("shard") if plan.zero == 1 else None,
+            shard_mesh=mesh_context.axis("shard") if plan.zero == 1 else None,
             on_host=plan.offload.optimizer == "cpu" and plan.offload.parameters == "none",
-            replica_mesh=place.axis(*plan.dp_axes) if plan.zero >= 2 else None,
+            replica_mesh=mesh_context.axis(*plan.dp_axes) if plan.zero >= 2 else None,
         ),
         sync=sync,
         update=_make_update(job, plan, world, model, sync.gain),
@@ -178,21 +185,22 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
         origin=meta_model.weights.description if meta_model.weights is not None else "",
         after_first_backward=_first_check(named, plan, world, context.note, sync),
         batch_checks=_batch_checks(job, model, plan, world, context.note),
-        **vars(around),
+        **vars(step_context),
     )
     watch_forward(stages_of(model), plan, parts.optimized)
-    if cut is None:
+    if split is None:
         return plain_step(job, model, parts, plan=plan, note=context.note)
-    return PipelineStep(job, stages_of(model), parts, cut=cut, plan=plan, place=place)  # type: ignore[arg-type]
+    stages = stages_of(model)
+    return PipelineStep(job, stages, parts, split=split, plan=plan, mesh_context=mesh_context)  # type: ignore[arg-type]
 
 
 def make_feed(
     job: Job, plan: Plan, world: World, group: dist.ProcessGroup | None, first_step: int, *, fill: bool
 ) -> tuple[Feed, Length]:
-    """Return what reads this rank's samples, and how long to train; `group` joins the data-parallel ranks."""
+    """Return the feed of this rank's batches and the training length; `group` contains the data-parallel ranks."""
     dp_rank = plan.layout.data_index(world.rank)
-    where = RankLoader(dp_rank=dp_rank, group=group, first_step=first_step, on_gpu=world.device.type == "cuda")
-    loader, length = make_loader(job, plan, where)
+    rank_loader = RankLoader(dp_rank=dp_rank, group=group, first_step=first_step, on_gpu=world.device.type == "cuda")
+    loader, length = make_loader(job, plan, rank_loader)
     feed = Feed(
         loader,
         job.loss,
@@ -202,13 +210,13 @@ def make_feed(
         float_dtype=torch.float64 if plan.precision.compute == "fp64" else None,
         group=world.axis_group(plan.layout, plan.dp_axes, on_host=True),
         replicas=plan.layout.replicate if plan.communication.sync_every > 1 else 1,
-        cut=token_cut(job, plan, world),
+        token_shard=token_shard(job, plan, world),
     )
     return feed, length
 
 
-def draw_up(job: Job, plan: Plan, world: World) -> MetaModel:
-    """Return the meta_model of the job's model for this plan; called on every rank."""
+def prepare_meta_model(job: Job, plan: Plan, world: World) -> MetaModel:
+    """Return the job's model on the meta device, checked and transformed for this plan; call on every rank."""
     meta_model = job_meta_model(
         job.model,
         seed=job.seed,
@@ -217,15 +225,17 @@ def draw_up(job: Job, plan: Plan, world: World) -> MetaModel:
         size=world.size,
         double=plan.precision.parameter == "fp64",
         local_size=world.local_size,
-        agree=lambda here: world.backend == "fake" or all(world.gather(here)),
+        agree=lambda value: world.backend == "fake" or all(world.gather(value)),
     )
     check_dense(meta_model.module)
     check_parameters(meta_model.module, plan)
     if isinstance(meta_model.weights, BuiltWeights) and world.size > 1:
-        share_values(meta_model.module, world.device)  # a model may draw from what no seed reaches
+        broadcast_values(
+            meta_model.module, world.device
+        )  # a model may use random numbers that the seed does not control
     if job.lora is not None:
         meta_model = adapt_meta_model(meta_model, job.lora, seed=job.seed)
-    trainable_of(meta_model.module.named_parameters())  # here, since DDP refuses a frozen model in its own terms
+    trainable_of(meta_model.module.named_parameters())  # checked here for a clearer error than DDP's on a frozen model
     check_dtypes(meta_model.module, plan, adapted=job.lora is not None)
     if plan.layout.cp > 1:
         check_context(meta_model.module, plan.layout, own_loss=not job.loss.by_row)
@@ -236,27 +246,31 @@ def draw_up(job: Job, plan: Plan, world: World) -> MetaModel:
     return replace(meta_model, tensor_rules=find_rules(meta_model.module, job.tensor_rules))
 
 
-def _lay_out(job: Job, meta_model: MetaModel, plan: Plan, place: MeshContext) -> tuple[StageSplit | None, nn.Module]:
-    """Put the model under the plan: whole, or as the list of this rank's stages."""
+def _apply_plan(
+    job: Job, meta_model: MetaModel, plan: Plan, mesh_context: MeshContext
+) -> tuple[StageSplit | None, nn.Module]:
+    """Apply the plan to the model; return the stage split and this rank's stages, or None and the model without pp."""
     if plan.layout.pp == 1:
-        return None, apply_plan(meta_model, plan, place)
+        return None, apply_plan(meta_model, plan, mesh_context)
     layers = find_layers(meta_model.module, job.layers)
-    cut = split_layers(plan, count_layers(meta_model.module, layers))
+    split = split_layers(plan, count_layers(meta_model.module, layers))
     stages = split_stages(
         meta_model.module,
-        cut,
-        place.coordinate.pp,
+        split,
+        mesh_context.coordinate.pp,
         layers=layers,
-        device=place.device,
+        device=mesh_context.device,
         dtype=LOWER.get(plan.precision.compute) if plan.zero >= 2 else None,
     )
-    applied = torch.nn.ModuleList(apply_plan(replace(meta_model, module=stage), plan, place) for stage in stages)
+    applied = torch.nn.ModuleList()
+    for stage in stages:
+        applied.append(apply_plan(replace(meta_model, module=stage), plan, mesh_context))
     share_copies(stages)
-    return cut, applied
+    return split, applied
 
 
-def find_place(plan: Plan, world: World) -> MeshContext:
-    """Communicate to find this rank's coordinate, its mesh and its data-parallel group; called on every rank."""
+def make_mesh_context(plan: Plan, world: World) -> MeshContext:
+    """Create the device mesh and process groups of this rank. Communicates over the world; call on every rank."""
     layout = plan.layout.folded
     return MeshContext(
         device=world.device,
@@ -270,10 +284,10 @@ def find_place(plan: Plan, world: World) -> MeshContext:
 
 
 def _make_update(job: Job, plan: Plan, world: World, model: nn.Module, gain: int) -> Update:
-    """Choose the update; communicates where a gradient is spread over ranks, to join those."""
+    """Choose the optimizer update. Communicates to create the group of ranks that shard a gradient."""
     parameters = [parameter for _, parameter in parameters_of(model) if parameter.requires_grad]
     copies = tied_copies(stages_of(model)) if plan.layout.pp > 1 else ()  # type: ignore[arg-type]
-    sharded_axes = tuple(axis for axis in ("shard", "tp") if axis != "shard" or plan.zero >= 2)
+    sharded_axes = ("shard", "tp") if plan.zero >= 2 else ("tp",)
     layout = plan.layout.folded
     group = world.axis_group(layout, ("pp", *sharded_axes))
     norm = GradNorm(
@@ -290,9 +304,10 @@ def _make_update(job: Job, plan: Plan, world: World, model: nn.Module, gain: int
 def _first_check(
     named: list[tuple[str, nn.Parameter]], plan: Plan, world: World, note: Callable[[str], None], sync: GradSync
 ) -> Callable[[Sequence[Tensor]], None] | None:
-    """Watch the first backward for parameters without gradient; a static graph must not be held back, nor needs it.
+    """Return the check of the first backward pass for missing, sparse and unequal gradients.
 
-    Communicates to join the ranks that sum gradients.
+    None for DDP with a static graph, whose first backward must not be delayed. Communicates to create the groups of
+    ranks that reduce gradients.
     """
     if plan.communication.static_graph and uses_ddp(plan):
         return None
@@ -300,13 +315,13 @@ def _first_check(
     tp_group = world.axis_group(plan.layout, ("tp",), on_host=True)
 
     def check(losses: Sequence[Tensor]) -> None:
-        refuse_sparse(named)
+        reject_sparse(named)
         report_missing(without_gradient(named, group, sync.has_gradient), plan, note)
         if tp_group is not None and world.backend != "fake":
             mine = unequal_gradients(named, tp_group, DTYPES[plan.precision.compute], losses)
-            everyone: list[list[str]] = [[] for _ in range(world.size)]
-            dist.all_gather_object(everyone, mine, group=world.host_group)
-            refuse_unequal(next((names for names in everyone if names), []))
+            names_by_rank: list[list[str]] = [[]] * world.size
+            dist.all_gather_object(names_by_rank, mine, group=world.host_group)
+            reject_unequal(next(filter(None, names_by_rank), []))
 
     return check
 
@@ -314,25 +329,25 @@ def _first_check(
 def _batch_checks(
     job: Job, model: nn.Module, plan: Plan, world: World, note: Callable[[str], None]
 ) -> tuple[Callable[[StepBatch], None], ...]:
-    """Return what looks at the first batches of ranks that hold one model together; communicates to join them."""
+    """Return the checks of the first batches among model-parallel ranks. Communicates to create their group."""
     group = world.axis_group(plan.layout, ("pp", "cp", "tp"), on_host=True)
     if group is None or world.backend == "fake":
         return ()
-    batches = PeerBatches(group, token_cut(job, plan, world))
+    batches = PeerBatches(group, token_shard(job, plan, world))
     if plan.layout.cp == 1:
         return (batches,)
     return batches, TokenProbe(stages_of(model)[0], job.forward, world.host_group, note)
 
 
 def report_missing(missing: dict[int, list[str]], plan: Plan, note: Callable[[str], None]) -> None:
-    """Name parameters that got no gradient: under DDP that would leave others unsummed, so it is refused there."""
+    """Report parameters without a gradient; under DDP, which would not reduce the other gradients, raise JobError."""
     if not missing:
         return
-    words = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in missing.items())
+    listed = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in missing.items())
     if uses_ddp(plan) and not plan.communication.find_unused_parameters:
         raise JobError(
-            f"parameters got no gradient in the first step ({words})",
+            f"parameters received no gradient in the first step ({listed})",
             code="train.unused-parameters",
-            fix="freeze them, use them, or --set communication.find_unused_parameters=true",
+            fix="freeze them, use them in forward, or pass --set communication.find_unused_parameters=true",
         )
-    note(f"parameters without gradient in the first step: {words}")
+    note(f"parameters without gradient in the first step: {listed}")

@@ -1,4 +1,4 @@
-"""The data of a training: loader of a data-parallel rank, length in steps, evaluation; and the export of weights."""
+"""The data loader of a data-parallel rank, the training length in steps, evaluation, and the export of weights."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
-from shardwise.checkpoint.convert.peft import write_adapters
-from shardwise.checkpoint.disk import remove_whole
-from shardwise.checkpoint.errors import nothing_more, together
+from shardwise.checkpoint.convert.hugging_face import write_adapters
+from shardwise.checkpoint.disk import no_results, remove_atomically, run_collectively
 from shardwise.data.cursor import Slices
 from shardwise.data.feed import MicroBatch
 from shardwise.data.loaders import IndexLoader, StreamLoader, StreamShare, dataset_length, dataset_of
-from shardwise.data.rows import Collated, CountedCollate, TokenCut, fill_rows, move
+from shardwise.data.rows import Collated, CountedCollate, TokenShard, fill_rows, move
 from shardwise.errors import DataError, JobError
 from shardwise.job.generators import untouched_generators
 from shardwise.job.lora import is_adapter
 from shardwise.parallel.collectives import full_values, stages_of
 from shardwise.runs.directory import write_error
-from shardwise.training.step.module_step import adapter_facts, from_all, whole_weights
+from shardwise.training.step.module_step import adapter_facts, gather_objects, whole_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -47,29 +46,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLoader:
-    """Who reads, and from where on."""
+    """The data-parallel rank that a loader serves, and the step it starts at."""
 
     dp_rank: int
-    """Which of the plan's data-parallel ranks."""
+    """Index of the data-parallel rank."""
     group: dist.ProcessGroup | None
-    """Joins the data-parallel ranks on the host; None for one."""
+    """Host process group of the data-parallel ranks; None if there is only one."""
     first_step: int
     on_gpu: bool
 
 
-def token_cut(job: Job, plan: Plan, world: World, metrics: Mapping[str, Metric] | None = None) -> TokenCut | None:
-    """Return what takes this rank's tokens from a batch; None where sequences stay whole."""
+def token_shard(job: Job, plan: Plan, world: World, metrics: Mapping[str, Metric] | None = None) -> TokenShard | None:
+    """Return the function that slices this rank's tokens from a batch; None without context parallelism."""
     if plan.layout.cp == 1:
         return None
     index = plan.layout.coordinate(world.rank).cp
-    return TokenCut(index=index, size=plan.layout.cp, loss=job.loss, metrics=metrics or {})
+    return TokenShard(index=index, size=plan.layout.cp, loss=job.loss, metrics=metrics or {})
 
 
 def make_loader(job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Length]:
-    """Return the loader of the job's training data, and the length of the whole training."""
+    """Return the loader of the job's training data and the length of the whole training."""
     dataset = dataset_of(job, "train")
     if dataset is None:
-        raise DataError("Job.data gave no dataset for split 'train'", code="data.no-train-split", fix="return one")
+        raise DataError(
+            "Job.data returned no dataset for split 'train'", code="data.no-train-split", fix="return a dataset"
+        )
     if isinstance(dataset, IterableDataset):
         length = training_length(job, dataset, None, sync_every=plan.communication.sync_every)
         stream = StreamLoader(
@@ -107,32 +108,32 @@ def make_loader(job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Le
     return loader, length
 
 
-# How long to train: epochs, steps or tokens, all turned into optimizer steps before the first one.
+# The length of a training: epochs, steps or tokens, converted to optimizer steps before the first step.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Length:
-    """Optimizer steps of a training, and of one epoch."""
+    """The number of optimizer steps of a training and of one epoch."""
 
     num_steps: int
     steps_per_epoch: int | None
-    """None for streams."""
+    """None for an IterableDataset."""
     source: str
     sync_every: int = 1
-    """Steps that replicas train on their own before they meet."""
+    """Steps between synchronizations of the replicas."""
 
     def syncs_after(self, number: int) -> bool:
-        """Whether replicas are equal after `number` steps: where a round, an epoch or the training ends.
+        """Return whether replicas synchronize after `number` steps: every `sync_every` and at the end of an epoch.
 
-        Rounds are counted within the epoch, so that its end cuts only the last one short.
+        Steps are counted within the epoch, so only the last round of an epoch is shorter.
         """
         within = number % (self.steps_per_epoch or self.num_steps)
         return within % self.sync_every == 0 or number == self.num_steps
 
     def is_due(self, number: int, every: int) -> bool:
-        """Whether what comes `every` so many steps comes after `number`: there or, if replicas differ, when they meet.
+        """Return whether an action with the interval `every` is due after `number` steps; 0 disables it.
 
-        0 is never.
+        An interval that ends between two synchronizations of the replicas is due at the next synchronization.
         """
         if not every or not self.syncs_after(number):
             return False
@@ -140,12 +141,12 @@ class Length:
         return number // every > last // every
 
     def ends_epoch(self, number: int) -> bool:
-        """Whether step `number` (from 0) is the last of its epoch."""
+        """Return whether step `number` (from 0) is the last one of its epoch."""
         return self.steps_per_epoch is not None and (number + 1) % self.steps_per_epoch == 0
 
 
 def training_length(job: Job, dataset: Dataset[Any], steps_per_epoch: int | None, *, sync_every: int = 1) -> Length:
-    """Settle the length; `steps_per_epoch` is None for a stream, which must be counted in steps."""
+    """Compute the training length; `steps_per_epoch` is None for an IterableDataset, which requires Job.steps."""
     num_steps, source = _count_steps(job, dataset, steps_per_epoch)
     return Length(num_steps=num_steps, steps_per_epoch=steps_per_epoch, source=source, sync_every=sync_every)
 
@@ -155,27 +156,27 @@ def _count_steps(job: Job, dataset: Dataset[Any], steps_per_epoch: int | None) -
         return job.steps, "steps of the job"
     if steps_per_epoch is None:
         raise JobError(
-            "a stream (IterableDataset) has no epochs and no known tokens",
+            "an IterableDataset has no known number of samples, so epochs= and tokens= cannot be used",
             code="data.stream-without-steps",
-            fix="give the job steps=",
+            fix="set steps= in the job",
         )
     if job.epochs is not None:
         return job.epochs * steps_per_epoch, f"{job.epochs} epochs x {steps_per_epoch} steps"
     per_sample = job.loss.count_of((job.collate or default_collate)([dataset[0]]), 1)
     if not per_sample:
         raise JobError(
-            "the first sample counts no token, so tokens= cannot be turned into steps",
+            "the first sample contains no counted tokens, so tokens= cannot be converted to steps",
             code="data.sample-without-tokens",
-            fix="give steps=",
+            fix="set steps= in the job",
         )
     source = f"{job.tokens} tokens / ({per_sample} in the first sample x batch_size {job.batch_size})"
     return math.ceil((job.tokens or 0) / (per_sample * job.batch_size)), source
 
 
 def evaluate(step: Step, dataset: Dataset[Any] | None = None) -> dict[str, float]:
-    """Return the loss and metrics of a step's job over a dataset, every sample once; communicates, on every rank.
+    """Return the loss and the metrics over a dataset, each sample counted once; call on every rank.
 
-    Without `dataset` over the job's test split; {} where it has none.
+    Without `dataset`, evaluates the test split of the job; returns {} if there is none. Communicates over the world.
     """
     job, plan, world = step.source
     if dataset is None:
@@ -183,49 +184,53 @@ def evaluate(step: Step, dataset: Dataset[Any] | None = None) -> dict[str, float
     if dataset is None:
         return {}
     measures = {"loss": job.loss, **job.metrics}
-    sums = dict.fromkeys([*measures, *(f"{name}/count" for name in measures)], 0.0)
-    tells = plan.layout.reports_loss(world.rank)
-    counts = tells and plan.layout.coordinate(world.rank).cp == 0  # slices have sums of their own, and one count
+    sums: dict[str, float] = {}
+    for name in measures:
+        sums[name] = sums[f"{name}/count"] = 0.0
+    reports = plan.layout.reports_loss(world.rank)
+    counts = reports and plan.layout.coordinate(world.rank).cp == 0  # cp ranks add partial sums, but share one count
     with untouched_generators(), step.evaluating(world.axis_group(plan.layout, ("replicate", "shard"))):
         for micro_batch in _micro_batches(job, plan, world, dataset):
             found = step.measure(micro_batch, measures)
             for name, value in found.items():
-                if counts or (tells and not name.endswith("/count")):
+                if counts or (reports and not name.endswith("/count")):
                     sums[name] += value
     totals = world.sum(sums)
     return {name: totals[name] / (totals[f"{name}/count"] or 1) for name in measures}
 
 
 def _micro_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -> Iterator[MicroBatch]:
-    """Yield this data-parallel rank's batches, filled to the plan's shape where the model needs one shape.
+    """Yield this data-parallel rank's batches, padded to the plan's micro-batch if the model needs a fixed shape.
 
-    Where forward communicates between ranks, those that are through continue with batches of no real row until all are;
-    each batch then costs one small agreement.
+    If forward communicates between data-parallel ranks, ranks that run out of samples continue with padding-only
+    batches until all ranks finish. Each batch then costs one small all-reduce.
     """
-    meets = plan.zero >= 2 and plan.layout.dp > 1
-    group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True) if meets else None
-    fills = plan.layout.pp > 1 and job.loss.by_row
-    cut = token_cut(job, plan, world, job.metrics)
+    group = None
+    if plan.zero >= 2 and plan.layout.dp > 1:
+        group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
+    pads = plan.layout.pp > 1 and job.loss.by_row
+    shard = token_shard(job, plan, world, job.metrics)
     dtype = torch.float64 if plan.precision.compute == "fp64" else None
-    spare: Collated | None = None
-    batches = iter(_reader_batches(job, plan, world, dataset))
+    previous: Collated | None = None
+    batches = iter(_rank_batches(job, plan, world, dataset))
     while True:
         loaded = next(batches, None)
         rows = 0 if loaded is None else loaded.rows
-        if not _anyone_has(rows, group):
+        if not _any_rank_has(rows, group):
             return
         if loaded is None:
-            loaded = spare if spare is not None else _first(job, dataset)
-        spare, (batch, filled, marks) = loaded, loaded
-        if fills and filled < plan.micro_batch:
+            loaded = previous or _first(job, dataset)
+        previous, (batch, filled, marks) = loaded, loaded
+        if pads and filled < plan.micro_batch:
             batch, filled = fill_rows(batch, filled, plan.micro_batch, marks), plan.micro_batch
-        mine = batch if cut is None else cut(batch)
-        whole = None if cut is None else batch
-        yield MicroBatch(move(mine, world.device, dtype), rows, filled, None, whole, marks)
+        local, whole = batch, None
+        if shard is not None:
+            local, whole = shard(batch), batch
+        yield MicroBatch(move(local, world.device, dtype), rows, filled, None, whole, marks)
 
 
-def _anyone_has(rows: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether any rank has rows left; communicates over `group`."""
+def _any_rank_has(rows: int, group: dist.ProcessGroup | None) -> bool:
+    """Return whether any rank has rows left. Communicates over `group`; call on every rank."""
     if group is None:
         return rows > 0
     left = torch.tensor(rows)
@@ -238,7 +243,7 @@ def _first(job: Job, dataset: Any) -> Collated:
     return CountedCollate(job.collate)([sample])
 
 
-def _reader_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -> DataLoader[Collated]:
+def _rank_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -> DataLoader[Collated]:
     dp_size, dp_rank = plan.layout.dp, plan.layout.data_index(world.rank)
     share: Dataset[Any]
     if isinstance(dataset, IterableDataset):
@@ -251,41 +256,41 @@ def _reader_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -
         batch_size=plan.micro_batch,
         collate_fn=CountedCollate(job.collate),
         num_workers=job.num_workers,
-        generator=torch.Generator(),  # the global one is training's: dropout must not notice an evaluation
+        generator=torch.Generator(),  # the global generator is for training: evaluation must not change dropout masks
     )
 
 
-# Exporting: the trained weights as one plain file, and adapters as a folder that peft reads, from any strategy.
+# Exporting from any strategy: the trained weights as one file, and adapters as a directory that peft loads.
 
 
 def export(model: nn.Module, path: Path | str) -> None:
-    """Write the model's whole state dict to `path` on rank 0; called on every rank, communicates over the world.
+    """Write the model's full state dict to `path` on rank 0. Communicates over the world; call on every rank.
 
-    Adapters are merged into the weights they stand beside: the file is of the user's own model.
-    `torch.load(path, weights_only=True)` reads it without shardwise. The file appears whole or not at all, replacing
-    one that is there; if it cannot be written, every rank raises the same CheckpointError.
+    Adapters are merged into their base weights, so the file matches the user's model.
+    `torch.load(path, weights_only=True)` loads it without shardwise. The file is replaced atomically; if it cannot be
+    written, every rank raises the same CheckpointError.
     """
     if not isinstance(model, nn.Module):
         raise JobError(
-            f"export writes torch modules, and this is a {type(model).__module__}.{type(model).__qualname__}",
+            f"export requires a torch.nn.Module, got {type(model).__module__}.{type(model).__qualname__}",
             code="support.export-not-torch",
-            fix='use weights.pt of the run, or of an mlx.nn.Module model.save_weights("model.safetensors")',
+            fix='use weights.pt of the run, or model.save_weights("model.safetensors") for an mlx.nn.Module',
         )
     write_weights(whole_weights(model), path)
 
 
 def write_weights(weights: dict[str, Tensor], path: Path | str) -> None:
-    """Write rank 0's whole weights to `path` as `export` does; called on every rank, communicates over the world."""
+    """Write the full weights of rank 0 to `path` as `export` does. Communicates over the world; call on every rank."""
     path = Path(path)
     group = dist.group.WORLD if dist.is_initialized() else None
-    together(group, f"exporting {path}", lambda: _write(weights, path) if weights else None, nothing_more)
+    run_collectively(group, f"exporting {path}", lambda: _write(weights, path) if weights else None, no_results)
 
 
 def export_adapters(model: nn.Module, folder: Path | str, *, base: str | None = None) -> None:
-    """Write the adapters of `model` as peft does, on rank 0; called on every rank, communicates over the world.
+    """Write the LoRA adapters of `model` in peft's format on rank 0. Communicates over the world; call on every rank.
 
-    `base` is where the frozen weights came from, for the file to say. The folder appears whole or not at all, replacing
-    one that is there.
+    `base` is the source of the frozen weights, recorded in the adapter configuration. The directory is replaced
+    atomically.
     """
     folder = Path(folder)
     lora = adapter_facts(model)
@@ -296,10 +301,14 @@ def export_adapters(model: nn.Module, folder: Path | str, *, base: str | None = 
     adapters: list[tuple[str, Tensor]] = []
     names: list[str] = []
     for stage in stages_of(model):
-        adapters += [(name, parameter) for name, parameter in stage.named_parameters() if is_adapter(name)]
+        for name, parameter in stage.named_parameters():
+            if is_adapter(name):
+                adapters.append((name, parameter))
         names += [name for name in stage.state_dict(keep_vars=True) if not is_adapter(name)]
     trained = full_values(adapters)
-    frozen = [name for theirs in from_all(names) for name in theirs]
+    frozen: list[str] = []
+    for names_of_rank in gather_objects(names):
+        frozen += names_of_rank
     group = dist.group.WORLD if dist.is_initialized() else None
 
     def write() -> None:
@@ -307,12 +316,12 @@ def export_adapters(model: nn.Module, folder: Path | str, *, base: str | None = 
         try:
             write_adapters(draft, trained, frozen, {**lora, "base": base})
             if folder.is_dir():
-                remove_whole(folder)
+                remove_atomically(folder)
             draft.rename(folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
-    together(group, f"exporting {folder}", write if trained else lambda: None, nothing_more)
+    run_collectively(group, f"exporting {folder}", write if trained else lambda: None, no_results)
 
 
 def _write(weights: dict[str, Tensor], path: Path) -> None:
@@ -331,7 +340,7 @@ def _save(weights: dict[str, Tensor], file: IO[bytes], path: Path) -> None:
     try:
         torch.save(weights, file)
     except RuntimeError as error:
-        cause = write_error(path.parent)  # torch reports that its file is shorter than it wrote, and not why
+        cause = write_error(path.parent)  # torch reports only that the file is too short, not the cause
         if cause is None:
             raise
         raise OSError(cause.errno, cause.strerror, str(path)) from error

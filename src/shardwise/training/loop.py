@@ -9,13 +9,15 @@ import msgspec
 
 from shardwise.data.loaders import dataset_of
 from shardwise.errors import TrainingError
+from shardwise.job.mistakes import explained_mistakes
 from shardwise.planner.settle import with_engine
 from shardwise.runs import EventLog
 from shardwise.runs.drift import CHECK_EVERY, ReplicaSpec
 from shardwise.runs.progress import ProgressView, write_report
 from shardwise.runs.recorder import Recorder, Timeline
 from shardwise.training.build import build_step
-from shardwise.training.evaluate import evaluate, export_adapters, write_weights
+from shardwise.training.callbacks import Callbacks, Evaluations
+from shardwise.training.evaluate import export_adapters, write_weights
 from shardwise.training.journal import Journal, start_report
 from shardwise.training.replicas import Replicas
 from shardwise.training.saving import Saving, stop_requests
@@ -44,50 +46,50 @@ def run_loop(
     replicas: ReplicaSpec = ReplicaSpec(every=CHECK_EVERY),  # noqa: B008 - frozen
     mark: Mark | None = None,
 ) -> tuple[TrainResult, Step]:
-    """Train `job` under `plan` to its end; called on every rank. Returns the report and the step that got there.
+    """Train `job` under `plan` to its last step and return the result and the step object; call on every rank.
 
-    With a folder for `checkpoints` it resumes and saves as `save` says, and leaves when it is asked to stop.
-    `mark(phase, step)` is called when each phase of `run.recorder.PHASES` between the first and the last begins.
+    With a `checkpoints` directory, the loop resumes and saves as `save` specifies, and exits after a stop signal.
+    `mark(phase, step)` is called at the start of each phase of `runs.recorder.PHASES`, except the first and the last.
     """
-    saving = Saving(save, checkpoints, job=job, plan=plan, world=world, events=events) if checkpoints else None
+    callbacks = Callbacks(job, world, events)
+    saving = None
+    if checkpoints is not None:
+        saving = Saving(save, checkpoints, job=job, plan=plan, world=world, events=events, callbacks=callbacks)
     watch = Replicas(replicas, plan, world, events)
     step = _begin(job, plan, world, events, saving, before_update=watch.tap if world.size > 1 else None, mark=mark)
     first_step = step.number
-    test_set = dataset_of(job, "test")
+    evaluations = Evaluations(job, dataset_of(job, "test"), callbacks, events)
     timeline.mark("model and data")
     events.write("start", **start_report(job, plan, world, step))
     watch.start(step)
-
+    evaluations.before_first_step(step)
     journal = Journal(world, events, step.mark)
-    evaluation: dict[str, float] = {}
     began = time.perf_counter()
     step.mark("data", first_step)
     with stop_requests() as stop:
-        for batch in step.feed:
+        # A run that resumes after its callbacks have stopped it has nothing to train.
+        for batch in () if callbacks.has_stopped else step.feed:
             report = step(batch)
-            if job.on_step is not None:
-                job.on_step(report)
             if report.number == first_step:
                 timeline.mark("first step")
-            is_last = report.number + 1 == step.length.num_steps
-            is_end = is_last or step.length.ends_epoch(report.number)
-            # What a checkpoint holds is in the log before it: a crash leaves no gap in the curve.
+            is_last = callbacks.after_step(step, report) or step.number == step.length.num_steps
+            evaluates = evaluations.is_due(step, is_last=is_last)
+            # Steps are logged before the checkpoint that includes them, so a crash leaves no gap in the loss curve.
+            is_end = is_last or evaluates or step.length.ends_epoch(report.number)
             is_due = is_end or (saving is not None and saving.is_due(step))
             is_stopping = journal.add(report, publish=is_due, stop=stop.is_set)
             watch.after(step, batch, is_due=is_due)
-            if test_set is not None and is_end:
-                step.mark("evaluate", step.number)
-                evaluation = evaluate(step, test_set)
-                events.write("evaluation", step=step.number, epoch=report.cursor.epoch, values=evaluation)
+            if evaluates:
+                is_last = evaluations.run(step, epoch=report.cursor.epoch) or is_last
                 journal.restart_clock()
-                step.mark("data", step.number)
             if saving is not None:
-                saving.after(step, evaluation if is_end else {}, is_stopping=is_stopping and not is_last)
+                saving.after(step, evaluations.last if evaluates else {}, is_stopping=is_stopping and not is_last)
+            if is_last:
+                break
     if saving is not None:
         step.mark("save", step.number)
         saving.finish()
-    training_s = time.perf_counter() - began
-    result = _conclude(journal, step.number, first_step, evaluation, training_s)
+    result = _conclude(journal, step, first_step, evaluations.last, time.perf_counter() - began)
     events.write("end", **msgspec.to_builtins(result))
     return result, step
 
@@ -102,7 +104,7 @@ def _begin(
     before_update: Callable[[], None] | None,
     mark: Mark | None,
 ) -> Step:
-    """Build the step, and put the state of the training that it goes on from into it; on every rank."""
+    """Build the step and load the checkpoint to resume from, if there is one; call on every rank."""
 
     def note(text: str) -> None:
         events.write("note", text=text)
@@ -116,25 +118,28 @@ def _begin(
             before_update=before_update,
             first_step=first_step,
             mark=mark,
-            report_loss=job.on_step is not None,
+            report_loss=job.on_step is not None or job.on_evaluate is not None,
         )
 
-    resumed = saving.resume(build) if saving is not None else None
-    return resumed if resumed is not None else build(0)
+    if saving is not None:
+        resumed = saving.resume(build)
+        if resumed is not None:
+            return resumed
+    return build(0)
 
 
 def _conclude(
-    journal: Journal, steps: int, first_step: int, evaluation: dict[str, float], training_s: float
+    journal: Journal, step: Step, first_step: int, evaluation: dict[str, float], training_s: float
 ) -> TrainResult:
-    """Sum up; a training that learnt nothing is an error."""
-    if journal.skipped == steps - first_step > 0:
+    """Return the result of the run; raise if every step was skipped."""
+    if journal.skipped == step.number - first_step > 0:
         raise TrainingError(
-            f"all {journal.skipped} steps were skipped: no gradient was finite, so nothing was learnt",
+            f"all {journal.skipped} steps were skipped because no gradient was finite",
             code="train.no-finite-gradient",
-            fix="lower the learning rate, set clip_norm, or look for NaN in the data and the loss",
+            fix="lower the learning rate, set clip_norm, or check the data and the loss for NaN",
         )
     return TrainResult(
-        steps=steps,
+        steps=step.number,
         first_step=first_step,
         samples=journal.samples,
         skipped=journal.skipped,
@@ -142,10 +147,11 @@ def _conclude(
         evaluation=evaluation,
         training_s=training_s,
         samples_per_s=journal.samples / training_s,
+        is_stopped=step.number < step.length.num_steps,
     )
 
 
-# Training a job in this world, and the files it leaves in its run directory.
+# Training a job in an existing world, and writing its run directory.
 
 
 def train(
@@ -159,10 +165,10 @@ def train(
     save: SaveSpec = SaveSpec(),  # noqa: B008 - frozen
     replicas: ReplicaSpec = ReplicaSpec(every=CHECK_EVERY),  # noqa: B008 - frozen
 ) -> TrainResult:
-    """Train `job` under `plan` in a world that already exists; called on every rank, starts no processes.
+    """Train `job` under `plan` in an existing world without starting processes; call on every rank.
 
-    With `run`, events, the last phases, checkpoints as `save` asks for them, the trained weights and a report are
-    written there. Rank 0 shows progress unless `show_progress` is false.
+    With `run`, the function writes events, recorded phases, checkpoints (as `save` specifies), the trained weights and
+    a report to the run directory. Rank 0 shows a progress bar unless `show_progress` is false.
     """
     plan = with_engine(plan, job.engine)
     timeline = timeline or Timeline(time.time())
@@ -170,17 +176,18 @@ def train(
     events = EventLog(run.events(world.rank) if run else None, view.show if view else None)
     recorder = _open_recorder(run, world.rank, events) if run is not None else None
     try:
-        report, step = run_loop(
-            job,
-            plan,
-            world,
-            events,
-            timeline,
-            checkpoints=run.checkpoints if run else None,
-            save=save,
-            replicas=replicas,
-            mark=recorder.mark if recorder else None,
-        )
+        with explained_mistakes():
+            report, step = run_loop(
+                job,
+                plan,
+                world,
+                events,
+                timeline,
+                checkpoints=run.checkpoints if run else None,
+                save=save,
+                replicas=replicas,
+                mark=recorder.mark if recorder else None,
+            )
         if run is not None:
             write_weights(step.whole_weights(), run.weights)
             if job.lora is not None:
@@ -199,7 +206,7 @@ def train(
 
 
 def _open_recorder(run: RunDirectory, rank: int, events: EventLog) -> Recorder | None:
-    """Begin this rank's record; where a file cannot be mapped or the disk is full, training continues without."""
+    """Open this rank's phase recorder; return None if its file cannot be created or mapped."""
     try:
         recorder = Recorder(run.recorder(rank))
     except OSError as error:

@@ -1,7 +1,7 @@
-"""What a training loop of one's own needs: a parallel model, its data, autocast, accumulation and clipping.
+"""Functions for a custom training loop: parallelize a model, load data, autocast, accumulate and clip gradients.
 
-Each is a function over the core that `train` uses. Gradients come out averaged over data-parallel ranks, as DDP does,
-so a mean loss over equal numbers of rows trains as one process does on the whole batch.
+They use the same core as `train`. Gradients are averaged over data-parallel ranks, as in DDP, so a mean loss over
+equal numbers of rows trains like one process on the whole batch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from shardwise.parallel.gradsync import local, scale_gradients, without_reductio
 from shardwise.parallel.meta_model import built_meta_model
 from shardwise.parallel.parameter_rules import check_dtypes
 from shardwise.parallel.sharded import DTYPES, LOWER, ReducedList
-from shardwise.parallel.tensor_gradients import refuse_unequal, unequal_gradients
+from shardwise.parallel.tensor_gradients import reject_unequal, unequal_gradients
 from shardwise.parallel.tensor_rules import find_rules
-from shardwise.parallel.weights import share_values
+from shardwise.parallel.weights import broadcast_values
 from shardwise.plans.batch import split_batch
-from shardwise.training.build import find_place
+from shardwise.training.build import make_mesh_context
 from shardwise.training.preflight import check_own_loop
 from shardwise.training.step.plain import OptimizerStep
 from shardwise.training.step.update import clip_factor
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 def parallelize(
     model: nn.Module, plan: Plan, world: World | None = None, *, tensor_rules: Mapping[str, str] | str | None = None
 ) -> nn.Module:
-    """Put a plain module under `plan` on this rank's device; communicates over the world, called on every rank.
+    """Apply `plan` to a module and move it to this rank's device. Communicates over the world; call on every rank.
 
-    All ranks get rank 0's values. Make the optimizer afterwards: parameters may be shards then. Gradients are averaged
-    over data-parallel ranks. The forward pass computes in `plan.precision.compute` and returns fp32; `autocast(plan)`
-    does so for what the loop computes outside of the model. `tensor_rules` give how tensor parallelism splits modules,
-    by name, or the path of a file with them; None asks the model. Without `world` the running one is used.
+    All ranks receive the values of rank 0. Create the optimizer afterwards, because parameters may become shards.
+    Gradients are averaged over data-parallel ranks. The forward pass computes in `plan.precision.compute` and returns
+    fp32; use `autocast(plan)` for computations outside the model. `tensor_rules` maps module names to tensor-parallel
+    styles, or is the path of a file with them; None uses the rules of the model. `world` defaults to the current world.
     """
     world = world or running_world()
     check_own_loop(model, plan)
@@ -65,8 +65,8 @@ def parallelize(
         model = model.double()
     check_dtypes(model, plan, adapted=False)
     if world.size > 1:
-        share_values(model, world.device)
-    place = find_place(plan, world)
+        broadcast_values(model, world.device)
+    place = make_mesh_context(plan, world)
     _compute_in(model, world.device, LOWER.get(plan.precision.compute))
     meta_model = built_meta_model(model)
     if plan.layout.tp > 1:
@@ -76,7 +76,7 @@ def parallelize(
     if peers is not None and world.backend != "fake":
         named = list(stages_of(parallel)[0].named_parameters())
         dtype = DTYPES[plan.precision.compute]
-        watch_inputs(parallel, peers, lambda: refuse_unequal(unequal_gradients(named, peers, dtype)))
+        watch_inputs(parallel, peers, lambda: reject_unequal(unequal_gradients(named, peers, dtype)))
     if isinstance(parallel, FSDPModule):
         ReducedList(parallel, place.host_dp_group, by_itself=True)
     for part in parallel.modules():
@@ -86,10 +86,10 @@ def parallelize(
 
 
 def _compute_in(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Have calls of a module run under autocast and return fp32; None leaves it alone.
+    """Run the calls of a module under autocast and return fp32 outputs; None does nothing.
 
-    By a class of its own, as FSDP2 does: a forward kept on the instance would follow into copies of the module and
-    compute with the weights of the first.
+    Replaces the class of the module, as FSDP2 does: a forward stored on the instance would be copied by deepcopy and
+    would compute with the weights of the original module.
     """
     if dtype is None:
         return
@@ -104,7 +104,7 @@ def _compute_in(model: nn.Module, device: torch.device, dtype: torch.dtype | Non
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """Return a tensor of half precision in fp32: losses are computed there, as under autocast."""
+    """Return a half-precision tensor in fp32, the precision in which autocast computes losses."""
     return tensor.float() if tensor.dtype in LOWER.values() else tensor
 
 
@@ -121,15 +121,15 @@ def dataloader(
     seed: int = 0,
     evaluate: bool = False,
 ) -> ShardedLoader | EvaluationLoader:
-    """Return this data-parallel rank's share of a dataset, or of a DataLoader's, as batches on its device.
+    """Return a loader of this data-parallel rank's batches of a dataset or DataLoader, on its device.
 
-    `batch_size` counts samples over all data-parallel ranks, each of which gets an equal part of every batch; ranks of
-    one tp, cp or pp group get the same. It is the DataLoader's, else the plan's micro-batch on every rank. Each loop
-    reads one epoch, in an order of (seed, epoch) alone; `state_dict` and `load_state_dict` continue inside an epoch at
-    any number of ranks. `drop_last` chooses what becomes of a last batch that ranks cannot share evenly: True drops it,
-    False keeps it (then back-propagate `loss * loader.scale`), None refuses. With `evaluate` every sample comes once,
-    in order, in equally many batches on every rank. Of a DataLoader its own options count. A stream (IterableDataset)
-    keeps its own order.
+    `batch_size` is global: each data-parallel rank receives an equal part of every batch, and the ranks of one tp, cp
+    or pp group receive the same part. It defaults to the DataLoader's, or to the plan's micro-batch on every rank. Each
+    iteration reads one epoch, in an order that depends only on (seed, epoch); `state_dict` and `load_state_dict` resume
+    within an epoch at any number of ranks. `drop_last` applies to a last batch that cannot be divided evenly: True
+    drops it, False yields it (then back-propagate `loss * loader.scale`), None raises. With `evaluate`, every sample is
+    read once, in order, and every rank gets the same number of batches. A DataLoader's own options apply. An
+    IterableDataset defines its own order.
     """
     world = world or running_world()
     dp = plan.layout.dp
@@ -149,9 +149,9 @@ def dataloader(
         )
     if isinstance(data, DataLoader) and (batch_size, shuffle, collate, num_workers) != (None, True, None, 0):
         raise DataError(
-            "sw.dataloader was given a DataLoader, whose own options apply, and others beside it",
+            "sw.dataloader received a DataLoader together with options that the DataLoader already defines",
             code="data.loader-with-options",
-            fix="give the dataset with the options, or the DataLoader without",
+            fix="pass the dataset with the options, or the DataLoader without them",
         )
     rank = DataRank(
         index=plan.layout.data_index(world.rank),
@@ -167,7 +167,7 @@ def dataloader(
 
 
 def autocast(plan: Plan) -> AbstractContextManager[Any]:
-    """Return a context in which torch computes in the precision of `plan`; one that does nothing in fp32 and fp64."""
+    """Return an autocast context for the compute precision of `plan`; it does nothing for fp32 and fp64."""
     dtype = LOWER.get(plan.precision.compute)
     contexts = ExitStack()
     if dtype is not None:
@@ -178,10 +178,10 @@ def autocast(plan: Plan) -> AbstractContextManager[Any]:
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context whose backward passes add up gradients without reducing them over ranks.
+    """Return a context in which backward passes accumulate gradients without reducing them over ranks.
 
-    For all micro-batches of an optimizer step but the last, forward included. The next backward pass outside reduces
-    the sum. `model` is what `parallelize` returned; called on every rank alike.
+    Use it for the forward and backward of every micro-batch of an optimizer step except the last one, whose backward
+    reduces the accumulated gradients. `model` is the result of `parallelize`; call on every rank.
     """
     if isinstance(model, DistributedDataParallel):
         return model.no_sync()
@@ -192,10 +192,10 @@ def no_sync(model: nn.Module) -> AbstractContextManager[Any]:
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: nn.Module | Iterable[nn.Parameter] | OptimizerStep, max_norm: float) -> Tensor:
-    """Scale gradients so that the norm over the whole model is at most `max_norm`; return the norm before.
+    """Clip the gradient norm of the whole model to `max_norm` and return the norm before clipping.
 
-    Takes a model, its parameters, or (in `before_update` of `build_step`) a step, whose pipeline stages count
-    together. Communicates over the ranks that share parameters; call it on every rank.
+    Accepts a model, its parameters, or (in `before_update` of `build_step`) a step, whose norm includes all pipeline
+    stages. Communicates over the ranks that shard parameters; call on every rank.
     """
     if isinstance(parameters, OptimizerStep):
         return _clip_step(parameters, max_norm)
@@ -211,7 +211,7 @@ def _clip_step(step: OptimizerStep, max_norm: float) -> Tensor:
     norm_of = step.update.norm
     if norm_of is None:
         raise PlanError(
-            f"{type(step).__name__} has an engine that clips gradients itself",
+            f"{type(step).__name__} does not support clip_grad_norm_ because its engine clips gradients",
             code="support.clip-by-engine",
             fix="set Job.clip_norm",
         )
@@ -221,24 +221,27 @@ def _clip_step(step: OptimizerStep, max_norm: float) -> Tensor:
 
 
 def _norm_of(parameters: list[nn.Parameter]) -> Tensor:
-    """Return the norm of the whole gradient; communicates over every mesh that parameters are sharded on."""
+    """Return the norm of the whole gradient. Communicates over every mesh on which parameters are sharded."""
     device = local(parameters[0]).device
     pieces: dict[tuple[DeviceMesh | None, int], list[Tensor]] = {}
     for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        mesh = None
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
         gradient = parameter.grad
         copies = 1
         if isinstance(gradient, DTensor):
             placements = [Replicate() if each.is_partial() else each for each in gradient.placements]
             gradient = gradient.redistribute(placements=placements)
             for axis, placement in enumerate(placements):
-                copies *= gradient.device_mesh.size(axis) if placement.is_replicate() else 1
+                if placement.is_replicate():
+                    copies *= gradient.device_mesh.size(axis)
         found = pieces.setdefault((mesh, copies), [])
         if gradient is not None:
             found.append(local(gradient))
     squares: dict[DeviceMesh | None, Tensor] = {}
     for (mesh, copies), tensors in pieces.items():
-        # In fp64: shards of one model may have several dtypes.
+        # In fp64, because shards of one model may have different dtypes.
         square = torch.nn.utils.get_total_norm(tensors).to(device, torch.float64).square() / copies
         squares[mesh] = squares[mesh] + square if mesh in squares else square
     for mesh, square in squares.items():

@@ -1,9 +1,10 @@
-"""Checkpoints of a training loop of one's own: models, optimizers and anything with a state dict, under any plan.
+"""Checkpoints of a custom training loop: models, optimizers and any object with a state dict, under any plan.
 
-The idea: every value is saved under a name that has no rank in it. Weights are model/NAME and optimizer states
-optimizer/PARAMETER/KEY, as `train` saves them, so that another world size, another strategy, `train` and
-`shardwise checkpoint` read them. Shards are DTensors, of which every rank writes and reads its own part. Of any other
-object the state dict becomes JSON in the manifest, its tensors become tensors of the checkpoint; nothing is pickled.
+The idea: every value is saved under a name that does not depend on a rank. Weights are model/NAME and optimizer states
+optimizer/PARAMETER/KEY, as `train` saves them, so they can be loaded at a different world size, under a different
+strategy, by `train` and by `shardwise checkpoint`. Shards are DTensors, of which every rank writes and reads its local
+part. The state dict of any other object is stored as JSON in the manifest, and its tensors as tensors of the
+checkpoint; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shardwise.errors import InputError, nearest, some_of
 from shardwise.parallel.collectives import stages_of
 from shardwise.parallel.optimizer import Optimized
 from shardwise.training.saving import state_of
-from shardwise.training.state import USER, is_plain, plain_states, restore_plain_states, room_for
+from shardwise.training.state import USER, is_plain, plain_states, restore_plain_states, user_load_targets
 from shardwise.training.step.module_step import make_states, states_of
 
 if TYPE_CHECKING:
@@ -37,15 +38,15 @@ if TYPE_CHECKING:
     from shardwise.training.step.step import Step
 
 _OWN = "own"
-"""The fact that holds state dicts and plain values, by key."""
+"""Manifest key of the state dicts and plain values of other objects."""
 
 
 def save(folder: Path | str, state: Mapping[str, Any] | Step, *, step: int = 0) -> SaveReport:
-    """Save `state` as `folder`/step-NNNNNNNN; communicates over the world, called on every rank.
+    """Save `state` as `folder`/step-NNNNNNNN. Communicates over the world; call on every rank.
 
-    `state` has a name for each thing: models, optimizers, anything with a state_dict (a loader, a schedule), and plain
-    values. Call the model "model" and its optimizer "optimizer" where `train` or `shardwise checkpoint` are to read
-    them. Or it is a step of `build_step`, saved as `train` saves it; `build_step(resume=folder)` continues from it.
+    `state` maps names to models, optimizers, objects with a state_dict (a loader, a schedule) and plain values. Name
+    the model "model" and its optimizer "optimizer" if `train` or `shardwise checkpoint` must read them. `state` may
+    also be a step of `build_step`, which is saved as `train` saves it; `build_step(resume=folder)` resumes from it.
     Either every rank returns and the checkpoint is durable, or every rank raises the same error.
     """
     if not isinstance(state, Mapping):
@@ -56,14 +57,15 @@ def save(folder: Path | str, state: Mapping[str, Any] | Step, *, step: int = 0) 
 
 
 def load(path: Path | str, state: MutableMapping[str, Any]) -> int | None:
-    """Put the newest good checkpoint at `path` into `state`; communicates over the world, called on every rank.
+    """Load the newest intact checkpoint at `path` into `state`. Communicates over the world; call on every rank.
 
-    `path` is a folder of checkpoints, one of them, or a run directory, saved at any world size under any strategy.
-    Models and optimizers are filled in place, what has a load_state_dict gets its state, plain values of `state` are
-    replaced. Returns the step it was saved at, or None where there is no checkpoint, and nothing changes.
+    `path` is a directory of checkpoints, one checkpoint, or a run directory, saved at any world size under any
+    strategy. Models and optimizers are loaded in place, objects with a load_state_dict receive their state, and plain
+    values of `state` are replaced. Returns the step of the checkpoint, or None, with `state` unchanged, if there is
+    none.
     """
     parts = _StateParts(state)
-    report = load_newest(Path(path), parts.room, group=_group(), strict=False)
+    report = load_newest(Path(path), parts.load_targets, group=_group(), strict=False)
     if report is None:
         return None
     state.update(parts.restore(report.facts))
@@ -75,18 +77,20 @@ def _group() -> dist.ProcessGroup | None:
 
 
 class _StateParts:
-    """What a state holds: models, optimizers over their parameters, and the rest."""
+    """A state mapping grouped into models, optimizers of their parameters, and other values."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._models = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
         names: dict[int, str] = {}
         for key, model in self._models.items():
             for name, value in _values(model)[0].items():
-                names[id(value)] = name if key == "model" else f"{key}.{name}"
+                if key != "model":
+                    name = f"{key}.{name}"  # noqa: PLW2901 - the same name with its model's key
+                names[id(value)] = name
         self._optimizers: dict[str, Optimized] = {}
         self._others: dict[str, Any] = {}
         self._loaded: dict[str, Tensor] = {}
-        """Tensors of the others that a load fills."""
+        """Tensors of other values that a checkpoint is loaded into."""
         for key, value in state.items():
             if isinstance(value, Optimizer):
                 self._optimizers[key] = _named(key, value, names)
@@ -94,18 +98,20 @@ class _StateParts:
                 self._others[key] = value
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's tensors by name; no copies."""
+        """Return this rank's tensors by name, without copies."""
         found: dict[str, Tensor] = {}
         for key, model in self._models.items():
-            found |= {f"{key}/{name}": value.detach() for name, value in _values(model)[0].items()}
+            for name, value in _values(model)[0].items():
+                found[f"{key}/{name}"] = value.detach()
         for key, optimized in self._optimizers.items():
-            found |= {f"{key}/{name}": value for name, value in states_of(optimized).items()}
+            for name, value in states_of(optimized).items():
+                found[f"{key}/{name}"] = value
         for key, value in self._others.items():
             _encode(_state_of(value), key, found)
         return found
 
     def facts(self, step: int) -> dict[str, Any]:
-        """Return what the manifest holds beside tensors; "optimizer" and "tied" are as `train` has them."""
+        """Return the manifest facts besides tensors; "optimizer" and "tied" have the format of `train`."""
         facts: dict[str, Any] = {"step": step, "torch": str(torch.__version__), "models": list(self._models)}
         facts[_OWN] = {key: _encode(_state_of(value), key, {}) for key, value in self._others.items()}
         if "model" in self._models:
@@ -115,20 +121,20 @@ class _StateParts:
             facts["optimizer"] = optimizers.pop("optimizer")
         return facts | {"optimizers": optimizers}
 
-    def room(self, manifest: Manifest) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint is to fill; refuses one of another model or optimizer, unchanged."""
-        self._refuse_missing(manifest.facts)
+    def load_targets(self, manifest: Manifest) -> dict[str, Tensor]:
+        """Return the tensors to load a checkpoint into; raise, with `state` unchanged, if names or shapes differ."""
+        self._check_parts(manifest.facts)
         forms = {name: (entry.shape, DTYPES[entry.dtype]) for name, entry in manifest.tensors.items()}
-        self._refuse_different(forms)
+        self._check_forms(forms)
         for key, optimized in self._optimizers.items():
             make_states(optimized, _under(f"{key}/", forms))
         now = self.tensors()
         others = tuple(f"{USER}{key}/" for key in self._others)
-        self._loaded = room_for({name: form for name, form in forms.items() if name.startswith(others)}, now)
+        self._loaded = user_load_targets({name: form for name, form in forms.items() if name.startswith(others)}, now)
         return {name: value for name, value in now.items() if not name.startswith(USER)} | self._loaded
 
     def restore(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Take over what was loaded beside tensors; returns the plain values."""
+        """Restore the state that is not in tensors, and return the plain values."""
         for key, optimized in self._optimizers.items():
             _restore_optimizer(optimized, _saved_optimizers(facts)[key])
         plain: dict[str, Any] = {}
@@ -140,30 +146,30 @@ class _StateParts:
                 plain[key] = loaded
         return plain
 
-    def _refuse_missing(self, facts: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint that lacks a part that is asked for; one of `train` has a model and an optimizer."""
+    def _check_parts(self, facts: Mapping[str, Any]) -> None:
+        """Raise InputError if the checkpoint lacks a key of the state; `train` saves "model" and "optimizer"."""
         saved = [*facts.get("models", ["model"]), *_saved_optimizers(facts), *facts.get(_OWN, {})]
         for key in (*self._models, *self._optimizers, *self._others):
             if key not in saved:
                 raise InputError(
-                    f"the checkpoint has no part {key!r}", code="checkpoint.part-missing", fix=nearest(key, saved)
+                    f"the checkpoint has no key {key!r}", code="checkpoint.part-missing", fix=nearest(key, saved)
                 )
 
-    def _refuse_different(self, forms: Forms) -> None:
-        """Refuse weights of other names, shapes or dtypes, and states of parameters that an optimizer does not have."""
+    def _check_forms(self, forms: Forms) -> None:
+        """Raise MismatchError if names, shapes or dtypes of weights, or the parameters of an optimizer, differ."""
         found: list[str] = []
         for key, model in self._models.items():
             saved = _under(f"{key}/", forms)
             here = {name: (tuple(value.shape), value.dtype) for name, value in _values(model)[0].items()}
             found += [f"{key}/{name}" for name in {**saved, **here} if saved.get(name) != here.get(name)]
         for key, optimized in self._optimizers.items():
-            known = {name for name, _ in optimized.named}
+            known = dict(optimized.named)
             found += [f"{key}/{name}" for name in _under(f"{key}/", forms) if name.rpartition("/")[0] not in known]
         if found:
             raise MismatchError(
-                f"the checkpoint is of another model or optimizer: {some_of(found)}",
+                f"the checkpoint was saved with a different model or optimizer: {some_of(found)}",
                 code="checkpoint.tensors-mismatch",
-                fix="load into what was saved",
+                fix="load into the same models and optimizers that were saved",
             )
 
 
@@ -171,11 +177,11 @@ def _under(prefix: str, forms: Forms) -> dict[str, tuple[tuple[int, ...], torch.
     return {name.removeprefix(prefix): form for name, form in forms.items() if name.startswith(prefix)}
 
 
-# Models: parameters and persistent buffers, each under its first name.
+# Models: parameters and persistent buffers, each saved under its first name.
 
 
 def _values(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a model's own tensors by name, each once, and the other names of those that have several."""
+    """Return the tensors of a model by their first name, and a map of the other names of tied tensors to the first."""
     values: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -185,7 +191,7 @@ def _values(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
                 raise InputError(
                     f"{name} of the model is a {type(value).__name__}, not a tensor",
                     code="checkpoint.extra-state",
-                    fix="save it under a key of its own",
+                    fix="save it under a separate key",
                 )
             original = first.setdefault(id(value), name)
             if original == name:
@@ -195,19 +201,19 @@ def _values(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return values, tied
 
 
-# Optimizers: states by the names of their parameters, and the settings of their groups.
+# Optimizers: states by parameter name, and the options of parameter groups.
 
 
 def _named(key: str, optimizer: Optimizer, names: Mapping[int, str]) -> Optimized:
-    """Return an optimizer with the names of its parameters; refuses one whose model is not saved beside it."""
+    """Return an optimizer with its parameter names; raise InputError if its model is not in the same state."""
     named: list[tuple[str, nn.Parameter]] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise InputError(
-                    f"{key!r} trains a parameter of shape {list(parameter.shape)} that is of no model of the state",
+                    f"{key!r} has a parameter of shape {list(parameter.shape)} that is in no model of the state",
                     code="checkpoint.optimizer-without-model",
-                    fix="put its model beside it, and make the optimizer after parallelize",
+                    fix="add its model to the state, and create the optimizer after parallelize",
                 )
             named.append((names[id(parameter)], parameter))
     return Optimized(optimizer=optimizer, named=named)
@@ -218,9 +224,10 @@ def _optimizer_facts(optimized: Optimized) -> dict[str, Any]:
     for settings, names in zip(optimized.param_groups, optimized.group_names(), strict=True):
         kept: dict[str, Any] = {}
         for key, value in settings.items():
-            number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            if key != "params" and is_plain(number):
-                kept[key] = number
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = value.item()  # noqa: PLW2901 - a learning rate in a tensor
+            if key != "params" and is_plain(value):
+                kept[key] = value
         groups.append(kept | {"params": names})
     return {"class": optimized.kind, "groups": groups, "values": plain_states(optimized)}
 
@@ -233,7 +240,7 @@ def _saved_optimizers(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _restore_optimizer(optimized: Optimized, saved: Mapping[str, Any]) -> None:
-    """Give groups the settings they were saved with (a learning rate under way), and parameters their plain values."""
+    """Restore the saved options of parameter groups (such as the current learning rate) and plain optimizer values."""
     for group, settings in zip(optimized.param_groups, saved.get("groups", ()), strict=False):
         for key in settings.keys() & group.keys() - {"params"}:
             if isinstance(group[key], Tensor):
@@ -245,7 +252,7 @@ def _restore_optimizer(optimized: Optimized, saved: Mapping[str, Any]) -> None:
     restore_plain_states(optimized, saved.get("values", {}))
 
 
-# Other objects: a state dict as JSON that gives back the same values; tensors stand in it by name.
+# Other objects: the state dict encoded as JSON without loss; tensors are referenced by name.
 
 
 def _state_of(value: Any) -> Any:
@@ -253,7 +260,7 @@ def _state_of(value: Any) -> Any:
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a value as JSON, its tensors added to `tensors`; refuses by its path what JSON cannot give back."""
+    """Return a value encoded for JSON and add its tensors to `tensors`; raise InputError for unsupported types."""
     if isinstance(value, Tensor):
         tensors[USER + path] = value.detach()
         return {"$tensor": USER + path}
@@ -261,7 +268,9 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         for key in value:
             if type(key) not in {str, int}:
                 raise InputError(
-                    f"{path} has the key {key!r}", code="checkpoint.value-unsupported", fix="use str and int as keys"
+                    f"{path} has the unsupported key {key!r}",
+                    code="checkpoint.value-unsupported",
+                    fix="use str and int keys",
                 )
         items = [[key, _encode(each, f"{path}/{key}", tensors)] for key, each in value.items()]
         if type(value) is Counter or not all(type(key) is str and not key.startswith("$") for key in value):
@@ -274,7 +283,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {"$float": str(value)}
     if value is not None and type(value) not in {str, int, float, bool}:
         raise InputError(
-            f"{path} is a {type(value).__module__}.{type(value).__qualname__}",
+            f"{path} has the unsupported type {type(value).__module__}.{type(value).__qualname__}",
             code="checkpoint.value-unsupported",
             fix="use tensors, dicts, lists, tuples, str, numbers, bool and None, or an object with a state_dict",
         )
@@ -282,14 +291,14 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what `_encode` was given."""
+    """Return the value that `_encode` encoded."""
     if isinstance(value, list):
         return [_decode(each, tensors) for each in value]
     if not isinstance(value, dict):
         return value
-    for kind, read in _READERS.items():
+    for kind, decode in _DECODERS.items():
         if kind in value:
-            return read(value[kind], tensors)
+            return decode(value[kind], tensors)
     return {key: _decode(each, tensors) for key, each in value.items()}
 
 
@@ -297,11 +306,11 @@ def _pairs(items: list[Any], tensors: Mapping[str, Tensor]) -> dict[Any, Any]:
     return {key: _decode(each, tensors) for key, each in items}
 
 
-_READERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
+_DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
     "$tensor": lambda name, tensors: tensors[name],
     "$float": lambda text, _: float(text),
     "$tuple": lambda values, tensors: tuple(_decode(values, tensors)),
     "$dict": _pairs,
     "$counter": lambda items, tensors: Counter(_pairs(items, tensors)),
 }
-"""What stands for values that JSON does not have: the one key of an object -> how its value is read."""
+"""Decoders of values that JSON cannot represent, by the only key of the object that encodes them."""

@@ -1,6 +1,6 @@
-"""Preflight: what a plan asks of the job's own model, checked before any process starts.
+"""Preflight checks: whether a plan can train the job's model, verified before any process starts.
 
-One set of rules: search proposes a plan only if it passes them, and `train` applies them again to the plan it is given.
+The planner proposes a plan only if it passes these checks, and `train` applies the same checks to the plan it receives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardwise.data.rows import check_token_loss
 from shardwise.dist import local_world
-from shardwise.engines.engine import engine_named
+from shardwise.engines.engine import engine_named, require_supported
 from shardwise.errors import JobError, PlanError, RankFailedError, some_of
 from shardwise.job.job import call_model
 from shardwise.job.optimizers import SGD, AdamW
@@ -38,7 +38,7 @@ from shardwise.parallel.parameter_rules import (
 )
 from shardwise.parallel.sharded import check_sharded
 from shardwise.parallel.stages import check_stages, count_layers, find_layers
-from shardwise.parallel.support import require_supported, uses_ddp
+from shardwise.parallel.support import uses_ddp
 from shardwise.parallel.tensor_rules import check_tensor, find_rules, split_dim, styles_by_name
 from shardwise.plans.pipeline import check_pipeline, split_layers
 from shardwise.torch_private.dispatch import tree_map_only
@@ -57,23 +57,23 @@ if TYPE_CHECKING:
     from shardwise.plans import Plan
 
     Dims = dict[str, int | None]
-    """Name of a parameter -> the dimension that is split, None for one that every rank has whole as a DTensor."""
+    """Parameter name -> the sharded dimension, or None for a parameter that is a replicated DTensor."""
 
 
 class ModelRules:
-    """Refuses plans that cannot train one job; builds its model once, on the meta device, when a plan needs a look."""
+    """Rejects plans that cannot train a job; builds the model on the meta device when the first plan needs it."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._tried: dict[bool, JobError | None] = {}
-        """What the trial of the optimizer on shards refused, by whether tensor parallelism splits them."""
+        """Error of the optimizer trial on shards, keyed by whether tensor parallelism shards the parameters."""
         self._num_forms: dict[int, int] = {}
-        """How many shapes micro-batches have, by their number of samples."""
+        """Number of distinct micro-batch shapes, by the number of samples of a micro-batch."""
 
     def __call__(self, plan: Plan) -> None:
-        """Raise PlanError or JobError for a plan that cannot split this model: heads, layers, ties; or train this job.
+        """Raise PlanError or JobError if the plan cannot partition this model (heads, layers, ties) or train this job.
 
-        Reads a few samples of the job's data only for plans that capture the step or have a pipeline.
+        Reads a few samples of the job's data, but only for plans that capture the step or use pipeline parallelism.
         """
         require_supported(plan)
         check_job(self._job, plan)
@@ -81,11 +81,11 @@ class ModelRules:
             check_shapes(self._job, plan)
         if plan.layout.pp > 1 and plan.accumulation > 1:
             self._check_micro_batches(plan)
-        if _looks_at_model(self._job, plan):
+        if _needs_model(self._job, plan):
             self._check_model(plan)
 
     def _check_micro_batches(self, plan: Plan) -> None:
-        """Refuse a pipeline where micro-batches, as far as a few of them tell, differ in shape."""
+        """Reject a pipeline if a few sampled micro-batches differ in shape."""
         rows = plan.micro_batch
         if rows not in self._num_forms:
             self._num_forms[rows] = len(set(sampled_forms(self._job, rows)))
@@ -94,7 +94,7 @@ class ModelRules:
 
     def _check_model(self, plan: Plan) -> None:
         job, layout = self._job, plan.layout
-        if plan.precision.parameter != "fp64":  # there the whole model is made fp64
+        if plan.precision.parameter != "fp64":  # fp64 converts the whole model
             check_dtypes(self._module, plan, adapted=job.lora is not None)
         check_parameters(self._module, plan, self._skeleton.references)
         if plan.fused_loss:
@@ -114,31 +114,31 @@ class ModelRules:
             check_stages(self._module, split_layers(plan, num_layers), layers)
             if self._written:
                 raise JobError(
-                    f"forward writes to {some_of(self._written)}, which a pipeline stage has only for its own layers",
+                    f"forward writes to {some_of(self._written)}, but a pipeline stage owns only its own layers",
                     code="support.pipeline-parameter-write",
                     fix="use pp = 1",
                 )
 
     def _try_optimizer(self, *, by_tensor: bool, trial: Callable[[], None]) -> None:
-        """Raise what the trial of the optimizer raises; it is made once for all plans."""
+        """Raise the error of the optimizer trial, if any; the trial runs once for all plans."""
         if by_tensor not in self._tried:
             try:
                 trial()
                 self._tried[by_tensor] = None
-            except JobError as error:
-                self._tried[by_tensor] = error
-        refusal = self._tried[by_tensor]
-        if refusal is not None:
-            raise refusal
+            except JobError as raised:
+                self._tried[by_tensor] = raised
+        error = self._tried[by_tensor]
+        if error is not None:
+            raise error
 
     @cached_property
     def _written(self) -> list[str]:
-        """Parameters that a forward pass writes to, seen on one micro-batch without values."""
+        """Parameters that a forward pass writes to, found by running one micro-batch on the meta device."""
         batch = next(sampled_batches(self._job, 1, 1), None)
         if batch is None:
             return []
-        without_values = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), batch)
-        return written_parameters(self._module, lambda module: call_model(module, without_values))
+        meta_batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), batch)
+        return written_parameters(self._module, lambda module: call_model(module, meta_batch))
 
     @cached_property
     def _skeleton(self) -> Skeleton:
@@ -153,45 +153,45 @@ class ModelRules:
 
 
 def check_model(job: Job, plan: Plan) -> None:
-    """Refuse a plan that cannot train this job; see ModelRules."""
+    """Raise PlanError or JobError if the plan cannot train this job; see ModelRules."""
     ModelRules(job)(plan)
 
 
 def check_job(job: Job, plan: Plan) -> None:
-    """Refuse a plan whose engine or options cannot do what the job asks for; looks at neither model nor data."""
+    """Raise PlanError if the plan's engine or options do not support the job's; reads neither the model nor data."""
     if plan.layout.cp > 1:
         check_token_loss(job)
     engine = engine_named(plan.engine)
     if job.lora is not None and not engine.trains_adapters:
         raise PlanError(
-            f"engine {plan.engine} trains no adapters here",
+            f"engine {plan.engine} does not support LoRA adapters",
             code="support.lora-engine",
-            fix="use --set engine=torch, or leave Job.lora out",
+            fix="use --set engine=torch, or remove Job.lora",
         )
     if job.masks == "keyed" and (not engine.has_keyed_dropout or plan.compile != "none"):
         raise PlanError(
-            f"masks are keyed, and engine {plan.engine} with compile = {plan.compile} draws its own",
+            f"keyed dropout masks are not supported by engine {plan.engine} with compile = {plan.compile}",
             code="support.keyed-masks-engine",
             fix="use --set engine=torch --set compile=none, or --set masks=drawn",
         )
 
 
-def _looks_at_model(job: Job, plan: Plan) -> bool:
+def _needs_model(job: Job, plan: Plan) -> bool:
     layout = plan.layout
     if engine_named(plan.engine).uses_fsdp and (plan.zero or plan.offload.optimizer != "none"):
-        return True  # they replace parameters
+        return True  # both replace parameters
     return layout.tp > 1 or layout.pp > 1 or layout.cp > 1 or plan.fused_loss or job.lora is not None
 
 
-# Whether a plan fits a job and a world, or a training loop of the user's own.
+# Whether a plan fits a job and a world, or a custom training loop.
 
 
 def check_fit(job: Job, plan: Plan, world: World) -> None:
-    """Refuse a plan that cannot be applied, or is for another world or another batch."""
+    """Raise PlanError if the plan is not supported, or does not match the world size or the job's batch size."""
     require_supported(plan)
     if plan.layout.pp > 1 and world.backend == "gloo" and world.device.type == "cuda":
         raise PlanError(
-            f"plan {plan.layout} has stages on GPUs, and gloo sends no GPU tensors",
+            f"plan {plan.layout} has pipeline stages on GPUs, but gloo cannot send GPU tensors",
             code="support.pipeline-gloo-gpu",
             fix="use --backend nccl",
         )
@@ -204,7 +204,7 @@ def check_fit(job: Job, plan: Plan, world: World) -> None:
     if plan.batch_size != job.batch_size:
         raise PlanError(
             f"the plan trains {plan.micro_batch} x {plan.accumulation} x {plan.layout.dp} = {plan.batch_size} samples"
-            f" a step, the job asks for {job.batch_size}",
+            f" per step, but the job's batch_size is {job.batch_size}",
             code="plan.batch-size-mismatch",
             fix=f"use Plan.preset(name, {world.size}, batch_size={job.batch_size})",
         )
@@ -212,11 +212,11 @@ def check_fit(job: Job, plan: Plan, world: World) -> None:
 
 
 def check_own_loop(model: nn.Module, plan: Plan) -> None:
-    """Refuse a plan that needs more than a model."""
+    """Raise PlanError if a custom training loop cannot run the plan."""
     require_supported(plan)
     if plan.layout.pp > 1:
         raise PlanError(
-            f"plan {plan.layout} has stages, which a loop of your own cannot run",
+            f"plan {plan.layout} uses pipeline parallelism, which custom training loops do not support",
             code="support.own-loop-pipeline",
             fix="use build_step",
         )
@@ -228,25 +228,25 @@ def check_own_loop(model: nn.Module, plan: Plan) -> None:
         )
     if plan.zero == 1 or plan.offload.optimizer != "none":
         raise PlanError(
-            "the plan cuts the optimizer, which your own loop makes",
+            "the plan shards or offloads optimizer states, but a custom training loop creates its own optimizer",
             code="support.own-loop-zero1",
             fix="use build_step, or zero2",
         )
     if plan.layout.dp > 1 and plan.zero < 2 and not uses_ddp(plan):
         raise PlanError(
-            f"plan {plan.layout} has replicas of split weights, whose gradients a step sums, not a loop of your own",
+            f"plan {plan.layout} replicates tensor-parallel weights, which custom training loops do not support",
             code="support.own-loop-split-replicas",
             fix=f"use build_step, or shard{plan.layout.dp}.tp{plan.layout.tp}",
         )
     if plan.communication.sync_every > 1:
         raise PlanError(
-            "the plan syncs after steps of an optimizer, which your own loop makes",
+            "the plan sets communication.sync_every, which custom training loops do not support",
             code="support.own-loop-sync-every",
             fix="use build_step",
         )
     if plan.capture == "step":
         raise PlanError(
-            "the plan captures the step, which your own loop makes",
+            "the plan sets capture = step, which custom training loops do not support",
             code="support.own-loop-capture",
             fix="use build_step",
         )
@@ -254,14 +254,12 @@ def check_own_loop(model: nn.Module, plan: Plan) -> None:
     check_sharded(model, plan, by_step=False)
 
 
-# The trial of an optimizer on shards before a run: two forked CPU ranks step small tensors in the parameters'
-# places.
+# The trial of an optimizer on shards before a run: two forked CPU ranks step small tensors that replace the parameters.
 #
-# `make_optimizer` tries every optimizer on the shards of the run itself (parallel/parameter_rules.py). Search and
-# preflight have no ranks yet, so the same trial runs here on two of its own, about 0.2 s for a job: each parameter
-# becomes a tensor of at most 16 elements a dimension, under its name and with its attributes, split as the plan
-# splits it. What two ranks show holds for more: an update either treats every element by itself, or DTensor brings
-# the shards together.
+# `make_optimizer` tries every optimizer on the shards of the run itself (parallel/parameter_rules.py). The planner and
+# preflight have no ranks yet, so the same trial runs here on two forked ranks, in about 0.2 s per job: each parameter
+# is replaced by a tensor of at most 16 elements per dimension, with the same name and attributes, sharded as in the
+# plan. Two ranks are sufficient: an update is either elementwise, or DTensor gathers the shards.
 
 
 _RANKS = 2
@@ -269,41 +267,43 @@ _TIMEOUT_S = 60.0
 
 
 def try_on_shards(factory: OptimizerFactory, module: nn.Module, tensor_rules: Mapping[str, str] | None = None) -> None:
-    """Refuse an optimizer that updates shards otherwise than whole parameters; `module` may be on the meta device.
+    """Raise JobError if an optimizer updates shards differently from full parameters; `module` may be a meta model.
 
-    Parameters are split over rows as ZeRO does, or with `tensor_rules` as tensor parallelism does.
+    Parameters are sharded along dimension 0 as in ZeRO, or with `tensor_rules` as in tensor parallelism.
     """
     if isinstance(factory, AdamW | SGD) or dist.is_initialized():
-        return  # ours treat every element by itself; in a world that runs, the build makes the trial on its own shards
-    dims = _split_dims(module, tensor_rules)
+        return  # ours are elementwise; in an initialized world, build_step runs the trial on the real shards
+    dims = _shard_dims(module, tensor_rules)
     try:
-        refusals = _on_ranks(lambda: _refusal(factory, module, dims))
+        errors = _run_on_two_ranks(lambda: _trial_error(factory, module, dims))
     except RankFailedError:
-        return  # a trial that cannot be run has shown nothing, and the build makes it again
-    for refusal in refusals:
-        if refusal is not None:
-            raise refusal
+        return  # the trial could not run; build_step repeats it
+    for error in errors:
+        if error is not None:
+            raise error
 
 
-def _split_dims(module: nn.Module, tensor_rules: Mapping[str, str] | None) -> Dims:
-    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    if tensor_rules is None:
-        return {name: 0 if parameter.ndim else None for name, parameter in trained}
-    styles = styles_by_name(module, tensor_rules)
+def _shard_dims(module: nn.Module, tensor_rules: Mapping[str, str] | None) -> Dims:
+    styles = {} if tensor_rules is None else styles_by_name(module, tensor_rules)
     dims: Dims = {}
-    for name, _ in trained:
-        owner, _, kind = name.rpartition(".")
-        dims[name] = split_dim(module.get_submodule(owner), styles.get(owner), kind)
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if tensor_rules is None:
+            dims[name] = 0 if parameter.ndim else None
+        else:
+            owner, _, kind = name.rpartition(".")
+            dims[name] = split_dim(module.get_submodule(owner), styles.get(owner), kind)
     return dims
 
 
-def _refusal(factory: OptimizerFactory, module: nn.Module, dims: Dims) -> JobError | None:
-    """Return what the trial refuses; None also where the optimizer cannot be made for small tensors."""
+def _trial_error(factory: OptimizerFactory, module: nn.Module, dims: Dims) -> JobError | None:
+    """Return the error of the trial; None if it passes or if the factory does not accept small tensors."""
     mesh = init_device_mesh("cpu", (_RANKS,))
-    named = [(name, _placed(module.get_parameter(name), mesh, dim)) for name, dim in dims.items()]
+    named = [(name, _small_shard(module.get_parameter(name), mesh, dim)) for name, dim in dims.items()]
     try:
         optimizer = factory(named)
-    except Exception:  # noqa: BLE001 - a factory may ask for the sizes of its own model; then the build makes the trial
+    except Exception:  # noqa: BLE001 - a factory may require its model's shapes; then build_step runs the trial
         return None
     try:
         check_optimizer(optimizer)
@@ -313,17 +313,17 @@ def _refusal(factory: OptimizerFactory, module: nn.Module, dims: Dims) -> JobErr
     return None
 
 
-def _placed(like: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
-    """Return a small parameter in the place of `like`, split along `dim`."""
+def _small_shard(like: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
+    """Return a small parameter with the attributes of `like`, sharded along `dim` or replicated if None."""
     placement = Replicate() if dim is None else Shard(dim)
     small = torch.zeros(trial_shape(like), dtype=torch.float64)
-    placed = nn.Parameter(distribute_tensor(small, mesh, [placement], src_data_rank=None))
-    copy_attributes(vars(like), placed)
-    return placed
+    parameter = nn.Parameter(distribute_tensor(small, mesh, [placement], src_data_rank=None))
+    copy_attributes(vars(like), parameter)
+    return parameter
 
 
-def _on_ranks(call: Callable[[], Any]) -> list[Any]:
-    """Return what `call` returns on each of two forked ranks of a process group on the CPU."""
+def _run_on_two_ranks(call: Callable[[], Any]) -> list[Any]:
+    """Run `call` on two forked ranks of a CPU process group and return the result of each rank."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         store = Path(folder) / "store"
 

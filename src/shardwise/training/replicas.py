@@ -1,4 +1,4 @@
-"""Replicas: weights and buffers that should be equal over ranks are compared now and then, and drift is explained."""
+"""Replica checks: periodically compare the weights and buffers that must be equal over ranks, and diagnose drift."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.data.rows import tensors
 from shardwise.errors import TrainingError
-from shardwise.layout.layout import AXES
+from shardwise.layout import AXES
 from shardwise.parallel.gradsync import local
 from shardwise.parallel.support import uses_ddp
 from shardwise.recorder.fingerprint import combined, fingerprints, settings_print
@@ -36,24 +36,24 @@ Axes = tuple[str, ...]
 
 
 class Replicas:
-    """Compares replicas before the first step, after it, and whenever it is time; on every rank alike."""
+    """Compares replicas before and after the first step and then periodically; used identically on every rank."""
 
     def __init__(self, spec: ReplicaSpec, plan: Plan, world: World, events: EventLog) -> None:
         self.tap = GradientTap()
-        """Belongs between backward and update of the step that is to be watched."""
+        """Pass this as `before_update` of the checked step."""
         self._spec, self._plan, self._world, self._events = spec, plan, world, events
         self._is_on = spec.every > 0 and world.size > 1 and world.backend != "fake"
         self._first = 0
         self._last_equal: int | None = None
 
     def start(self, step: Step) -> None:
-        """Compare before the first update; communicates over the world, on every rank."""
+        """Compare replicas before the first update. Communicates over the world; call on every rank."""
         self._first = step.number
         if self._is_on:
             self._check(step, None)
 
     def after(self, step: Step, batch: StepBatch, *, is_due: bool) -> None:
-        """Compare after a step if it is due or time to; then communicates over the world, on every rank."""
+        """Compare replicas after a step if `is_due` or the interval ends. Communicates over the world; every rank."""
         length, number = step.length, step.number
         if not self._is_on or not length.syncs_after(number):
             return
@@ -64,61 +64,60 @@ class Replicas:
 
     def _check(self, step: Step, batch: StepBatch | None) -> None:
         drift = find_drift(
-            step.number, self._last_equal, self._prints(step), lambda copies: self._investigate(step, batch, copies)
+            step.number,
+            self._last_equal,
+            self._fingerprints(step),
+            lambda copies: self._investigate(step, batch, copies),
         )
         if drift is None:
             self._last_equal = step.number
             return
-        self._is_on = False  # replicas that differ stay different
+        self._is_on = False  # replicas that differ once remain different
         if self._spec.stops:
             raise TrainingError(str(drift), code="train.replicas-drifted")
         if self._world.is_main:
             self._events.write("verdict", text=str(drift))
 
-    def _prints(self, step: Step) -> dict[int, dict[tuple[str, tuple[int, ...]], int]]:
-        """Return the fingerprints of all ranks by tensor, none if all are equal; communicates over the world."""
-        named = list(_replicated(step, self._plan))
-        prints = fingerprints([tensor for _, _, tensor in named])
+    def _fingerprints(self, step: Step) -> dict[int, dict[tuple[str, tuple[int, ...]], int]]:
+        """Return the fingerprints of all ranks by tensor, or {} if replicas are equal. Communicates over the world."""
+        replicated = list(_replicated(step, self._plan))
+        values = fingerprints([tensor for _, _, tensor in replicated])
         by_axes: dict[Axes, dict[str, int]] = {}
-        for (name, axes, _), value in zip(named, prints, strict=True):
+        for (name, axes, _), value in zip(replicated, values, strict=True):
             by_axes.setdefault(axes, {})[name] = value
-        # One number for all tensors first: with thousands of ranks, one of each would be megabytes.
-        totals = self._gather({axes: combined(list(values.values())) for axes, values in by_axes.items()})
+        # One combined value first: with thousands of ranks, one value per tensor would be megabytes.
+        totals = self._gather({axes: combined(list(named.values())) for axes, named in by_axes.items()})
         layout = self._plan.layout.folded
-        groups = {axes: layout.groups(*axes) for total in totals for axes in total}
+        groups: dict[Axes, Sequence[Sequence[int]]] = {}
+        for total in totals:
+            for axes in total:
+                groups[axes] = layout.groups(*axes)
         if _are_equal(totals, groups):
             return {}
         found: dict[int, dict[tuple[str, tuple[int, ...]], int]] = {}
-        for rank, here in enumerate(self._gather(by_axes)):
+        for rank, gathered in enumerate(self._gather(by_axes)):
             replicas = found[rank] = {}
-            for axes, values in here.items():
+            for axes, named in gathered.items():
                 ranks = next(ranks for ranks in groups[axes] if rank in ranks)
-                for name, value in values.items():
-                    replicas[name, ranks] = value
+                for name, value in named.items():
+                    replicas[name, tuple(ranks)] = value
         return found
 
     def _investigate(self, step: Step, batch: StepBatch | None, copies: Copies) -> DriftEvidence:
-        """Repeat the step and compare what went into it; communicates over the world, on every rank."""
+        """Repeat the step and compare its inputs over ranks. Communicates over the world; call on every rank."""
         if batch is None:
             return DriftEvidence(at_start=True)
         if step.length.sync_every > 1:
-            return DriftEvidence(same_samples=True)  # gradients of a replica's own are unequal, and prove nothing
-        samples = combined(fingerprints([each for micro in batch.micro_batches for each in tensors(micro.batch)]))
+            return DriftEvidence(
+                same_samples=True
+            )  # replicas have different gradients by design between synchronizations
+        batch_tensors: list[Tensor] = []
+        for micro_batch in batch.micro_batches:
+            batch_tensors += tensors(micro_batch.batch)
+        samples = combined(fingerprints(batch_tensors))
         repeated = repeat_step(step, batch, self.tap, copies.name)
-        everyone = self._gather((repeated, samples, settings_print(step.optimized.param_groups)))
-        there = {rank: everyone[rank] for rank in copies.prints}
-        gradients = {rank: run.gradients for rank, (run, _, _) in there.items()}
-        has_gradient = any(pair is not None for pair in gradients.values())
-        found = {rank: pair and pair[0] for rank, pair in gradients.items()} if has_gradient else copies.prints
-        return DriftEvidence(
-            gradients_equal=len(set(found.values())) == 1 if has_gradient else None,
-            same_samples=len({(each, found[rank]) for rank, (_, each, _) in there.items()})
-            > len({each for _, each, _ in there.values()}),
-            settings_equal=len({each for _, _, each in there.values()}) == 1,
-            unsteady_gradient=frozenset(rank for rank, pair in gradients.items() if pair and pair[0] != pair[1]),
-            unsteady_update=frozenset(rank for rank, (run, _, _) in there.items() if run.values[0] != run.values[1]),
-            is_step_cleared=True,
-        )
+        gathered = self._gather((repeated, samples, settings_print(step.optimized.param_groups)))
+        return _evidence({rank: gathered[rank] for rank in copies.prints}, copies)
 
     def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self._world.size
@@ -126,8 +125,38 @@ class Replicas:
         return values
 
 
+def _evidence(by_rank: Mapping[int, tuple[Repeated, int, int]], copies: Copies) -> DriftEvidence:
+    """Compare the repeated step over ranks; values are (repeated runs, batch fingerprint, settings fingerprint)."""
+    gradients: dict[int, int | None] = {}
+    samples: set[int] = set()
+    settings: set[int] = set()
+    unsteady_gradient: set[int] = set()
+    unsteady_update: set[int] = set()
+    for rank, (run, batch, options) in by_rank.items():
+        gradients[rank] = None
+        if run.gradients is not None:
+            gradients[rank] = run.gradients[0]
+            if run.gradients[0] != run.gradients[1]:
+                unsteady_gradient.add(rank)
+        if run.values[0] != run.values[1]:
+            unsteady_update.add(rank)
+        samples.add(batch)
+        settings.add(options)
+    has_gradient = any(gradient is not None for gradient in gradients.values())
+    results: Mapping[int, int | None] = gradients if has_gradient else copies.prints
+    by_samples = {(batch, results[rank]) for rank, (_, batch, _) in by_rank.items()}
+    return DriftEvidence(
+        gradients_equal=len(set(results.values())) == 1 if has_gradient else None,
+        same_samples=len(by_samples) > len(samples),
+        settings_equal=len(settings) == 1,
+        unsteady_gradient=frozenset(unsteady_gradient),
+        unsteady_update=frozenset(unsteady_update),
+        is_step_cleared=True,
+    )
+
+
 def _replicated(step: Step, plan: Plan) -> Iterator[tuple[str, Axes, Tensor]]:
-    """Yield what this rank holds that others hold alike, with the axes along which they do."""
+    """Yield the name, the replicated axes and the local tensor of each parameter and buffer that ranks replicate."""
     for name, parameter in step.named_parameters():
         if axes := replica_axes(parameter, plan.layout.folded):
             yield name, axes, local(parameter.detach())
@@ -138,12 +167,14 @@ def _replicated(step: Step, plan: Plan) -> Iterator[tuple[str, Axes, Tensor]]:
 
 
 def replica_axes(tensor: Tensor, layout: Layout) -> Axes:
-    """Return the axes along which ranks hold this tensor alike: those that do not cut it, and no stages."""
-    cut = {"pp"}
+    """Return the axes along which this tensor is replicated; pipeline stages never replicate it."""
+    sharded = {"pp"}
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
-        cut |= {name for name, place in zip(names, tensor.placements, strict=True) if not place.is_replicate()}
-    return tuple(axis for axis in AXES if axis not in cut and getattr(layout, axis) > 1)
+        for name, placement in zip(names, tensor.placements, strict=True):
+            if not placement.is_replicate():
+                sharded.add(name)
+    return tuple(axis for axis in AXES if axis not in sharded and getattr(layout, axis) > 1)
 
 
 def _are_equal(totals: Sequence[Mapping[Axes, int]], groups: Mapping[Axes, Sequence[Sequence[int]]]) -> bool:
@@ -155,70 +186,71 @@ def _are_equal(totals: Sequence[Mapping[Axes, int]], groups: Mapping[Axes, Seque
     return True
 
 
-# Running one step again from the same state, to see whether it comes to the same; training is as before after it.
+# Repeating one step from the same state to test whether it is deterministic; the training state is restored afterwards.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated:
-    """One tensor in two runs of the same step: the second took the gradients of the first for its update."""
+    """Fingerprints of one tensor in two runs of the same step; the second update uses the gradients of the first."""
 
     gradients: tuple[int, int] | None
-    """Fingerprints of its summed gradient on this rank; None for a buffer, or where it got none."""
+    """Fingerprints of the tensor's reduced gradient on this rank; None for a buffer or without a gradient."""
     values: tuple[int, int]
-    """Fingerprints of what the step made of it."""
+    """Fingerprints of the tensor's value after the step."""
 
 
 class GradientTap:
-    """Stands between backward and update of every step, and does nothing there but while a step is repeated."""
+    """A `before_update` hook that calls `callback` while a step is repeated, and does nothing otherwise."""
 
     def __init__(self) -> None:
-        self.look: Callable[[], None] | None = None
+        self.callback: Callable[[], None] | None = None
 
     def __call__(self) -> None:
-        """Let the one who repeats a step look at the summed gradients; on every rank."""
-        if self.look is not None:
-            self.look()
+        """Call the callback, if it is set, between backward and update."""
+        if self.callback is not None:
+            self.callback()
 
 
 def repeat_step(step: Step, batch: StepBatch, tap: GradientTap, name: str) -> Repeated:
-    """Run the step of `batch` twice more and say what came of the tensor `name`; communicates, on every rank.
+    """Repeat the step of `batch` twice and return the fingerprints of the tensor `name`; call on every rank.
 
-    A rank that does not hold the tensor takes part. Costs two steps, and their state and gradients on the host.
+    Ranks that do not own the tensor participate too. Costs two steps, and a copy of state and gradients on the host.
     """
     kept: dict[str, Tensor] = {}
     gradients: list[int] = []
     values: list[int] = []
 
-    def look() -> None:
-        found = step.own_gradients()
+    def inspect_gradients() -> None:
+        found = step.local_gradients()
         if name in found:
             gradients.extend(fingerprints([found[name]]))
         if not kept:
-            kept.update({each: on_host(gradient) for each, gradient in found.items()})
+            for gradient_name, gradient in found.items():
+                kept[gradient_name] = on_host(gradient)
         else:
-            step.put_gradients(kept)
+            step.set_gradients(kept)
 
-    tap.look = look
+    tap.callback = inspect_gradients
     try:
-        with _set_back(step) as restore:
+        with _rewound(step) as restore:
             for _ in range(2):
                 step(batch)
-                values += _value_prints(step, name)
+                values += _value_fingerprint(step, name)
                 restore()
     finally:
-        tap.look = None
+        tap.callback = None
     pair = (gradients[0], gradients[1]) if gradients else None
     return Repeated(gradients=pair, values=(values[0], values[1]))
 
 
 @contextmanager
-def _set_back(step: Step) -> Iterator[Callable[[], None]]:
-    """Set a step back by one and yield what brings back its state of now; afterwards all is as it was."""
-    put_back = step.snapshot()
+def _rewound(step: Step) -> Iterator[Callable[[], None]]:
+    """Decrement the step number and yield a function that restores the current state; restore everything at exit."""
+    restore_state = step.snapshot()
     number = step.number
 
     def restore() -> None:
-        put_back()
+        restore_state()
         step.number = number - 1
 
     step.number = number - 1
@@ -229,7 +261,7 @@ def _set_back(step: Step) -> Iterator[Callable[[], None]]:
         step.number = number
 
 
-def _value_prints(step: Step, name: str) -> list[int]:
-    """Return the fingerprint of this rank's part of a tensor, 0 where it holds none."""
+def _value_fingerprint(step: Step, name: str) -> list[int]:
+    """Return the fingerprint of this rank's shard of a tensor in a list, or [0] if this rank does not own it."""
     value = {**step.buffers(), **dict(step.named_parameters())}.get(name)
     return fingerprints([local(value.detach())]) if value is not None else [0]

@@ -1,4 +1,4 @@
-"""What `train` is asked (a job, a plan, when to save, how ranks are started), and what a training came to."""
+"""The Spec of `train` (job, plan, checkpointing, launch options) and its result."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from shardwise.spec import NonNegativeInt, PositiveInt, Spec, argument, option
 
 
 class SaveSpec(Spec, frozen=True, kw_only=True):
-    """How often checkpoints are saved, which of them stay, and what a run resumes from."""
+    """Checkpoint options: save interval, retention and the checkpoint to resume from."""
 
     every: Annotated[NonNegativeInt, option("--save-every")] = 0
-    """Steps between checkpoints; 0 saves only when the run is asked to stop."""
+    """Steps between checkpoints; 0 saves only after a stop signal."""
     keep: Annotated[str | int, option(metavar="RULES")] = "3"
-    """Checkpoints that stay: a count (3), an age (12h, 2d), min:METRIC or max:METRIC, comma separated, or all."""
+    """Checkpoints to keep: a count (3), an age (12h, 2d), min:METRIC or max:METRIC, comma separated, or all."""
     must_save: bool = False
     """Fail when a checkpoint cannot be saved (default: report it and continue)."""
     resume: str = "auto"
-    """A run directory or a checkpoint to resume from; auto takes the newest of this run directory, never none."""
+    """A run directory or checkpoint to resume from; auto is the newest checkpoint of this run, never disables it."""
 
     def __post_init__(self) -> None:
-        """Refuse rules that cannot be read."""
+        """Reject retention rules that cannot be parsed."""
         super().__post_init__()
         parse_keep(str(self.keep))
 
     def resolved(self) -> SaveSpec:
-        """Return it with an absolute path to resume from; a path that holds no checkpoint is refused."""
+        """Return the spec with an absolute `resume` path; raise InputError if the path is not a checkpoint or run."""
         if self.resume in ("auto", "never"):
             return self
         path = Path(self.resume)
@@ -40,13 +40,13 @@ class SaveSpec(Spec, frozen=True, kw_only=True):
             raise InputError(
                 f"--resume {self.resume} is neither a run directory nor a checkpoint",
                 code="checkpoint.resume-not-found",
-                fix="name one that exists",
+                fix="pass an existing run directory or checkpoint",
             )
         return self.replace(resume=str(path.resolve()))
 
 
 class TrainSpec(Spec, frozen=True, kw_only=True):
-    """A described job on one or many processes."""
+    """The options of `shardwise train`: a job on one or many processes."""
 
     command: ClassVar[str] = "train"
 
@@ -61,43 +61,45 @@ class TrainSpec(Spec, frozen=True, kw_only=True):
     """Run directory (default: runs/NAME-TIME)."""
     save: SaveSpec = SaveSpec()
     max_restarts: NonNegativeInt = 0
-    """How often the training is resumed after a failure."""
+    """Number of times the training is restarted from its newest checkpoint after a failure."""
     rendezvous: RendezvousSpec = RendezvousSpec()
     submit: SubmitSpec = SubmitSpec()
     hang: HangSpec = HangSpec()
     replicas: ReplicaSpec = ReplicaSpec(every=CHECK_EVERY)
     deterministic: bool = False
-    """The same bits in every run; operations that cannot do that are refused."""
+    """Make runs bitwise reproducible; nondeterministic operations raise an error."""
     preset: Annotated[str | None, option(metavar="NAME")] = None
-    """Environment variables for a kind of cluster, as launch has it: gcp, infiniband ..."""
+    """Preset of environment variables for a kind of cluster, as in launch: gcp, infiniband ..."""
     place: DeviceSpec = DeviceSpec()
     sinks: Annotated[tuple[str, ...], option("--sink", metavar="KIND:PLACE")] = ()
-    """Mirror the run into a tracker from a process of its own: tensorboard:DIR, wandb:PROJECT or mlflow:EXPERIMENT."""
+    """Mirror the run into a tracker from a separate process: tensorboard:DIR, wandb:PROJECT or mlflow:EXPERIMENT."""
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a training came to."""
+    """The result of a training run."""
 
     steps: int
-    """Of the whole training, those before `first_step` included."""
+    """Optimizer steps that are done, including those before `first_step`."""
     first_step: int
-    """Where this run began: 0, or the step of the checkpoint that it resumed from."""
+    """Optimizer steps done before this run: 0, or the step of the checkpoint it resumed from."""
     samples: int
-    """Of the steps from `first_step` on."""
+    """Samples trained by this run, that is, since `first_step`."""
     skipped: int
-    """Steps whose gradient was not finite, on which the update was skipped."""
+    """Steps that were skipped because their gradient was not finite."""
     loss: float
-    """Mean over the global batch of the last step."""
+    """Mean loss over the global batch of the last step."""
     evaluation: dict[str, float]
-    """Loss and metrics over the whole test split after the last step; empty without one."""
+    """Loss and metrics over the whole test split after the last step; empty without a test split."""
     training_s: float
-    """From the first step's start to the last step's end, evaluations included."""
+    """Seconds from the start of the first step to the end of the last one, including evaluations."""
     samples_per_s: float
+    is_stopped: bool = False
+    """Whether a callback stopped the training before its last step."""
 
 
 class RunStart(msgspec.Struct, frozen=True, kw_only=True):
-    """When a run was started, and where each value of its plan came from."""
+    """The start time of a run and the source of each value of its plan."""
 
     started_at: float
-    """Seconds since the epoch when the launcher began."""
+    """Start time of the launcher, in seconds since the epoch."""
     plan_sources: dict[str, str]

@@ -1,4 +1,4 @@
-"""The state of a training by name: tensors, optimizer state that is not a tensor, and the user's own state."""
+"""The state of a training run by name: tensors, optimizer state that is not a tensor, and user state."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.convert.contents import MODEL, OPTIMIZER
 from shardwise.errors import JobError, some_of
 from shardwise.job.lora import facts_of
+from shardwise.plans.toml import plan_to_toml
 from shardwise.training.step.module_step import adapter_facts
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from shardwise.job import Job
     from shardwise.parallel.optimizer import Optimized
     from shardwise.plans import Plan
-    from shardwise.training.step.module_step import Forms, Held
+    from shardwise.training.step.module_step import Forms, LocalState
     from shardwise.training.step.step import Step
 
 
@@ -31,41 +32,50 @@ UPDATE = "update/"
 
 
 def state_tensors(step: Step, replica: int = 0) -> dict[str, Tensor]:
-    """Return this rank's tensors of a training by name: whole ones, and pieces as DTensors; on every rank.
+    """Return this rank's tensors of the training state by name, shards as DTensors; call on every rank.
 
-    model/NAME, optimizer/PARAMETER/KEY and update/KEY, under the names of the user's own module. Replicas that train on
-    their own have equal weights when they have met, and optimizers of their own: those of all but the first are in
-    update/replicaN/PARAMETER/KEY.
+    Names are model/NAME, optimizer/PARAMETER/KEY and update/KEY, with the parameter names of the user's module.
+    With `sync_every`, replicas have equal weights after a synchronization but separate optimizer states: those of all
+    replicas except the first are named update/replicaN/PARAMETER/KEY.
     """
-    return _named(step.held(), _states_of(replica))
+    return _named(step.local_state(), _states_of(replica))
 
 
-def make_room(step: Step, saved: Forms, replica: int = 0) -> dict[str, Tensor]:
-    """Return the tensors that a checkpoint is to fill, with optimizer states made as it has them.
+def load_targets(step: Step, saved: Forms, replica: int = 0) -> dict[str, Tensor]:
+    """Return the tensors to load a checkpoint into, with optimizer states allocated as the checkpoint has them.
 
-    `saved` gives shape and dtype of every tensor in it. A replica of which it has none goes on from the first's.
+    `saved` is the shape and dtype of every tensor of the checkpoint. A replica without saved optimizer state loads the
+    state of the first replica.
     """
-    own = _states_of(replica)
-    prefix = own if any(name.startswith(own) for name in saved) else OPTIMIZER
-    states = {name.removeprefix(prefix): form for name, form in saved.items() if name.startswith(prefix)}
-    return _named(step.room(states), prefix)
+    prefix = _states_of(replica)
+    if not any(name.startswith(prefix) for name in saved):
+        prefix = OPTIMIZER
+    states = {}
+    for name, form in saved.items():
+        if name.startswith(prefix):
+            states[name.removeprefix(prefix)] = form
+    return _named(step.load_targets(states), prefix)
 
 
 def _states_of(replica: int) -> str:
     return f"{UPDATE}replica{replica}/" if replica else OPTIMIZER
 
 
-def _named(held: Held, states: str) -> dict[str, Tensor]:
-    tensors = {f"{MODEL}{name}": value for name, value in held.values.items()}
-    tensors |= {f"{MODEL}{name}": buffer for name, buffer in held.buffers.items()}
-    tensors |= {f"{states}{name}": value for name, value in held.states.items()}
-    return tensors | {f"{UPDATE}{key}": value for key, value in held.update.items()}
+def _named(state: LocalState, states_prefix: str) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for prefix, named in (
+        (MODEL, state.values),
+        (MODEL, state.buffers),
+        (states_prefix, state.states),
+        (UPDATE, state.update),
+    ):
+        for name, tensor in named.items():
+            tensors[prefix + name] = tensor
+    return tensors
 
 
 def state_facts(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any]:
-    """Return what a checkpoint says in words and numbers; communicates over the world, on every rank."""
-    from shardwise.plans.toml import plan_to_toml
-
+    """Return the facts that a checkpoint manifest records besides tensors. Communicates over the world; every rank."""
     return {
         "step": step.number,
         "num_steps": step.length.num_steps,
@@ -81,14 +91,14 @@ def state_facts(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any
         },
         "tied": step.tied(),
         **_adapters(job, step),
-        "random": {str(rank): state for rank, state in enumerate(world.gather(_written(step.random_state())))},
+        "random": {str(rank): state for rank, state in enumerate(world.gather(_as_base64(step.random_state())))},
     }
 
 
 def restore_random(facts: Mapping[str, Any], plan: Plan, world: World, step: Step) -> bool:
-    """Continue the generators of each rank; false where the layout is another one and a fresh stream begins.
+    """Restore the random generators of this rank; return False if the layout differs and new streams are seeded.
 
-    A fresh stream depends on the seed, the data-parallel rank and the step, so every resume begins the same one.
+    New streams depend on the seed, the data-parallel rank and the step, so every resume uses the same ones.
     """
     states = facts.get("random", {})
     if facts.get("layout") != str(plan.layout) or str(world.rank) not in states:
@@ -104,11 +114,11 @@ def restore_random(facts: Mapping[str, Any], plan: Plan, world: World, step: Ste
 
 
 def check_same_job(facts: Mapping[str, Any], job: Job, *, number: int, num_steps: int) -> None:
-    """Refuse to go on with another stream of samples than the checkpoint's; one from elsewhere may not say."""
+    """Raise JobError if resuming would train on different samples; converted checkpoints may lack these facts."""
     for name, now in (("seed", job.seed), ("batch_size", job.batch_size)):
         if facts.get(name, now) != now:
             raise JobError(
-                f"the checkpoint was saved with {name} {facts.get(name)}, the job has {now}: other samples would come",
+                f"the checkpoint was saved with {name} {facts.get(name)}, the job has {now}: samples would differ",
                 code="checkpoint.samples-differ",
                 fix=f"--set {name}={facts.get(name)}, or --resume never",
             )
@@ -127,33 +137,37 @@ def check_same_job(facts: Mapping[str, Any], job: Job, *, number: int, num_steps
         )
 
 
-def _written(states: Mapping[str, Tensor]) -> dict[str, str]:
+def _as_base64(states: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
 
 
 def _adapters(job: Job, step: Step) -> dict[str, Any]:
-    """Return what a checkpoint tells of adapters; communicates over the world where there are some."""
-    return {} if job.lora is None else {"lora": {**(adapter_facts(step.model) or {}), "base": job.weights}}
+    """Return the manifest facts about LoRA adapters. Communicates over the world if the job has adapters."""
+    if job.lora is None:
+        return {}
+    return {"lora": {**(adapter_facts(step.model) or {}), "base": job.weights}}
 
 
 def _groups(step: Step, world: World) -> list[dict[str, Any]]:
-    """Return the optimizer's groups with the names of their parameters on all stages; communicates over the world."""
-    everyone = world.gather(step.optimized.group_names())
+    """Return the parameter groups with the parameter names of all pipeline stages. Communicates over the world."""
+    names_by_rank = world.gather(step.optimized.group_names())
     groups = []
     for number, group in enumerate(step.optimized.param_groups):
-        members = [name for groups_there in everyone for name in (groups_there[number : number + 1] or [[]])[0]]
-        groups.append(_plain(group) | {"params": list(dict.fromkeys(members))})
+        members: dict[str, None] = {}
+        for names in names_by_rank:
+            if number < len(names):
+                members |= dict.fromkeys(names[number])
+        groups.append(_plain(group) | {"params": list(members)})
     return groups
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep of a parameter group what JSON can hold."""
-    kept = {key: value for key, value in group.items() if key != "params"}
-    return {key: value for key, value in kept.items() if is_plain(value)}
+    """Return the options of a parameter group that JSON can represent."""
+    return {key: value for key, value in group.items() if key != "params" and is_plain(value)}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON can hold a value."""
+    """Return whether JSON can represent a value."""
     try:
         msgspec.json.encode(value)
     except (TypeError, ValueError, msgspec.MsgspecError):
@@ -161,26 +175,26 @@ def is_plain(value: Any) -> bool:
     return True
 
 
-# Optimizer state that is not a tensor: an int `step` beside the moments, a setting that the optimizer adapts.
+# Optimizer state that is not a tensor: an int `step` beside the moments, or an option that the optimizer adapts.
 #
-# torch's optimizers keep tensors alone, but any `torch.optim.Optimizer` may keep Python values in
-# `state[parameter]` (older Adam variants count steps in an int) or change its `param_groups` while it trains
-# (Prodigy's `d`, schedule-free's `k`). Both are part of the training's state: a resumed run without them continues
-# with other updates.
+# The optimizers of torch store only tensors, but any `torch.optim.Optimizer` may store Python values in
+# `state[parameter]` (older Adam variants count steps in an int) or change its `param_groups` during training
+# (Prodigy's `d`, schedule-free's `k`). Both are part of the training state: without them, a resumed run would compute
+# different updates.
 
 
 _SET_EACH_STEP = {"params", "lr"}
-"""Keys of a parameter group that are not state: the members, and the rate that the job's schedule sets."""
+"""Keys of a parameter group that are not state: its parameters, and the learning rate, which the schedule sets."""
 
 
 def plain_states(optimized: Optimized) -> dict[str, Any]:
-    """Return the optimizer's Python values as PARAMETER/KEY, and as #GROUP/KEY what changed in a parameter group.
+    """Return the optimizer's Python values as PARAMETER/KEY, and changed options of parameter groups as #GROUP/KEY.
 
-    A value that JSON would not return as it is, and one that belongs to no parameter of the model, is refused by name.
+    Raises JobError for a value that does not survive JSON unchanged or whose tensor is not a parameter of the model.
     """
     optimizer: Any = optimized.optimizer
     if not isinstance(optimizer, Optimizer):
-        return {}  # another engine's, which keeps arrays alone
+        return {}  # the optimizers of other engines store only arrays
     names = {id(parameter): name for name, parameter in optimized.named}
     found: dict[str, Any] = {}
     for parameter, state in optimizer.state.items():
@@ -188,32 +202,35 @@ def plain_states(optimized: Optimized) -> dict[str, Any]:
         name = names.get(id(parameter))
         if values and name is None:
             raise JobError(
-                f"optimizer {optimized.kind} keeps {some_of(values)} for a tensor that is not a parameter of the model",
+                f"optimizer {optimized.kind} has state {some_of(values)} for a tensor that is not a model parameter",
                 code="optimizer.state-foreign-tensor",
-                fix="keep its state as tensors, or train with --set engine=torch",
+                fix="store its state as tensors, or train with --set engine=torch",
             )
-        found |= {f"{name}/{key}": value for key, value in values.items()}
+        for key, value in values.items():
+            found[f"{name}/{key}"] = value
     for number, (group, first) in enumerate(zip(optimizer.param_groups, optimized.first_settings, strict=True)):
-        found |= {f"#{number}/{key}": value for key, value in group.items() if _has_changed(key, value, first)}
+        for key, value in group.items():
+            if _has_changed(key, value, first):
+                found[f"#{number}/{key}"] = value
     return {name: plain_value(value, (f"state {name} of optimizer {optimized.kind}",)) for name, value in found.items()}
 
 
-def merge_plain_states(everyone: Iterable[Mapping[str, Any]], kind: str) -> dict[str, Any]:
-    """Return the values of all ranks as one dict; refuses a value that ranks disagree on."""
+def merge_plain_states(values_by_rank: Iterable[Mapping[str, Any]], kind: str) -> dict[str, Any]:
+    """Merge the values of all ranks into one dict; raise JobError if ranks disagree on a value."""
     merged: dict[str, Any] = {}
-    for values in everyone:
+    for values in values_by_rank:
         for name, value in values.items():
             if merged.setdefault(name, value) != value:
                 raise JobError(
-                    f"optimizer {kind} keeps {name} as {merged[name]} on one rank and {value} on another",
+                    f"state {name} of optimizer {kind} is {merged[name]} on one rank and {value} on another",
                     code="optimizer.state-ranks-differ",
-                    fix="use a plan that keeps parameters whole (ddp), or keep the value as a tensor",
+                    fix="use a plan that does not shard parameters (ddp), or store the value as a tensor",
                 )
     return merged
 
 
 def restore_plain_states(optimized: Optimized, values: Mapping[str, Any]) -> None:
-    """Put the values of `plain_states` back into the optimizer; names of other ranks' parameters are left out."""
+    """Write the values of `plain_states` back to the optimizer, ignoring parameters that this rank does not own."""
     parameters = dict(optimized.named)
     groups: Sequence[dict[str, Any]] = optimized.param_groups
     for full, value in values.items():
@@ -232,60 +249,69 @@ def _has_changed(key: str, value: Any, first: Mapping[str, Any]) -> bool:
     return bool(key not in first or first[key] != value)
 
 
-# The user's own state in a checkpoint: plain values go into its manifest, tensors into its shards, nothing else in.
+# User state in a checkpoint: plain values are stored in the manifest, tensors in the shards; other types are rejected.
 
 
 USER = "user/"
-"""Tensors of the user's own: user/KEY, or user/KEY/KEY where dicts are nested."""
+"""Prefix of the tensors of user state: user/KEY, or user/KEY/KEY for nested dicts."""
 
 
 def split_state(state: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Take what `Job.state.state_dict()` returned apart into plain values and tensors by name.
+    """Split the result of `Job.state.state_dict()` into plain values and tensors by name.
 
-    Dicts with names as keys, lists, str, bool, None, finite numbers and, in dicts, tensors come back as they are;
-    anything else is refused by its place.
+    Supported are dicts with str keys, lists, str, bool, None, finite numbers and, as dict values, tensors. Any other
+    value raises a JobError that contains its path.
     """
     if not isinstance(state, dict):
         raise JobError(
-            f"Job.state.state_dict() returned a {type(state).__name__}", code="job.state-not-dict", fix="return a dict"
+            f"Job.state.state_dict() must return a dict, got {type(state).__name__}",
+            code="job.state-not-dict",
+            fix="return a dict",
         )
     tensors: dict[str, Tensor] = {}
     return _plain_dict(state, ("Job.state",), tensors), tensors
 
 
 def join_state(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Put together again what `split_state` took apart."""
+    """Return the state dict that `split_state` split into values and tensors."""
     state = dict(values)
     for name, tensor in tensors.items():
         *outer, last = name.removeprefix(USER).split("/")
-        place = state
+        inner = state
         for key in outer:
-            place = place[key]
-        place[last] = tensor
+            inner = inner[key]
+        inner[last] = tensor
     return state
 
 
-def room_for(saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], now: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return fresh tensors for the user's own in `saved`: cut and placed as they are `now`, else whole on the host."""
-    room = {}
+def user_load_targets(
+    saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], now: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Allocate tensors to load the user tensors of `saved` into.
+
+    A tensor whose shape and dtype match the one in `now` has its device and sharding; others are allocated on the CPU.
+    """
+    targets = {}
     for name, (shape, dtype) in saved.items():
         if name.startswith(USER):
             like = now.get(name)
             if like is not None and (tuple(like.shape), like.dtype) == (shape, dtype):
-                room[name] = torch.zeros_like(like, requires_grad=False)
+                targets[name] = torch.zeros_like(like, requires_grad=False)
             else:
-                room[name] = torch.zeros(shape, dtype=dtype)
-    return room
+                targets[name] = torch.zeros(shape, dtype=dtype)
+    return targets
 
 
-def _plain_dict(state: dict[Any, Any], place: tuple[str, ...], tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _plain_dict(state: dict[Any, Any], path: tuple[str, ...], tensors: dict[str, Tensor]) -> dict[str, Any]:
     values = {}
     for key, value in state.items():
         if not isinstance(key, str) or "/" in key:
             raise JobError(
-                f"{_words(place)} has the key {key!r}", code="job.state-key-invalid", fix="use names without '/'"
+                f"{_subscripted(path)} has the invalid key {key!r}",
+                code="job.state-key-invalid",
+                fix="use str keys without '/'",
             )
-        here = (*place, key)
+        here = (*path, key)
         if isinstance(value, Tensor):
             tensors[USER + "/".join(here[1:])] = value.detach()
         elif isinstance(value, dict):
@@ -295,38 +321,41 @@ def _plain_dict(state: dict[Any, Any], place: tuple[str, ...], tensors: dict[str
     return values
 
 
-def plain_value(value: Any, place: tuple[str, ...]) -> Any:
-    """Return a value that JSON gives back as it is; refuses any other by its place: what it is in, then keys."""
+def plain_value(value: Any, path: tuple[str, ...]) -> Any:
+    """Return a value that survives JSON unchanged; raise JobError with its `path` (root, then keys) otherwise."""
     if isinstance(value, list):
-        return [plain_value(each, (*place, str(index))) for index, each in enumerate(value)]
+        return [plain_value(each, (*path, str(index))) for index, each in enumerate(value)]
     if isinstance(value, dict):
         inside: dict[str, Tensor] = {}
-        values = _plain_dict(value, place, inside)
+        values = _plain_dict(value, path, inside)
         if not inside:
             return values
         raise JobError(
-            f"{_words(place)} is in a list and holds a tensor",
+            f"{_subscripted(path)} contains a tensor, which is saved only from dicts of Job.state",
             code="job.state-tensor-in-list",
-            fix="use a dict instead of the list",
+            fix="use a dict in place of a list, and Job(state=...) in place of a callback's state",
         )
-    # The very types: what JSON would return as another one (a tuple, an enum, numpy's numbers) does not come back.
+    # Exact types: JSON would return tuples, enums and numpy numbers as values of a different type.
     if type(value) not in {str, int, float, bool, type(None)}:
-        words = f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
+        name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise JobError(
-            f"{_words(place)} is {words}",
+            f"{_subscripted(path)} has the unsupported type {name}",
             code="job.state-type-unsupported",
             fix="use tensors, dicts, lists, str, numbers, bool and None",
         )
     if isinstance(value, float) and not math.isfinite(value):
         raise JobError(
-            f"{_words(place)} is {value}, which JSON cannot represent",
+            f"{_subscripted(path)} is {value}, which JSON cannot represent",
             code="job.state-not-finite",
             fix="use None, or a tensor",
         )
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise JobError(f"{_words(place)} has more than 64 bits", code="job.state-integer-too-large", fix="use a str")
+        raise JobError(
+            f"{_subscripted(path)} has more than 64 bits", code="job.state-integer-too-large", fix="use a str"
+        )
     return value
 
 
-def _words(place: tuple[str, ...]) -> str:
-    return place[0] + "".join(f"[{key!r}]" for key in place[1:])
+def _subscripted(path: tuple[str, ...]) -> str:
+    """Return a path as Python subscripts: Job.state['a']['b']."""
+    return path[0] + "".join(f"[{key!r}]" for key in path[1:])

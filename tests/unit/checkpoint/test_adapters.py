@@ -3,7 +3,7 @@
 import torch
 
 from shardwise.checkpoint.convert.contents import Contents, form_of
-from shardwise.checkpoint.convert.peft import merge_state, merged
+from shardwise.checkpoint.convert.hugging_face import merge_adapters, merge_state
 
 LORA = {"rank": 2, "alpha": 4, "dropout": 0.0, "transposed": ["b"]}
 
@@ -43,7 +43,7 @@ def test_a_merged_weight_keeps_its_dtype():
 
 def test_a_module_in_two_places_is_merged_once_and_stays_tied():
     state = {"a.weight": torch.randn(3, 3), **factors("a")}
-    found = merged(contents_of(state, tied={f"c.{kind}": f"a.{kind}" for kind in ("weight", "lora_A.weight")}))
+    found = merge_adapters(contents_of(state, tied={f"c.{kind}": f"a.{kind}" for kind in ("weight", "lora_A.weight")}))
     assert (found.forms.keys(), found.tied) == ({"model/a.weight"}, {"c.weight": "a.weight"})
     values = found.read(list(found.forms))
     torch.testing.assert_close(values["model/a.weight"], state["a.weight"] + product(state, "a"))
@@ -51,4 +51,4 @@ def test_a_module_in_two_places_is_merged_once_and_stays_tied():
 
 def test_contents_without_adapters_stay_as_they_are():
     contents = contents_of({"a.weight": torch.ones(3, 3)})
-    assert merged(contents) is contents
+    assert merge_adapters(contents) is contents

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from refusals import refuses
-from shardwise.checkpoint import AsyncSaver, CheckpointError, CheckpointFolder, load
+from shardwise.checkpoint import AsyncSaver, CheckpointDirectory, CheckpointError, load
 from shardwise.checkpoint.async_save import Staging
 from shardwise.testing import run_ranks
 
@@ -40,7 +40,7 @@ def test_a_save_waits_for_the_one_before_and_says_how_long(tmp_path):
     assert first.previous is None
     assert second.previous.step == 1
     assert second.stall_s >= second.waited_s > first.waited_s
-    assert saver.finish().path == CheckpointFolder(tmp_path).latest()
+    assert saver.finish().path == CheckpointDirectory(tmp_path).latest()
     assert saver.finish() is None
     assert not saver.is_busy
 
@@ -63,11 +63,11 @@ def test_pieces_that_outgrow_a_chunk_are_staged_all_the_same(monkeypatch):
     assert all(torch.equal(copies[name], piece) for name, piece in pieces.items())
 
 
-def two_ranks(world, folder):
+def two_ranks(world, directory):
     """Training's own group is busy while the thread saves over another."""
     saver = AsyncSaver(world.own_host_group())
     for step in range(1, 6):
-        report = saver.save(folder, step, {"x": torch.full((100_000,), float(step))}, {})
+        report = saver.save(directory, step, {"x": torch.full((100_000,), float(step))}, {})
         traffic = torch.ones(1)
         for _ in range(20):
             torch.distributed.all_reduce(traffic)
@@ -80,44 +80,44 @@ def test_ranks_save_in_the_background_while_training_communicates(tmp_path):
     assert value_in(tmp_path / "step-00000005") == 5
 
 
-def failing_in_background(world, folder):
+def failing_in_background(world, directory):
     saver = AsyncSaver(world.own_host_group())
     state = {"x": torch.zeros(100_000)}
-    saver.save(folder, 1, state, {})
+    saver.save(directory, 1, state, {})
     saver.finish()
     raised = []
-    saver.save(folder, 2, {"x": state["x"], "y": torch.zeros(400_000)}, {})  # the disk holds 1 MiB
-    for call in (lambda: saver.save(folder, 3, state, {}), saver.finish):
+    saver.save(directory, 2, {"x": state["x"], "y": torch.zeros(400_000)}, {})  # the disk holds 1 MiB
+    for call in (lambda: saver.save(directory, 3, state, {}), saver.finish):
         try:
             call()
         except CheckpointError as error:
             raised.append(str(error))
-    saver.save(folder, 3, state, {})
+    saver.save(directory, 3, state, {})
     return raised, saver.finish().step
 
 
 def test_a_failure_in_the_background_surfaces_once_at_the_next_call_on_every_rank(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False).returncode:
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", directory], check=False).returncode:
         pytest.skip("cannot mount a tmpfs here")
     try:
-        (raised, step), (same, _) = run_ranks(failing_in_background, 2, folder)
+        (raised, step), (same, _) = run_ranks(failing_in_background, 2, directory)
         assert raised == same
         assert len(raised) == 1
         assert "step-00000002 failed on rank" in raised[0]
         assert "No space left" in raised[0]
         assert step == 3
     finally:
-        subprocess.run(["umount", "-l", folder], check=True)
+        subprocess.run(["umount", "-l", directory], check=True)
 
 
 def test_a_failure_is_raised_at_finish(tmp_path):
-    folder = tmp_path / "checkpoints"
+    directory = tmp_path / "checkpoints"
     saver = AsyncSaver(None)
-    folder.mkdir()
-    (folder / "latest").mkdir()  # a folder cannot be replaced by a file
-    saver.save(folder, 1, {"x": torch.zeros(10)}, {})
+    directory.mkdir()
+    (directory / "latest").mkdir()  # a directory cannot be replaced by a file
+    saver.save(directory, 1, {"x": torch.zeros(10)}, {})
     with refuses("checkpoint.io-failed", "latest", kind=CheckpointError):
         saver.finish()
-    shutil.rmtree(folder)
+    shutil.rmtree(directory)

@@ -12,7 +12,7 @@ from torch import nn
 
 from refusals import refuses
 from shardwise.checkpoint import read_manifest, save
-from shardwise.checkpoint.convert.contents import Contents, bytes_of, write_own
+from shardwise.checkpoint.convert.contents import Contents, bytes_of, write_shardwise
 from shardwise.checkpoint.convert.convert import KINDS, convert, diff, open_contents
 from shardwise.checkpoint.spec import ConvertSpec, DiffSpec, Kind
 from shardwise.errors import InputError, ShardwiseError
@@ -132,7 +132,7 @@ def test_numbered_parameters_of_several_groups_are_not_guessed(tmp_path):
     model, optimizer = trained()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "plain.pt")
     report = convert(ConvertSpec(source=tmp_path / "plain.pt", target=tmp_path / "own", to="shardwise"))
-    assert report.left_out == ("optimizer: its parameters are numbered, and which is which is not certain",)
+    assert report.left_out == ("optimizer: its parameters are numbered, and their names cannot be determined",)
 
 
 def test_numbered_parameters_with_names_are_known(tmp_path):
@@ -153,7 +153,7 @@ def test_groups_that_are_not_told_are_listed_and_the_states_kept(tmp_path):
         del group["params"]
     path = save(tmp_path / "own", 2, tensors, facts, group=None).path
     report = convert(ConvertSpec(source=path, target=tmp_path / "all.pt", to="torch"))
-    assert "does not hold which of its 2 groups" in report.left_out[0]
+    assert "does not contain which of its 2 groups" in report.left_out[0]
     assert diff(DiffSpec(left=path, right=tmp_path / "all.pt")).are_tensors_equal
 
 
@@ -264,7 +264,7 @@ def test_our_own_kind_is_written_in_parts(own, tmp_path, monkeypatch):
         asked.append(list(names))
         return contents.read(names)
 
-    write_own(dataclasses.replace(contents, read=read), tmp_path / "target")
+    write_shardwise(dataclasses.replace(contents, read=read), tmp_path / "target")
     sizes = [sum(bytes_of(contents.forms[name]) for name in names) for names in asked]
     assert len(asked) > 3
     assert all(size <= 200 or len(names) == 1 for size, names in zip(sizes, asked, strict=True))

@@ -1,4 +1,4 @@
-"""DeepSpeed folders: what bare DeepSpeed saved is ours, and it goes on from what we write with the same losses."""
+"""DeepSpeed directories: what bare DeepSpeed saved is ours, and it goes on from what we write with the same losses."""
 
 import importlib.util
 import os
@@ -12,11 +12,11 @@ from torch.distributed.fsdp import fully_shard
 from refusals import refuses
 from shardwise.checkpoint import load, read_manifest
 from shardwise.checkpoint.convert.convert import convert, open_contents
-from shardwise.checkpoint.errors import DamagedError
+from shardwise.checkpoint.disk import DamagedError
 from shardwise.checkpoint.spec import ConvertSpec
 from shardwise.cli.main import main
 from shardwise.engines.deepspeed.config import deepspeed_config
-from shardwise.engines.deepspeed.library import load_deepspeed
+from shardwise.engines.deepspeed.engine import load_deepspeed
 from shardwise.layout import Layout
 from shardwise.plans import Plan
 from shardwise.plans.plan import Precision
@@ -99,7 +99,7 @@ def stepped(engine, count):
     return losses
 
 
-def saving(world, folder, wanted):
+def saving(world, directory, wanted):
     """Train with bare DeepSpeed and save for each wanted form, then train on; return losses and DeepSpeed's weights."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -108,19 +108,19 @@ def saving(world, folder, wanted):
         name = f"{stage}-{kind}-{compute}"
         engine = engine_of(world, config_of(stage, world.size, compute), kind)
         stepped(engine, STEPS)
-        engine.save_checkpoint(folder / name)
+        engine.save_checkpoint(directory / name)
         weights = {}
         if stage and world.rank == 0:
-            merged = get_fp32_state_dict_from_zero_checkpoint(str(folder / name))
+            merged = get_fp32_state_dict_from_zero_checkpoint(str(directory / name))
             weights = {key: tensor.clone() for key, tensor in merged.items()}
         found[name] = stepped(engine, STEPS), weights
     return found
 
 
-def continuing(world, folders):
-    """Load each folder into bare DeepSpeed with no word on the form but `load_universal`, and train on."""
+def continuing(world, directories):
+    """Load each directory into bare DeepSpeed with no word on the form but `load_universal`, and train on."""
     found = {}
-    for path, stage, kind, universal in folders:
+    for path, stage, kind, universal in directories:
         engine = engine_of(world, config_of(stage, world.size, universal=universal), kind)
         loaded, _ = engine.load_checkpoint(path)
         assert loaded, f"{path} was not loaded"
@@ -181,14 +181,14 @@ EVERY = [
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deepspeed")
-    return folder, run_ranks(saving, 2, folder, QUICK, timeout_s=120)[0]
+    directory = tmp_path_factory.mktemp("deepspeed")
+    return directory, run_ranks(saving, 2, directory, QUICK, timeout_s=120)[0]
 
 
 @pytest.fixture(scope="module")
 def saved_all(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deepspeed")
-    return folder, run_ranks(saving, 2, folder, EVERY, timeout_s=200)[0]
+    directory = tmp_path_factory.mktemp("deepspeed")
+    return directory, run_ranks(saving, 2, directory, EVERY, timeout_s=200)[0]
 
 
 def convert_by_command(capfd, source, target, *options):
@@ -207,9 +207,9 @@ def same(left, right):
     assert [group["weight_decay"] for group in one.groups] == [group["weight_decay"] for group in other.groups]
 
 
-def check_read(folder, found):
+def check_read(directory, found):
     for name, (_, weights) in found.items():
-        contents = open_contents(folder / name)
+        contents = open_contents(directory / name)
         read = contents.read(list(contents.forms))
         assert contents.kind == "deepspeed"
         assert contents.step == STEPS
@@ -227,21 +227,21 @@ def check_read(folder, found):
 
 
 @needs_deepspeed
-def test_a_folder_reads_as_deepspeeds_own_script_reads_it(saved):
+def test_a_directory_reads_as_deepspeeds_own_script_reads_it(saved):
     check_read(*saved)
 
 
 @needs_deepspeed
 @pytest.mark.prove
-def test_a_folder_of_any_stage_optimizer_and_precision_reads_as_deepspeeds_own_script_reads_it(saved_all):
+def test_a_directory_of_any_stage_optimizer_and_precision_reads_as_deepspeeds_own_script_reads_it(saved_all):
     check_read(*saved_all)
 
 
 @needs_deepspeed
 @pytest.mark.slow
-def test_a_stage_3_folder_of_two_ranks_goes_on_as_fsdp_on_four(saved, tmp_path, capfd):
-    folder, found = saved
-    convert_by_command(capfd, folder / "3-adamw-fp32", tmp_path / "own", "--to", "shardwise")
+def test_a_stage_3_directory_of_two_ranks_goes_on_as_fsdp_on_four(saved, tmp_path, capfd):
+    directory, found = saved
+    convert_by_command(capfd, directory / "3-adamw-fp32", tmp_path / "own", "--to", "shardwise")
     losses, calls = run_ranks(fsdp_continuing, 4, tmp_path / "own")[0]
     assert losses == pytest.approx(found["3-adamw-fp32"][0], **CLOSE)
     assert calls == 2 * STEPS
@@ -252,18 +252,18 @@ def test_a_stage_3_folder_of_two_ranks_goes_on_as_fsdp_on_four(saved, tmp_path, 
 def test_fsdp_goes_on_as_deepspeed_at_stages_2_and_3(tmp_path, capfd):
     losses = run_ranks(fsdp_saving, 2, tmp_path / "dcp")[0]
     out = convert_by_command(capfd, tmp_path / "dcp", tmp_path / "any", "--to", "deepspeed")
-    assert "left out: calls: in the folder, but DeepSpeed loads only parameters of the optimizer from it" in out
-    assert "left out: weight_decay by group: at stage 3 DeepSpeed gives all groups the first one's" in out
+    assert "left out: calls: written, but DeepSpeed loads only parameters of the optimizer" in out
+    assert "left out: weight_decay by group: at stage 3 DeepSpeed applies those of the first group to all" in out
     for stage in (2, 3):
         target, cut = tmp_path / f"zero{stage}", ("--zero", str(stage), "--nproc", "2")
         out = convert_by_command(capfd, tmp_path / "dcp", target, "--to", "deepspeed", *cut)
         assert out.count("left out") == out.count("left out: loss scale of fp16") == (stage == 3)
-    folders = [
+    directories = [
         (tmp_path / "any", 2, "adamw", True),
         (tmp_path / "zero2", 2, "adamw", False),
         (tmp_path / "zero3", 3, "adamw", False),
     ]
-    went_on = run_ranks(continuing, 2, folders, timeout_s=120)[0]
+    went_on = run_ranks(continuing, 2, directories, timeout_s=120)[0]
     for (path, _), (found, calls) in went_on.items():
         assert found == pytest.approx(losses, **CLOSE), path
         assert calls == (STEPS if path.name == "any" else 2 * STEPS)
@@ -272,22 +272,22 @@ def test_fsdp_goes_on_as_deepspeed_at_stages_2_and_3(tmp_path, capfd):
 @needs_deepspeed
 @pytest.mark.prove
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_folder_of_any_stage_goes_on_at_any_stage_on_any_number_of_ranks(saved_all, tmp_path, capfd, ranks):
-    folder, found = saved_all
-    folders, expected = [], {}
+def test_a_directory_of_any_stage_goes_on_at_any_stage_on_any_number_of_ranks(saved_all, tmp_path, capfd, ranks):
+    directory, found = saved_all
+    directories, expected = [], {}
     for source, kind in ((1, "adamw"), (2, "adamw"), (3, "adamw"), (2, "sgd"), (3, "sgd")):
         name = f"{source}-{kind}-fp32"
         for stage in (1, 2, 3):
             target, cut = tmp_path / f"{name}-to-{stage}", ("--zero", str(stage), "--nproc", str(ranks))
-            convert_by_command(capfd, folder / name, target, "--to", "deepspeed", *cut)
-            folders.append((target, stage, kind, False))
+            convert_by_command(capfd, directory / name, target, "--to", "deepspeed", *cut)
+            directories.append((target, stage, kind, False))
             expected[target] = found[name][0]
         target = tmp_path / f"{name}-to-any"
-        convert_by_command(capfd, folder / name, target, "--to", "deepspeed")
-        folders += [(target, stage, kind, True) for stage in (1, 2)]
+        convert_by_command(capfd, directory / name, target, "--to", "deepspeed")
+        directories += [(target, stage, kind, True) for stage in (1, 2)]
         expected[target] = found[name][0]
-    went_on = run_ranks(continuing, ranks, folders, timeout_s=280)[0]
-    assert len(went_on) == len(folders)
+    went_on = run_ranks(continuing, ranks, directories, timeout_s=280)[0]
+    assert len(went_on) == len(directories)
     for (path, stage), (losses, _) in went_on.items():
         assert losses == pytest.approx(expected[path], **CLOSE), (path.name, stage)
 
@@ -306,11 +306,11 @@ def to_universal(world, source, target, stage):
 @needs_deepspeed
 @pytest.mark.prove
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_universal_checkpoint_of_deepspeeds_own_script_reads_as_the_folder_it_is_of(saved_all, tmp_path, stage):
-    folder = saved_all[0] / f"{stage}-adamw-fp32"
-    tag = (folder / "latest").read_text()
-    run_ranks(to_universal, 1, str(folder / tag), str(tmp_path / "made"), stage)
-    one, other = open_contents(folder), open_contents(tmp_path / "made")
+def test_a_universal_checkpoint_of_deepspeeds_own_script_reads_as_the_directory_it_is_of(saved_all, tmp_path, stage):
+    directory = saved_all[0] / f"{stage}-adamw-fp32"
+    tag = (directory / "latest").read_text()
+    run_ranks(to_universal, 1, str(directory / tag), str(tmp_path / "made"), stage)
+    one, other = open_contents(directory), open_contents(tmp_path / "made")
     a, b = one.read(list(one.forms)), other.read(list(other.forms))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -369,7 +369,7 @@ def test_what_is_written_for_any_ranks_and_stage_reads_back_bit_for_bit(tmp_path
             same(source, target)
 
 
-def test_a_folder_written_here_needs_no_deepspeed_and_holds_no_code(tmp_path):
+def test_a_directory_written_here_needs_no_deepspeed_and_holds_no_code(tmp_path):
     convert(ConvertSpec(source=a_checkpoint(tmp_path), target=tmp_path / "zero3", to="deepspeed", zero=3, nproc=2))
     data = (tmp_path / "zero3" / "global_step4" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").read_bytes()
     assert b"deepspeed.runtime.fp16.loss_scaler" in data
@@ -387,21 +387,21 @@ def spoiled(tmp_path, change, stage=2):
     return tmp_path / "ds"
 
 
-def test_a_folder_that_lacks_a_rank_is_named(tmp_path):
-    path = spoiled(tmp_path, lambda folder: (folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink())
+def test_a_directory_that_lacks_a_rank_is_named(tmp_path):
+    path = spoiled(tmp_path, lambda directory: (directory / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink())
     with refuses("checkpoint.rank-file-missing", "rank 0", kind=DamagedError):
         open_contents(path)
 
 
-def test_a_folder_that_lacks_its_last_rank_is_named(tmp_path):
-    path = spoiled(tmp_path, lambda folder: (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink())
-    with refuses("checkpoint.rank-file-missing", "1 ranks of 2", kind=DamagedError):
+def test_a_directory_that_lacks_its_last_rank_is_named(tmp_path):
+    path = spoiled(tmp_path, lambda directory: (directory / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink())
+    with refuses("checkpoint.rank-file-missing", "1 of 2 ranks", kind=DamagedError):
         open_contents(path)
 
 
 def test_code_in_a_file_is_refused_by_name_and_not_run(tmp_path):
-    def put(folder):
-        file = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    def put(directory):
+        file = directory / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": Evil()}, file)
 
     with refuses("checkpoint.contains-code", "posix.system"):
@@ -416,7 +416,7 @@ def test_code_in_a_file_is_refused_by_name_and_not_run(tmp_path):
     ],
 )
 def test_a_model_that_is_cut_another_way_is_refused(tmp_path, name, code):
-    path = spoiled(tmp_path, lambda folder: (folder / name).touch())
+    path = spoiled(tmp_path, lambda directory: (directory / name).touch())
     with refuses(code, name):
         open_contents(path)
 
@@ -440,12 +440,12 @@ def test_ranks_without_a_stage_and_a_stage_for_another_kind_are_refused(tmp_path
     source = str(a_checkpoint(tmp_path))
     target = str(tmp_path / "ds")
     assert main(["checkpoint", "convert", source, target, "--to", "deepspeed", "--nproc", "2"]) == 2
-    assert "--zero and --nproc go together" in capfd.readouterr().err
+    assert "--zero and --nproc must be used together" in capfd.readouterr().err
     assert main(["checkpoint", "convert", source, target, "--to", "dcp", "--nproc", "2", "--zero", "2"]) == 2
-    assert "are for a DeepSpeed folder" in capfd.readouterr().err
+    assert "are valid for --to deepspeed only" in capfd.readouterr().err
 
 
-def test_inspect_shows_a_deepspeed_folder(tmp_path, capfd):
+def test_inspect_shows_a_deepspeed_directory(tmp_path, capfd):
     convert(ConvertSpec(source=a_checkpoint(tmp_path), target=tmp_path / "ds", to="deepspeed", zero=1, nproc=2))
     assert main(["checkpoint", "inspect", str(tmp_path / "ds"), "--tensors"]) == 0
     assert "optimizer/layer0.weight/exp_avg" in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""Hugging Face folders: weights in one file or several, read by transformers and from transformers."""
+"""Hugging Face directories: weights in one file or several, read by transformers and from transformers."""
 
 import json
 
@@ -10,7 +10,7 @@ from refusals import refuses
 from shardwise.checkpoint import save
 from shardwise.checkpoint.convert import hugging_face as convert_hf
 from shardwise.checkpoint.convert.convert import convert, open_contents
-from shardwise.checkpoint.errors import DamagedError
+from shardwise.checkpoint.disk import DamagedError
 from shardwise.checkpoint.spec import ConvertSpec
 
 
@@ -19,14 +19,14 @@ def weights():
     return {"a": torch.randn(4, 3), "b": torch.randn(5).bfloat16(), "c": torch.tensor(3), "none": torch.empty(0, 2)}
 
 
-def own(folder):
+def own(directory):
     tensors = {f"model/{name}": value for name, value in weights().items()}
     tensors |= {"optimizer/a/step": torch.tensor(1.0), "update/scale": torch.tensor(2.0)}
-    return save(folder, 1, tensors, {"step": 1, "tied": {"d": "a"}}, group=None).path
+    return save(directory, 1, tensors, {"step": 1, "tied": {"d": "a"}}, group=None).path
 
 
-def read_back(folder):
-    contents = open_contents(folder)
+def read_back(directory):
+    contents = open_contents(directory)
     return {name.removeprefix("model/"): tensor for name, tensor in contents.read(list(contents.forms)).items()}
 
 
@@ -67,30 +67,30 @@ def test_one_safetensors_file_is_read_too(tmp_path):
     assert_same(read_back(tmp_path / "one.safetensors"))
 
 
-def folder_with_index(path, weight_map):
+def directory_with_index(path, weight_map):
     path.mkdir()
     save_file(weights(), path / "x.safetensors")
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return path
 
 
-def test_an_index_that_leaves_the_folder_is_refused(tmp_path):
-    folder = folder_with_index(tmp_path / "hf", {"a": "../x.safetensors"})
+def test_an_index_that_leaves_the_directory_is_refused(tmp_path):
+    directory = directory_with_index(tmp_path / "hf", {"a": "../x.safetensors"})
     with refuses("checkpoint.path-escapes"):
-        open_contents(folder)
+        open_contents(directory)
 
 
 def test_a_weight_that_the_index_promises_in_vain_is_named(tmp_path):
-    folder = folder_with_index(tmp_path / "hf", {"a": "x.safetensors", "zz": "x.safetensors"})
+    directory = directory_with_index(tmp_path / "hf", {"a": "x.safetensors", "zz": "x.safetensors"})
     with refuses("checkpoint.tensor-missing", "'zz'", kind=DamagedError):
-        open_contents(folder)
+        open_contents(directory)
 
 
 def test_a_missing_or_torn_file_is_named(tmp_path):
-    folder = folder_with_index(tmp_path / "hf", {"a": "x.safetensors", "b": "y.safetensors"})
+    directory = directory_with_index(tmp_path / "hf", {"a": "x.safetensors", "b": "y.safetensors"})
     with refuses("checkpoint.read-failed", "y.safetensors", kind=DamagedError):
-        open_contents(folder)
-    torn = folder / "x.safetensors"
+        open_contents(directory)
+    torn = directory / "x.safetensors"
     torn.write_bytes(torn.read_bytes()[:-3])
     with refuses("checkpoint.read-failed", "x.safetensors", kind=DamagedError):
         open_contents(torn)
@@ -119,7 +119,7 @@ def test_transformers_reads_what_we_write_and_we_what_it_writes(tmp_path):
             source=tmp_path / "own", target=tmp_path / "ours", to="hf", config=tmp_path / "theirs" / "config.json"
         )
     )
-    assert report.left_out == ("facts (step): the folder holds weights only",)
+    assert report.left_out == ("facts (step): the directory contains weights only",)
     back = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours").eval()
     assert back.lm_head.weight is back.transformer.wte.weight
     assert torch.equal(back(tokens, labels=tokens).loss, loss)
@@ -132,6 +132,6 @@ def test_transformers_reads_what_we_write_and_we_what_it_writes(tmp_path):
             config=tmp_path / "theirs" / "config.json",
         )
     )
-    assert tied.left_out == ("lm_head.weight: written once, as transformer.wte.weight, to which it is tied",)
+    assert tied.left_out == ("lm_head.weight: stored once, tied to transformer.wte.weight",)
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "from_torch").eval()
     assert torch.equal(again(tokens, labels=tokens).loss, loss)

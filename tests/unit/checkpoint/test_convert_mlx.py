@@ -11,7 +11,7 @@ from torch import nn
 from refusals import refuses
 from shardwise.checkpoint import save
 from shardwise.checkpoint.convert.convert import convert, open_contents
-from shardwise.checkpoint.errors import DamagedError
+from shardwise.checkpoint.disk import DamagedError
 from shardwise.checkpoint.spec import ConvertSpec
 from shardwise.models import resnet18
 
@@ -110,7 +110,7 @@ def test_files_of_mlx_are_known_from_those_of_others(tmp_path):
     assert values_of(tmp_path / "own.safetensors")["weight"].shape == (3, 2, 3, 3)
 
 
-def test_a_folder_of_mlx_weights_is_read_too(tmp_path):
+def test_a_directory_of_mlx_weights_is_read_too(tmp_path):
     mlx_nn.Conv2d(2, 3, 3).save_weights(str(tmp_path / "model.safetensors"))
     assert open_contents(tmp_path).forms["model/weight"] == ("F32", (3, 2, 3, 3))
 
@@ -155,4 +155,4 @@ def test_a_report_names_the_tensors_whose_axes_were_moved(tmp_path):
 def test_the_report_shows_which_axes_were_moved(tmp_path):
     torch.save({"experts.weight": torch.randn(3, 4, 4)}, tmp_path / "torch.pt")
     report = convert(ConvertSpec(source=tmp_path / "torch.pt", target=tmp_path / "mlx.safetensors", to="mlx"))
-    assert "axes moved, as a convolution's: experts.weight" in report.to_text().splitlines()
+    assert "axes permuted (convolution): experts.weight" in report.to_text().splitlines()

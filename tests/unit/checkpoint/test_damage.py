@@ -29,21 +29,21 @@ def state(step):
     }
 
 
-def saving(world, folder):
+def saving(world, directory):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
     for step in (1, 2):
         cut = {name: distribute_tensor(x, mesh, [Shard(0)]) if x.ndim else x for name, x in state(step).items()}
-        save(folder, step, cut, {"step": step}, group=world.host_group)
+        save(directory, step, cut, {"step": step}, group=world.host_group)
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sound")
-    run_ranks(saving, 2, folder)
-    return folder
+    directory = tmp_path_factory.mktemp("sound")
+    run_ranks(saving, 2, directory)
+    return directory
 
 
 class Bomb:
@@ -205,7 +205,7 @@ LIES = {
     "unknown dtype": lambda c: c["tensors"]["model/a"].update(dtype="OBJECT"),
     "other dtype": lambda c: c["tensors"]["model/a"].update(dtype="F64"),
     "same width": lambda c: c["tensors"]["model/a"].update(dtype="I32"),
-    "parent folder": lambda c: (c["files"].update({"../x": 9}), piece(c).update(file="../x")),
+    "parent directory": lambda c: (c["files"].update({"../x": 9}), piece(c).update(file="../x")),
     "absolute path": lambda c: (c["files"].update({"/etc/passwd": 9}), piece(c).update(file="/etc/passwd")),
     "unlisted file": lambda c: piece(c).update(file="rank-00009.safetensors"),
     "unused file": lambda c: c["files"].update({"rank-00009.safetensors": 9}),
@@ -258,10 +258,10 @@ DAMAGES += [("version 2", envelope(version=b'"version":2')), ("other format", en
 SLICE = random.Random(7).sample(DAMAGES, 30)
 
 
-def suffer(sound, folder, name, damage):
+def suffer(sound, directory, name, damage):
     """Damage the newer of two checkpoints, and see that it is named, not loaded, and passed over."""
-    shutil.copytree(sound, folder, dirs_exist_ok=True)
-    checkpoint = folder / "step-00000002"
+    shutil.copytree(sound, directory, dirs_exist_ok=True)
+    checkpoint = directory / "step-00000002"
     blamed = damage(checkpoint, random.Random(name))
     blamed = BLAMED.get(name.removeprefix("lie: "), blamed)
     before = {key: torch.full_like(value, 9) for key, value in state(0).items()}
@@ -271,11 +271,11 @@ def suffer(sound, folder, name, damage):
         load(checkpoint, tensors, group=None)
     assert f"step-00000002/{blamed}" in str(refused.value) or blamed == "step-00000002"
     assert all(torch.equal(tensors[key], before[key]) for key in before), "loaded"
-    report = load_newest(folder, lambda _: tensors, group=None)
+    report = load_newest(directory, lambda _: tensors, group=None)
     assert report.step == 1
     assert "step-00000002" in report.skipped[0]
     assert all(torch.equal(tensors[key], value) for key, value in state(1).items())
-    assert not (folder / "exploded").exists(), "ran"
+    assert not (directory / "exploded").exists(), "ran"
 
 
 @pytest.mark.parametrize(("name", "damage"), SLICE, ids=[name for name, _ in SLICE])

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from refusals import refuses
 from shardwise.checkpoint import load, read, read_manifest, save
-from shardwise.checkpoint.pieces import box_of
+from shardwise.checkpoint.manifest import box_of
 from shardwise.dist import fake_world
 from shardwise.testing import run_ranks
 
@@ -74,9 +74,9 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def saving(world, layout, folder):
+def saving(world, layout, directory):
     save(
-        folder / layout,
+        directory / layout,
         3,
         arranged(layout, world.rank, truth()),
         FACTS,
@@ -84,12 +84,12 @@ def saving(world, layout, folder):
     )
 
 
-def loading(world, layout, folder, sources):
+def loading(world, layout, directory, sources):
     wrong = []
     for source in sources:
         blank = {name: torch.zeros_like(value) for name, value in truth().items()}
         tensors = arranged(layout, world.rank, blank)
-        report = load(folder / source / "step-00000003", tensors, group=world.host_group if world.size > 1 else None)
+        report = load(directory / source / "step-00000003", tensors, group=world.host_group if world.size > 1 else None)
         assert report.facts == FACTS
         assert report.comparison.is_equal
         for name, tensor in tensors.items():
@@ -101,10 +101,10 @@ def loading(world, layout, folder, sources):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
+    directory = tmp_path_factory.mktemp("saved")
     for layout, size in LAYOUTS.items():
-        run_ranks(saving, size, layout, folder)
-    return folder
+        run_ranks(saving, size, layout, directory)
+    return directory
 
 
 @pytest.mark.representative("one", "zero1", "stages", "hsdp", "shard2.tp2")
@@ -131,13 +131,13 @@ def test_a_shard_file_is_a_safetensors_file(saved):
     assert all(torch.equal(found[name], values[name]) for name in found)
 
 
-def cut_twice(world, folder):
+def cut_twice(world, directory):
     """Both cuts uneven: rank 3 of 4 holds nothing of tensor half 0 and one row of half 1."""
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "tp"))
     tensor = fsdp_over_tp(torch.arange(9.0).view(9, 1), mesh)
     box = box_of("vocabulary", tensor)
     rows = tensor.to_local().flatten().tolist()
-    save(folder, 1, {"vocabulary": tensor}, {}, group=world.host_group)
+    save(directory, 1, {"vocabulary": tensor}, {}, group=world.host_group)
     return rows, box.offsets[0], box.sizes[0]
 
 

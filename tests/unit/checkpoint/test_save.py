@@ -15,8 +15,8 @@ import torch
 
 from refusals import refuses
 from shardwise.checkpoint import (
+    CheckpointDirectory,
     CheckpointError,
-    CheckpointFolder,
     check_storage,
     find_damage,
     load,
@@ -25,7 +25,7 @@ from shardwise.checkpoint import (
     write,
 )
 from shardwise.checkpoint.disk import lock
-from shardwise.checkpoint.write import Draft
+from shardwise.checkpoint.write import PlannedSave
 from shardwise.testing import run_ranks
 
 
@@ -42,26 +42,26 @@ def words_of(work):
     return None
 
 
-def loaded_step(folder, size=1000):
+def loaded_step(directory, size=1000):
     back = tensors(0, size)
-    report = load_newest(folder, lambda _: back, group=None)
+    report = load_newest(directory, lambda _: back, group=None)
     assert torch.equal(back["model/a"], tensors(report.step, size)["model/a"])
     return report.step
 
 
-def leftovers(folder):
-    return [path.name for path in folder.glob(".tmp-*")]
+def leftovers(directory):
+    return [path.name for path in directory.glob(".tmp-*")]
 
 
-def one_rank_fails(world, folder):
+def one_rank_fails(world, directory):
     group = world.host_group
-    save(folder, 1, tensors(1), {}, group=group)
+    save(directory, 1, tensors(1), {}, group=group)
     if world.rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
-    words = words_of(lambda: save(folder, 2, tensors(2), {}, group=group))
+    words = words_of(lambda: save(directory, 2, tensors(2), {}, group=group))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    save(folder, 3, tensors(3), {}, group=group)
+    save(directory, 3, tensors(3), {}, group=group)
     return words
 
 
@@ -74,9 +74,9 @@ def test_a_rank_that_fails_half_way_is_named_on_every_rank_and_the_old_checkpoin
     assert leftovers(tmp_path) == []
 
 
-def one_rank_is_killed(world, folder):
-    save(folder, 1, tensors(1), {}, group=world.host_group)
-    draft = Draft(folder, 2, tensors(2), {}, world.host_group)
+def one_rank_is_killed(world, directory):
+    save(directory, 1, tensors(1), {}, group=world.host_group)
+    draft = PlannedSave(directory, 2, tensors(2), {}, world.host_group)
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     draft.write(lambda: draft.pieces)
@@ -90,22 +90,22 @@ def test_a_rank_that_is_killed_half_way_leaves_the_old_checkpoint(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def saving_twice(world, folder, size):
-    small = words_of(lambda: save(folder, 1, tensors(1, size), {}, group=world.host_group))
-    large = words_of(lambda: save(folder, 2, tensors(2, 4 * size), {}, group=world.host_group))
+def saving_twice(world, directory, size):
+    small = words_of(lambda: save(directory, 1, tensors(1, size), {}, group=world.host_group))
+    large = words_of(lambda: save(directory, 2, tensors(2, 4 * size), {}, group=world.host_group))
     return small, large
 
 
 @pytest.fixture
 def small_disk(tmp_path):
     """A disk of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False)
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", directory], check=False)
     if mounted.returncode:
         pytest.skip("cannot mount a tmpfs here")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    yield directory
+    subprocess.run(["umount", "-l", directory], check=True)
 
 
 def test_a_full_disk_loses_nothing(small_disk):
@@ -113,7 +113,7 @@ def test_a_full_disk_loses_nothing(small_disk):
     for small, large in run_ranks(saving_twice, 2, small_disk, size):
         assert small is None
         assert "No space left on device" in large
-        assert "free space" in large
+        assert "free disk space" in large
     assert loaded_step(small_disk, size) == 1
     assert leftovers(small_disk) == []
 
@@ -127,40 +127,40 @@ def test_a_disk_that_turned_read_only_loses_nothing(small_disk):
     assert loaded_step(small_disk) == 1
 
 
-def test_a_folder_that_vanished_is_named(tmp_path):
-    folder = tmp_path / "run" / "checkpoints"
-    words = run_ranks(lambda world: words_of(lambda: save(folder, 1, {}, {}, group=world.host_group)), 2)
+def test_a_directory_that_vanished_is_named(tmp_path):
+    directory = tmp_path / "run" / "checkpoints"
+    words = run_ranks(lambda world: words_of(lambda: save(directory, 1, {}, {}, group=world.host_group)), 2)
     assert words[0] == words[1]
-    assert f"{folder}: No such file or directory" in words[0]
+    assert f"{directory}: No such file or directory" in words[0]
 
 
-def test_a_folder_that_vanishes_during_a_save_is_named(tmp_path):
-    folder = tmp_path / "checkpoints"
-    draft = Draft(folder, 1, tensors(1), {}, None)
-    shutil.rmtree(folder)
+def test_a_directory_that_vanishes_during_a_save_is_named(tmp_path):
+    directory = tmp_path / "checkpoints"
+    draft = PlannedSave(directory, 1, tensors(1), {}, None)
+    shutil.rmtree(directory)
     with refuses("checkpoint.storage-not-shared", kind=CheckpointError):
         draft.write(lambda: draft.pieces)
 
 
-def on_a_disk_of_its_own(folder):
-    """Give this process a mount namespace in which another disk stands in the place of `folder`."""
+def on_a_disk_of_its_own(directory):
+    """Give this process a mount namespace in which another disk stands in the place of `directory`."""
     clone_newns = 0x20000
     if ctypes.CDLL(None).unshare(clone_newns):
         return False
-    commands = ["mount --make-rprivate /", f"mount -t tmpfs tmpfs {folder}"]
+    commands = ["mount --make-rprivate /", f"mount -t tmpfs tmpfs {directory}"]
     return all(subprocess.run(command.split(), check=False).returncode == 0 for command in commands)
 
 
-def looking_at_storage(world, folder, work):
-    separate = on_a_disk_of_its_own(folder) if world.rank == 1 else True
-    return separate, words_of(lambda: work(folder, world.host_group))
+def looking_at_storage(world, directory, work):
+    separate = on_a_disk_of_its_own(directory) if world.rank == 1 else True
+    return separate, words_of(lambda: work(directory, world.host_group))
 
 
 @pytest.mark.parametrize(
     "work",
     [
-        lambda folder, group: check_storage(folder, group=group),
-        lambda folder, group: save(folder, 1, tensors(1), {}, group=group),
+        lambda directory, group: check_storage(directory, group=group),
+        lambda directory, group: save(directory, 1, tensors(1), {}, group=group),
     ],
     ids=["before the first save", "at a save"],
 )
@@ -170,14 +170,14 @@ def test_storage_that_is_not_shared_is_noticed(tmp_path, work):
         pytest.skip("cannot make a mount namespace here")
     assert separate
     assert words == same_words
-    assert "save to storage that every node shares" in words
+    assert "save to a file system shared by all nodes" in words
     assert list(tmp_path.glob("step-*")) == leftovers(tmp_path) == []
 
 
 def test_storage_that_is_shared_is_found_so_and_left_clean(tmp_path):
-    folder = tmp_path / "run" / "checkpoints"
-    assert run_ranks(lambda world: words_of(lambda: check_storage(folder, group=world.host_group)), 2) == [None] * 2
-    assert list(folder.iterdir()) == []
+    directory = tmp_path / "run" / "checkpoints"
+    assert run_ranks(lambda world: words_of(lambda: check_storage(directory, group=world.host_group)), 2) == [None] * 2
+    assert list(directory.iterdir()) == []
 
 
 def test_a_step_saved_again_replaces_the_old_one_only_when_it_is_whole(tmp_path):
@@ -185,7 +185,7 @@ def test_a_step_saved_again_replaces_the_old_one_only_when_it_is_whole(tmp_path)
     report = save(tmp_path, 1, tensors(1), {"try": 2}, group=None)
     assert [path.name for path in tmp_path.glob("step-*")] == [report.path.name] == ["step-00000001~2"]
     assert load(report.path, tensors(0), group=None).facts == {"try": 2}
-    assert CheckpointFolder(tmp_path).latest() == report.path
+    assert CheckpointDirectory(tmp_path).latest() == report.path
 
 
 def test_what_a_dead_save_left_is_cleared_by_the_next(tmp_path):
@@ -195,30 +195,30 @@ def test_what_a_dead_save_left_is_cleared_by_the_next(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_two_saves_into_one_folder_at_once_are_refused(tmp_path, monkeypatch):
-    first = Draft(tmp_path, 1, tensors(1), {}, None)
-    monkeypatch.setattr(write, "lock", lambda folder: lock(folder, timeout_s=0.1))
+def test_two_saves_into_one_directory_at_once_are_refused(tmp_path, monkeypatch):
+    first = PlannedSave(tmp_path, 1, tensors(1), {}, None)
+    monkeypatch.setattr(write, "lock", lambda directory: lock(directory, timeout_s=0.1))
     with refuses("checkpoint.save-in-progress", kind=CheckpointError):
         save(tmp_path, 2, tensors(2), {}, group=None)
     first.write(lambda: first.pieces)
     assert loaded_step(tmp_path) == 1
 
 
-def endless_saves(folder, first, told):
+def endless_saves(directory, first, told):
     for step in range(first, 1_000_000):
-        save(folder, step, tensors(step), {}, group=None)
+        save(directory, step, tensors(step), {}, group=None)
         os.write(told, step.to_bytes(8, "little"))
-        for old in CheckpointFolder(folder).paths()[2:]:
+        for old in CheckpointDirectory(directory).paths()[2:]:
             shutil.rmtree(old)
 
 
-def kill_during_saves(folder, delay_s, first):
+def kill_during_saves(directory, delay_s, first):
     """Kill -9 a process that saves without end, and return the last step that it said was saved."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
-            endless_saves(folder, first, write)
+            endless_saves(directory, first, write)
         os._exit(1)
     os.close(write)
     said = os.read(read, 8)
@@ -237,4 +237,4 @@ def test_kill_9_at_any_moment_leaves_a_good_checkpoint_no_older_than_the_last_on
         said = kill_during_saves(tmp_path, moments.uniform(0, 0.05), step + 1)
         step = loaded_step(tmp_path)
         assert step >= said
-        assert find_damage(CheckpointFolder(tmp_path).paths()[0], deep=True) == []
+        assert find_damage(CheckpointDirectory(tmp_path).paths()[0], deep=True) == []

@@ -8,6 +8,8 @@ import pytest
 from refusals import assert_refused
 from shardwise.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("forked_parents")
+
 JOB = """
 import torch
 import shardwise as sw
@@ -40,7 +42,7 @@ class MLP(torch.nn.Module):
 
 job = make()
 mlp = make(model=MLP)
-no_data = make(data=sw.datasets.idx_folder("no/such/folder"))
+no_data = make(data=sw.datasets.idx_folder("no/such/directory"))
 no_train = make(data=lambda split: None)
 no_module = make(model=lambda: 3)
 no_weights = make(weights="missing.pt")
@@ -199,7 +201,7 @@ STRATEGIES = {
 }
 
 IN_THE_RANKS = {
-    "unreadable data folder": (["job.py:no_data"], ("data.folder-not-found", "no/such/folder")),
+    "unreadable data directory": (["job.py:no_data"], ("data.folder-not-found", "no/such/directory")),
     "no training data": (["job.py:no_train"], ("data.no-train-split", "'train'")),
     "model that is no module": (["job.py:no_module"], ("job.model-not-of-engine", "torch.nn.Module")),
     "weights that are not there": (["job.py:no_weights"], ("model.weights-not-found", "missing.pt")),
@@ -211,7 +213,7 @@ IN_THE_RANKS = {
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "raises.py").write_text("x = 1\ny = 1 / 0")
@@ -222,36 +224,36 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def check(folder, capfd, arguments, code, *values):
-    before = {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+def check(directory, capfd, arguments, code, *values):
+    before = {path for path in directory.rglob("*") if "__pycache__" not in path.parts}
     exit_code = main(arguments)
     captured = capfd.readouterr()
     assert exit_code == 2, captured.err
     assert len(captured.err.strip().splitlines()) == 1, captured.err
     assert_refused(captured.err, code, *values)
-    assert {path for path in folder.rglob("*") if "__pycache__" not in path.parts} == before
+    assert {path for path in directory.rglob("*") if "__pycache__" not in path.parts} == before
 
 
 @pytest.mark.parametrize(("arguments", "refusal"), (QUICK | STRATEGIES).values(), ids=QUICK | STRATEGIES)
-def test_refused_before_any_process_starts(folder, capfd, arguments, refusal):
-    check(folder, capfd, ["train", *arguments], *refusal)
+def test_refused_before_any_process_starts(directory, capfd, arguments, refusal):
+    check(directory, capfd, ["train", *arguments], *refusal)
 
 
 @pytest.mark.representative("unknown backend", "no training data", "model that is no module")
 @pytest.mark.parametrize(("arguments", "refusal"), IN_THE_RANKS.values(), ids=IN_THE_RANKS)
-def test_refused_by_the_ranks_before_the_first_step(folder, capfd, arguments, refusal):
-    check(folder, capfd, ["train", *arguments], *refusal)
+def test_refused_by_the_ranks_before_the_first_step(directory, capfd, arguments, refusal):
+    check(directory, capfd, ["train", *arguments], *refusal)
 
 
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [(["trian"], ("", "'train'")), (["doctor", "job.py"], ("", "'job.py'")), (["--verbose"], ("", "--verbose"))],
 )
-def test_refused_by_the_command_line(folder, capfd, arguments, refusal):
-    check(folder, capfd, arguments, *refusal)
+def test_refused_by_the_command_line(directory, capfd, arguments, refusal):
+    check(directory, capfd, arguments, *refusal)
 
 
-@pytest.mark.parametrize("verb", [[], ["watch"], ["plan"], ["checkpoint", "convert"]])
+@pytest.mark.parametrize("verb", [[], ["train"], ["plan"], ["checkpoint", "convert"]])
 def test_a_command_without_arguments_prints_its_help_in_lines(capfd, verb):
     assert main(verb) == 2
     shown = capfd.readouterr().err.splitlines()
@@ -260,18 +262,18 @@ def test_a_command_without_arguments_prints_its_help_in_lines(capfd, verb):
     assert any(line.endswith("Show this message and exit.") for line in shown)
 
 
-def test_world_size_without_rank(folder, capfd, monkeypatch):
+def test_world_size_without_rank(directory, capfd, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    check(folder, capfd, ["train", "job.py"], "env.rank-missing", "WORLD_SIZE=2", "export RANK")
+    check(directory, capfd, ["train", "job.py"], "env.rank-missing", "WORLD_SIZE=2", "export RANK")
 
 
-def test_nproc_inside_somebody_elses_world(folder, capfd, monkeypatch):
+def test_nproc_inside_somebody_elses_world(directory, capfd, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    check(folder, capfd, ["train", "job.py", "--nproc", "2"], "cli.option-inside-world", "leave --nproc out")
+    check(directory, capfd, ["train", "job.py", "--nproc", "2"], "cli.option-inside-world", "--nproc")
 
 
-def test_port_in_use(folder, capfd, monkeypatch):
+def test_port_in_use(directory, capfd, monkeypatch):
     with contextlib.closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -279,17 +281,17 @@ def test_port_in_use(folder, capfd, monkeypatch):
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        check(folder, capfd, ["train", "job.py"], "rendezvous.listen-failed")
+        check(directory, capfd, ["train", "job.py"], "rendezvous.listen-failed")
 
 
-def test_parameters_without_gradient_are_named_by_rank(folder, capfd):
+def test_parameters_without_gradient_are_named_by_rank(directory, capfd):
     assert main(["train", "job.py:unused", "--nproc", "2"]) == 2
     last_line = capfd.readouterr().err.strip().splitlines()[-1]
     assert "rank 1: forgotten.bias, forgotten.weight" in last_line
     assert "find_unused_parameters=true" in last_line
-    assert not (folder / "runs").exists()
+    assert not (directory / "runs").exists()
 
 
-def test_debug_shows_the_traceback(folder, capfd):
+def test_debug_shows_the_traceback(directory, capfd):
     assert main(["--debug", "train", "raises.py"]) == 2
     assert "Traceback" in capfd.readouterr().err

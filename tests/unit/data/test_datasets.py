@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from refusals import refuses
 from shardwise.data import datasets
-from shardwise.data.datasets.images import DIGITS
+from shardwise.data.datasets import DIGITS
 
 
 def write_idx(path, values):
@@ -166,6 +166,14 @@ def test_text_too_short_for_one_window_is_refused(tmp_path):
     (tmp_path / "a").write_bytes(bytes(100))
     with refuses("data.text-too-short", "test", 10):
         datasets.text(length=10, files=[tmp_path / "a"])("test")
+
+
+def test_a_single_text_file_needs_no_list(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_bytes(bytes(range(200)))
+    alone, listed = (datasets.text(length=8, files=files)("train") for files in (str(file), [file]))
+    assert len(alone) == len(listed) > 0
+    assert torch.equal(alone[0][0], listed[0][0])
 
 
 def test_missing_text_file_is_named(tmp_path):

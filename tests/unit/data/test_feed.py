@@ -1,13 +1,13 @@
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
 import shardwise as sw
 from refusals import refuses
 from shardwise.data.cursor import Slices
 from shardwise.data.feed import Feed
 from shardwise.data.loaders import IndexLoader, StreamLoader
-from shardwise.data.rows import cut_rows, fill_rows, stack_samples
+from shardwise.data.rows import CountedCollate, drop_padding_rows, fill_rows, stack_samples
 from shardwise.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -71,9 +71,9 @@ def placed(feed):
     """(epoch, index in it, sample) of every real row."""
     micro_batches = [micro for batch in feed for micro in batch.micro_batches]
     return [
-        (micro.places.epoch, index, sample)
+        (micro.positions.epoch, index, sample)
         for micro in micro_batches
-        for index, sample in zip(micro.places.indices, micro.batch[1][: micro.rows].tolist(), strict=True)
+        for index, sample in zip(micro.positions.indices, micro.batch[1][: micro.rows].tolist(), strict=True)
     ]
 
 
@@ -178,7 +178,7 @@ def test_rows_are_filled_and_cut_through_nested_batches():
     batch = {"x": torch.arange(3), "more": (torch.arange(6).view(3, 2), "text"), "scalar": torch.tensor(1)}
     filled = fill_rows(batch, 3, 5)
     assert filled["x"].tolist() == [0, 1, 2, 0, 1]
-    back = cut_rows(filled, 3, 5)
+    back = drop_padding_rows(filled, 3, 5)
     assert torch.equal(back["more"][0], batch["more"][0])
     assert back["more"][1] == "text"
 
@@ -190,3 +190,42 @@ def test_samples_are_stacked_as_torch_does():
         [(torch.ones(2), 3), (torch.zeros(2), 4)],
     ):
         torch.testing.assert_close(stack_samples(samples), default_collate(samples))
+
+
+class SampledDataset(TensorDataset):
+    """A TensorDataset that is not recognized as one, so its samples are read and stacked one by one."""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rows_of_a_tensor_dataset_are_gathered_as_its_samples_are_stacked(workers):
+    images = torch.randn(40, 3, 4, 4)
+    tensors = [images, torch.arange(40), images[:, 0, 0] > 0, torch.randn(40, 2, dtype=torch.complex64)]
+    slices = Slices(batch_size=8, accumulation=2, dp_rank=0, dp_size=1, length=40)
+
+    def steps(dataset):
+        loader = IndexLoader(dataset, slices, seed=3, first_step=0, num_steps=12, num_workers=workers)
+        return [(batch, step.rows, step.marks) for step in loader.steps() for batch in step.batches]
+
+    gathered, stacked = steps(TensorDataset(*tensors)), steps(SampledDataset(*tensors))
+    assert len(gathered) == 24
+    for (found, *facts), (expected, *expected_facts) in zip(gathered, stacked, strict=True):
+        assert facts == expected_facts
+        for tensor, other in zip(found, expected, strict=True):
+            assert torch.equal(tensor, other)
+            assert tensor.stride() == other.stride()
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        SampledDataset(torch.zeros(4, 2)),
+        TensorDataset(torch.zeros(4, 2, requires_grad=True)),
+        TensorDataset(torch.zeros(2, 4).T),
+        TensorDataset(torch.zeros(4, 2, device="meta")),
+        TensorDataset(torch.nn.Parameter(torch.zeros(4, 2), requires_grad=False)),
+    ],
+    ids=["subclass", "gradient", "strided", "device", "tensor subclass"],
+)
+def test_other_datasets_are_read_sample_by_sample(dataset):
+    assert CountedCollate().row_tensors(dataset) is None
+    assert CountedCollate(default_collate).row_tensors(TensorDataset(torch.zeros(4, 2))) is None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from refusals import refuses
-from shardwise.data.datasets.images import find_idx, read_idx
+from shardwise.data.datasets import find_idx, read_idx
 
 
 def idx_bytes(values):

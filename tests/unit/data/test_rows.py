@@ -5,7 +5,7 @@ from collections import UserDict
 
 import torch
 
-from shardwise.data.rows import others
+from shardwise.data.rows import non_tensors
 
 
 @dataclasses.dataclass
@@ -17,4 +17,4 @@ class Pair:
 def test_leaves_that_are_no_tensors_are_found_wherever_tensors_may_be():
     x = torch.zeros(2)
     tree = UserDict(x=x, pair=Pair(x, "a"), rest=[(x, None), {"n": 3, "names": ["b", "c"]}])
-    assert others(tree) == ["a", 3, "b", "c"]
+    assert non_tensors(tree) == ["a", 3, "b", "c"]

@@ -166,7 +166,7 @@ def test_loaders_that_cannot_be_divided_are_refused():
         plan = sw.Plan.preset("ddp", 1)
         with refuses("data.loader-not-divisible", "WeightedRandomSampler"):
             sw.dataloader(DataLoader(Numbers(), sampler=WeightedRandomSampler([1.0] * 23, 23)), plan, world)
-        with refuses("data.loader-not-divisible", "batches"):
+        with refuses("data.loader-not-divisible", "batch size"):
             sw.dataloader(DataLoader(Numbers(), batch_size=None), plan, world)
         with refuses("data.loader-with-options"):
             sw.dataloader(DataLoader(Numbers()), plan, world, batch_size=4)

@@ -13,7 +13,7 @@ def test_readers_and_micro_batches_cover_every_place_once(dp_size, accumulation,
         for dp_rank in range(dp_size)
     ]
     for step in range(parts[0].steps_per_epoch):
-        spans = [span for part in parts for span in part.places(step)]
+        spans = [span for part in parts for span in part.spans(step)]
         places = [place for start, stop in spans for place in range(start, stop)]
         assert places == list(range(step * 120, step * 120 + parts[0].rows_of_step(step)))
         assert max(stop - start for start, stop in spans) <= parts[0].micro_batch
@@ -23,7 +23,7 @@ def test_short_step_is_spread_evenly():
     sizes = [
         stop - start
         for dp_rank in range(4)
-        for start, stop in Slices(batch_size=8, accumulation=1, dp_rank=dp_rank, dp_size=4, length=6).places(0)
+        for start, stop in Slices(batch_size=8, accumulation=1, dp_rank=dp_rank, dp_size=4, length=6).spans(0)
     ]
     assert sorted(sizes) == [1, 1, 2, 2]
 

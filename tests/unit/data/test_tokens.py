@@ -6,13 +6,13 @@ import torch
 import shardwise as sw
 from jobs import sentences_job
 from refusals import refuses
-from shardwise.data.rows import TokenCut, check_token_loss
+from shardwise.data.rows import TokenShard, check_token_loss
 
 TOKENS = torch.arange(24).reshape(2, 12)
 
 
 def slices(batch, loss, size=3, metrics=None):
-    return [TokenCut(index=index, size=size, loss=loss, metrics=metrics or {})(batch) for index in range(size)]
+    return [TokenShard(index=index, size=size, loss=loss, metrics=metrics or {})(batch) for index in range(size)]
 
 
 def test_slices_together_are_the_whole_batch():

@@ -3,7 +3,7 @@
 import msgspec
 from diagnosis.collectives import WORLD, call
 
-from shardwise.diagnosis.guard.neighbours import CallRun, Leads, pack
+from shardwise.diagnosis.guard.peers import CallReporters, CallRun, pack
 
 STEP = [call(number, site=f"/x/train.py:{number % 3}") for number in range(5, 605)]
 
@@ -24,7 +24,7 @@ def test_missing_numbers_and_other_channels_begin_new_runs():
 
 
 def test_one_rank_of_a_node_tells_of_a_channel():
-    leads = Leads()
+    leads = CallReporters()
     assert [run.rank for run in leads.runs({2: [call(1)], 3: [call(1)]})] == [2]
     assert [run.rank for run in leads.runs({2: [], 3: [call(2)]})] == []
 
@@ -32,4 +32,4 @@ def test_one_rank_of_a_node_tells_of_a_channel():
 def test_what_stays_inside_a_node_is_not_told():
     inside = call(1, group=WORLD, channel="2>3:0", peer=3)
     across = call(1, group=WORLD, channel="2>1:0", peer=1)
-    assert [run.kinds[0][0].peer for run in Leads().runs({2: [inside, across], 3: []})] == [1]
+    assert [run.kinds[0][0].peer for run in CallReporters().runs({2: [inside, across], 3: []})] == [1]

@@ -8,7 +8,7 @@ import pytest
 
 from refusals import refuses
 from shardwise.diagnosis.catalogue import FAMILIES, find_preset, read_catalogue, read_presets
-from shardwise.diagnosis.env_rules import EnvironmentFacts, explain_variables, lint
+from shardwise.diagnosis.env import EnvironmentFacts, explain_variables, lint
 
 GUIDE_WITHOUT_INFINIBAND = {
     "NCCL_DEBUG": "INFO",
@@ -76,8 +76,8 @@ def test_undocumented_names_are_not_explained():
 )
 def test_a_variable_knows_its_values(name, good, bad):
     known = read_catalogue().variables[name]
-    assert [value for value in good if known.refuses(value)] == []
-    assert [value for value in bad if not known.refuses(value)] == []
+    assert [value for value in good if known.allowed_values(value)] == []
+    assert [value for value in bad if not known.allowed_values(value)] == []
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_a_variable_knows_its_values(name, good, bad):
         ("NCCL_SOMETHING_NEW_AND_LONG", ""),
     ],
 )
-def test_misspelt_names_are_recognised(wrong, meant):
-    assert read_catalogue().misspelt(wrong) == meant
+def test_misspelled_names_are_recognised(wrong, meant):
+    assert read_catalogue().correct_spelling(wrong) == meant
 
 
 def test_presets_set_known_variables_to_values_they_take():
@@ -102,7 +102,7 @@ def test_presets_set_known_variables_to_values_they_take():
         (name, key)
         for name, preset in read_presets().items()
         for key, value in preset.variables.items()
-        if key not in known or known[key].state or known[key].refuses(value)
+        if key not in known or known[key].state or known[key].allowed_values(value)
     ]
     assert wrong == []
     assert set(read_presets()) == {"gcp", "infiniband", "aws-efa", "azure-nd", "workstation"}
@@ -139,13 +139,13 @@ def test_the_lint_advises_against_nothing_that_a_preset_sets(name):
 def test_efa_is_not_infiniband_and_the_preset_says_so():
     preset = find_preset("aws-efa")
     assert not [name for name in preset.variables if "_IB_" in name]
-    assert "It has none" in " ".join(preset.notes)
+    assert "Its network is EFA" in " ".join(preset.notes)
 
 
 def test_the_users_own_variables_win():
     preset, own = find_preset("gcp"), {"NCCL_DEBUG": "WARN", "NCCL_BUFFSIZE": "4194304", "HOME": "/root"}
     assert preset.missing_from(own).keys() == GUIDE_WITHOUT_INFINIBAND.keys() - own.keys()
-    assert preset.overruled_by(own) == {"NCCL_DEBUG": "WARN"}
+    assert preset.overridden_by(own) == {"NCCL_DEBUG": "WARN"}
 
 
 def test_unknown_presets_are_refused_with_the_names():

@@ -6,8 +6,8 @@ import textwrap
 
 from torch.optim import optimizer
 
-from shardwise.diagnosis.drill.drill import _left_running
-from shardwise.diagnosis.drill.faults import Fault, FaultMark, _leave_mark, _Steps, arm, read_mark
+from shardwise.diagnosis.drill.drill import _remaining_processes
+from shardwise.diagnosis.drill.faults import Fault, FaultMark, _StepCounter, _write_mark, arm, read_mark
 
 
 def fault(folder, **more):
@@ -16,7 +16,7 @@ def fault(folder, **more):
 
 def test_steps_of_an_optimizer_inside_another_count_once():
     seen = []
-    steps = _Steps(seen.append)
+    steps = _StepCounter(seen.append)
     for _ in range(2):
         steps.begin()
         steps.begin()
@@ -46,29 +46,29 @@ def test_a_fault_comes_with_the_step_of_any_optimizer(tmp_path):
 
 def test_a_fault_that_came_does_not_come_again(tmp_path):
     before = len(optimizer._global_optimizer_post_hooks)
-    _leave_mark(fault(tmp_path), 1, 3)
+    _write_mark(fault(tmp_path), 1, 3)
     arm(fault(tmp_path), 1)
     assert len(optimizer._global_optimizer_post_hooks) == before
 
 
 def test_the_first_mark_stays(tmp_path):
-    _leave_mark(fault(tmp_path), 1, 3, saved=2)
-    _leave_mark(fault(tmp_path), 0, 4)
+    _write_mark(fault(tmp_path), 1, 3, saved=2)
+    _write_mark(fault(tmp_path), 0, 4)
     mark = read_mark(tmp_path / "fault.json")
     assert isinstance(mark, FaultMark)
     assert (mark.rank, mark.step, mark.saved) == (1, 3, 2)
 
 
-def test_cut_links_leaves_the_store_and_listeners_alone():
+def test_close_connections_ignores_the_store_and_listeners():
     # In a process of its own: it cuts whatever that has.
     code = """
     import socket
-    from shardwise.diagnosis.drill.faults import cut_links
+    from shardwise.diagnosis.drill.faults import close_connections
     listener, store = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
     here, kept = (socket.create_connection(each.getsockname()) for each in (listener, store))
     there, _ = listener.accept()
     served, _ = store.accept()
-    assert cut_links(store.getsockname()[1]) == 2
+    assert close_connections(store.getsockname()[1]) == 2
     assert there.recv(1) == b""
     kept.sendall(b"x")
     assert served.recv(1) == b"x"
@@ -80,7 +80,7 @@ def test_cut_links_leaves_the_store_and_listeners_alone():
 def test_a_process_that_outlives_its_rank_is_found():
     with subprocess.Popen(["sleep", "60"], process_group=0) as stray:
         try:
-            assert _left_running({stray.pid}) == [stray.pid]
+            assert _remaining_processes({stray.pid}) == [stray.pid]
         finally:
             stray.kill()
-    assert _left_running({stray.pid}) == []
+    assert _remaining_processes({stray.pid}) == []

@@ -1,4 +1,4 @@
-"""What came of a drill: every way in which detection or recovery can be missing is told."""
+"""The judgement of a drill: every missing detection and every failed recovery is reported."""
 
 import dataclasses
 import math
@@ -15,15 +15,17 @@ SAID = {
     "kill": "rank 1 failed first: SIGKILL (usually the kernel when host memory runs out, or kill -9)",
     "freeze": "rank 0 waits in all_reduce #9 (sum, float32[4]) at a.py:8 for 3 s; rank 1 is stopped by a signal (kill"
     " -CONT continues it); stacks are in runs/a/stacks",
-    "slow": "rank 1 is slow: the others wait for it 48% of the time, most in all_reduce at a.py:8 (24.4 ms each time)",
+    "slow": "rank 1 is slow: other ranks wait for it 48% of the time, most in all_reduce at a.py:8 (24.4 ms each time)",
     "mismatch": "ranks differ in the dtype at the same call: rank 0: all_reduce #9 (sum, float32[4]) at a.py:8;"
     " rank 1: all_reduce #9 (sum, int32[4]) at a.py:8",
     "link": "rank 0 failed first: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:9",
-    "checkpoint": "passed over: runs/a/checkpoints/step-00000004/rank-00000.safetensors: model/a has another checksum",
-    "disk": "not saved: saving c/step-00000006 failed on rank 0 (vm): c/.tmp/x: No space left on device: free space",
+    "checkpoint": "skipped checkpoint: runs/a/checkpoints/step-00000004/rank-00000.safetensors: model/a has another"
+    " checksum",
+    "disk": "checkpoint not saved: saving c/step-00000006 failed on rank 0 (vm): c/.tmp/x: No space left on device:"
+    " free space",
 }
 AGAIN = ("kill", "mismatch", "link", "checkpoint")
-"""Drills after which ranks are started again."""
+"""Drills after which ranks are restarted."""
 
 
 def event(at, kind, rank=None, **fields):
@@ -35,7 +37,7 @@ def published(at, first, losses):
 
 
 def evidence(kind, *, said=None, said_at=101.0, resumed=None, losses=None, **more):
-    """What a drill leaves behind in which all goes well, save for what is said otherwise."""
+    """Return the evidence of a successful drill, with the given changes."""
     losses = losses or list(REFERENCE.values())
     mark = FaultMark(at=FAULT, rank=1, pid=9, step=5, saved=4, file="step-00000004" if kind == "checkpoint" else "")
     text = SAID[kind] if said is None else said
@@ -70,37 +72,37 @@ def test_a_fault_that_is_named_and_survived_passes(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_of_which_nobody_speaks_fails(kind):
+def test_an_unreported_fault_fails(kind):
     result = judge(kind, evidence(kind, said="all is well"), REFERENCE)
     assert result.detected_s is None
-    assert "it was not reported that" in result.problems[0]
+    assert "the fault was not reported" in result.problems[0]
 
 
 @pytest.mark.parametrize("kind", ["kill", "freeze", "slow", "mismatch"])
-def test_another_rank_that_is_blamed_is_no_detection(kind):
+def test_naming_the_wrong_rank_is_not_a_detection(kind):
     said = SAID[kind].replace("rank 1", "rank 2")
-    assert "it was not reported that" in problems(kind, said=said)
+    assert "the fault was not reported" in problems(kind, said=said)
 
 
-def test_what_was_said_before_the_fault_is_no_detection():
-    assert "it was not reported that" in problems("freeze", said_at=99.0)
+def test_a_message_before_the_fault_is_not_a_detection():
+    assert "the fault was not reported" in problems("freeze", said_at=99.0)
 
 
-def test_another_error_that_ends_a_rank_is_no_cut_link():
-    assert "it was not reported that" in problems("link", said="rank 0 failed first: ValueError: no")
+def test_an_unrelated_error_is_not_a_closed_connection():
+    assert "the fault was not reported" in problems("link", said="rank 0 failed first: ValueError: no")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loss_that_is_another_fails(kind):
+def test_a_different_loss_fails(kind):
     losses = [*list(REFERENCE.values())[:7], 0.9, *list(REFERENCE.values())[8:]]
     assert "the loss of step 7 is 0.9, undisturbed 0.25" in problems(kind, losses=losses)
 
 
-def test_a_loss_that_became_no_number_fails():
+def test_a_loss_that_became_nan_fails():
     assert "the loss of step 9 is nan" in problems("kill", losses=[*list(REFERENCE.values())[:9], None])
 
 
-def test_losses_that_are_no_numbers_without_a_fault_either_are_equal():
+def test_losses_that_are_nan_without_a_fault_are_equal():
     losses = dict.fromkeys(range(10), math.nan)
     assert judge("freeze", evidence("freeze", losses=[None] * 10), losses).passed
 
@@ -109,53 +111,56 @@ def test_steps_that_are_missing_at_the_end_fail():
     assert problems("kill", losses=list(REFERENCE.values())[:9]) == "step 9 is missing"
 
 
-def test_a_run_that_did_not_end_well_fails():
-    assert "it did not come to its end: rank 0 failed first" in problems("kill", failure="rank 0 failed first")
+def test_a_run_that_did_not_complete_fails():
+    assert "the run did not complete: rank 0 failed first" in problems("kill", failure="rank 0 failed first")
 
 
-def test_going_on_from_an_older_checkpoint_than_the_newest_whole_one_fails():
-    assert "it resumed from step 2, though step 4 was saved" in problems("kill", resumed=2)
+def test_resuming_from_an_older_checkpoint_fails():
+    assert "the run resumed from step 2, although step 4 was saved" in problems("kill", resumed=2)
 
 
-def test_taking_the_damaged_checkpoint_fails():
-    assert "it took the damaged checkpoint of step 4" in problems("checkpoint", resumed=4)
+def test_loading_the_damaged_checkpoint_fails():
+    assert "the run loaded the damaged checkpoint of step 4" in problems("checkpoint", resumed=4)
 
 
-def test_a_restart_that_begins_anew_fails():
+def test_a_restart_from_the_beginning_fails():
     given = evidence("kill")
     anew = [each for each in given.events if "resumed" not in str(each.fields.get("text"))]
     result = judge("kill", dataclasses.replace(given, events=anew), REFERENCE)
-    assert result.problems == ("it began anew, though step 4 was saved",)
+    assert result.problems == ("the run restarted from the beginning, although step 4 was saved",)
 
 
 @pytest.mark.parametrize(
-    ("kind", "as_if", "words"),
-    [("kill", "freeze", "it was not restarted"), ("freeze", "kill", "it was restarted, and should have continued")],
+    ("kind", "as_if", "text"),
+    [
+        ("kill", "freeze", "the ranks were not restarted"),
+        ("freeze", "kill", "the ranks were restarted, but should have continued"),
+    ],
 )
-def test_coming_back_another_way_than_documented_fails(kind, as_if, words):
+def test_an_undocumented_recovery_fails(kind, as_if, text):
     given = dataclasses.replace(evidence(as_if, said=SAID[kind]))
-    assert words in " ".join(judge(kind, given, REFERENCE).problems)
+    assert text in " ".join(judge(kind, given, REFERENCE).problems)
 
 
-def test_processes_that_live_on_fail():
-    assert problems("kill", left=(41, 42)) == "processes were left running: 41, 42"
+def test_remaining_processes_fail():
+    assert problems("kill", left=(41, 42)) == "processes are still running: 41, 42"
 
 
-def test_a_torn_checkpoint_that_is_the_newest_fails():
-    assert "a torn checkpoint is the newest: step-9 lacks" in problems("kill", damages=("step-9 lacks a file",))
+def test_a_damaged_newest_checkpoint_fails():
+    assert "the newest checkpoint is damaged: step-9 lacks" in problems("kill", damages=("step-9 lacks a file",))
 
 
-def test_an_older_checkpoint_that_a_full_disk_took_fails():
-    assert "the checkpoint of step 4, saved before, is gone" in problems("disk", sound=(2, 10))
+def test_an_older_checkpoint_lost_on_a_full_disk_fails():
+    assert "the checkpoint of step 4, saved before the fault, is missing" in problems("disk", sound=(2, 10))
 
 
-def test_saving_no_more_after_a_fault_fails():
-    assert "no whole checkpoint was saved after step 5" in problems("disk", sound=(2, 4))
+def test_not_saving_after_a_fault_fails():
+    assert "no undamaged checkpoint was saved after step 5" in problems("disk", sound=(2, 4))
 
 
-def test_a_fault_that_never_came_fails():
+def test_a_fault_that_was_not_injected_fails():
     result = judge("kill", dataclasses.replace(evidence("kill"), mark=None), REFERENCE)
-    assert "the fault never came" in result.problems[0]
+    assert "the fault was never injected" in result.problems[0]
 
 
 @pytest.mark.parametrize("kind", ["kill", "freeze"])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from diagnosis.collectives import WORLD, at, away, call, doing, waiting, world
 
-from shardwise.diagnosis.guard.hang import BUSY, decide
+from shardwise.diagnosis.guard.hang import BUSY_FACTOR, decide
 from shardwise.runs.calls import GroupKey
 
 THREE = [waiting(rank) for rank in range(3)]
@@ -51,21 +51,21 @@ def test_a_rank_of_which_nothing_is_known_is_not_blamed():
     ("status", "patience"),
     [
         ({"activity": doing()}, 1),
-        ({"activity": doing(moving=True)}, BUSY),
-        ({"activity": doing("compiles")}, BUSY),
-        ({"activity": doing("saves or loads a checkpoint")}, BUSY),
-        ({"activity": doing(cores=0.9)}, BUSY),
-        ({"activity": doing(bytes_per_s=1e6)}, BUSY),
+        ({"activity": doing(moving=True)}, BUSY_FACTOR),
+        ({"activity": doing("compiles")}, BUSY_FACTOR),
+        ({"activity": doing("saves or loads a checkpoint")}, BUSY_FACTOR),
+        ({"activity": doing(cores=0.9)}, BUSY_FACTOR),
+        ({"activity": doing(bytes_per_s=1e6)}, BUSY_FACTOR),
         ({"activity": doing(cores=0.01, bytes_per_s=100.0)}, 1),
-        ({"activity": doing("evaluates")}, BUSY),
-        ({"activity": doing("copies files")}, BUSY),
+        ({"activity": doing("evaluates")}, BUSY_FACTOR),
+        ({"activity": doing("copies files")}, BUSY_FACTOR),
         ({"activity": doing("waits for data")}, 1),
         ({"activity": doing("waits for data", moving=True)}, 1),
-        ({"activity": doing("waits for data", moving=True, cores=0.9)}, BUSY),
-        ({"activity": doing("waits for data", bytes_per_s=1e6)}, BUSY),
-        ({"activity": doing("waits for data"), "first_batch": True, "loads": True}, BUSY),
-        ({"phase": "save"}, BUSY),
-        ({"phase": "evaluate"}, BUSY),
+        ({"activity": doing("waits for data", moving=True, cores=0.9)}, BUSY_FACTOR),
+        ({"activity": doing("waits for data", bytes_per_s=1e6)}, BUSY_FACTOR),
+        ({"activity": doing("waits for data"), "first_batch": True, "loads": True}, BUSY_FACTOR),
+        ({"phase": "save"}, BUSY_FACTOR),
+        ({"phase": "evaluate"}, BUSY_FACTOR),
         ({"phase": "forward"}, 1),
         ({}, 1),
     ],
@@ -144,7 +144,7 @@ def test_a_rank_that_has_ended_is_named_with_its_last_call():
 
 
 def test_a_rank_without_a_stack_is_named_with_its_last_call():
-    assert "rank 3 has not come for 12 s, its last call was all_reduce #4" in decide(world(*THREE, away(3)), 10).text
+    assert "rank 3 has not arrived for 12 s, its last call was all_reduce #4" in decide(world(*THREE, away(3)), 10).text
 
 
 def test_the_key_of_a_stall_stays_while_nothing_changes():

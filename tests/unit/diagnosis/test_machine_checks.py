@@ -25,14 +25,14 @@ SICK = [
     ("torch", "fail", {"torch": Torch(error="libcudart.so.13: cannot open")}, "libcudart"),
     ("torch", "fail", {"torch": {"version": "2.4.1"}}, "too old"),
     ("cuda", "warn", {"torch": Torch(version="2.13.0+cpu")}, "CPU build"),
-    ("cuda", "fail", {"torch": {"num_gpus": 0, "cuda_error": "driver too old"}}, "sees 0 (driver too old)"),
+    ("cuda", "fail", {"torch": {"num_gpus": 0, "cuda_error": "driver too old"}}, "detects 0 (driver too old)"),
     ("nccl", "fail", {"torch": {"nccl": ""}}, "without NCCL"),
     ("interfaces", "fail", {"network": {"interfaces": (ETHERNET,)}}, "eth0"),
     ("interfaces", "warn", {"network": {"interfaces": (LOOPBACK,), "addresses": ()}}, "lo 127.0.0.1 only"),
-    ("host name", "warn", {"network": {"addresses": ()}}, "no address"),
+    ("host name", "warn", {"network": {"addresses": ()}}, "not resolve to an address"),
     ("host name", "warn", {"network": {"addresses": ("127.0.1.1",)}}, "cannot reach"),
     ("host name", "fail", {"network": {"addresses": ("10.9.9.9",)}}, "not an address of this machine"),
-    ("host name", "warn", {"network": {"back_name": "other"}}, "called other"),
+    ("host name", "warn", {"network": {"back_name": "other"}}, "resolves to other"),
     ("rdma", "warn", {"network": {"rdma": (CARD, RdmaDevice(name="mlx5_1", driver="", active=False))}}, "mlx5_1"),
     ("rdma", "warn", {"network": {"rdma": (EFA,)}}, "libnccl-net"),
     ("shared memory", "fail", {"memory": {"shm_total_bytes": 64 << 20, "shm_free_bytes": 64 << 20}}, "64 MiB"),
@@ -51,7 +51,7 @@ SICK = [
     ("disk", "warn", {"disk": {"write_bytes_s": 1e6}}, "1 MB/s"),
     ("clock", "fail", {"clock": {"now": 1e9}}, "earlier than files"),
     ("clock", "warn", {"clock": {"disk_skew_s": 90.0}}, "+90.0 s"),
-    ("clock", "warn", {"clock": {"synchronised": False}}, "not synchronised"),
+    ("clock", "warn", {"clock": {"synchronised": False}}, "not synchronized"),
 ]
 
 
@@ -66,7 +66,7 @@ def test_a_healthy_machine_passes_every_check():
 
 
 @pytest.mark.parametrize(("name", "state", "facts", "told"), SICK, ids=[f"{row[0]}: {row[3]}" for row in SICK])
-def test_a_sick_machine_is_told_the_fact_and_the_fix(name, state, facts, told):
+def test_a_failing_check_reports_the_fact_and_the_fix(name, state, facts, told):
     found = verdicts(changed(**facts))[name]
     assert (found.state, bool(found.fix)) == (state, True)
     assert told in found.fact
@@ -99,7 +99,7 @@ def test_only_failures_change_the_exit_code():
         "ok    a  fine",
         "warn  b  slow",
         "         -> mend",
-        "1 ok, 1 to look at, 0 failed",
+        "1 ok, 1 warnings, 0 failed",
     ]
 
 

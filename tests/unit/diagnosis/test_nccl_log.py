@@ -88,11 +88,11 @@ def test_a_variable_that_was_never_read_is_told():
     )
 
 
-def test_another_value_than_asked_is_told():
+def test_a_different_value_than_requested_is_reported():
     found = {verdict.name: verdict for verdict in effects({"NCCL_SOCKET_IFNAME": "eth1"}, read(SOCKETS))}
     assert (found["NCCL_SOCKET_IFNAME"].state, found["NCCL_SOCKET_IFNAME"].fact) == (
         "warn",
-        "eth1 was set, and NCCL read eth0",
+        "eth1 was set, but NCCL read eth0",
     )
 
 

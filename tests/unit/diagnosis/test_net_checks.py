@@ -28,7 +28,7 @@ from shardwise.diagnosis.network.facts import (
     PortFacts,
     Problem,
     ReachedHost,
-    Road,
+    Route,
     StorageFacts,
 )
 from shardwise.diagnosis.network.link_checks import (
@@ -66,7 +66,7 @@ def healthy():
         lookups=dict.fromkeys(HOSTS, lookups),
         clocks={name: HostClock(2.0 + 1e-4 * number, 1e-3) for number, name in enumerate(HOSTS)},
         reached=tuple(ReachedHost(source=one, target=other, address=ADDRESS[other]) for one, other in PAIRS),
-        road=Road("network", "10.0.0.0/24", ADDRESS),
+        route=Route("network", "10.0.0.0/24", ADDRESS),
         port=PortFacts(host="a", address="10.0.0.1", port=29500),
         links=tuple(link(one, other) for one, other in PAIRS),
         paths=tuple(PathFacts(source=one, target=other, mtu=1500, ends=(1500, 1500)) for one, other in PAIRS),
@@ -133,7 +133,7 @@ CASES = {
         "ssh-copy-id c",
     ),
     "two names of one machine": Bad(
-        check_login, with_host(healthy(), "c", host("b")), "fail", "hosts b and c are one machine, which has 10.0.0.2"
+        check_login, with_host(healthy(), "c", host("b")), "fail", "hosts b and c are the same machine with 10.0.0.2"
     ),
     "another torch": Bad(
         check_versions,
@@ -149,113 +149,125 @@ CASES = {
         check_versions,
         with_host(healthy(), "b", host("b", shardwise="")),
         "fail",
-        "host b has no shardwise in /usr/bin/python3, others 0.1.0",
+        "host b has no shardwise in /usr/bin/python3, other hosts have 0.1.0",
     ),
     "NCCL on some": Bad(
         check_versions, with_host(healthy(), "a", host("a", NCCL="2.28.9")), "fail", "hosts b, c have no NCCL"
     ),
     "a name that is loopback on its own host": Bad(
-        check_names, renamed(healthy(), "b", forward=OTHER_NAME), "warn", "b takes itself for 127.0.1.1, a loopback"
+        check_names,
+        renamed(healthy(), "b", forward=OTHER_NAME),
+        "warn",
+        "b.local, the host name of b, resolves on b to 127.0.1.1, a loopback",
     ),
     "a name that leads to another machine": Bad(
         check_names,
         renamed(healthy(), "a", forward={**OTHER_NAME, "b.local": ("10.0.0.3",)}),
         "warn",
-        "a takes b, whose host name is b.local, for 10.0.0.3, which is not its own",
-        "write '10.0.0.2 b.local' into /etc/hosts there",
+        "b.local, the host name of b, resolves on a to 10.0.0.3, an address of a different machine",
+        "add '10.0.0.2 b.local' to /etc/hosts there",
     ),
     "two hosts of one name": Bad(
         check_names,
         with_host(healthy(), "c", changed(host("c"), hostname="b.local")),
         "warn",
-        "hosts b, c all call themselves b.local",
+        "hosts b, c have the same host name b.local",
     ),
     "a name without an address": Bad(
         check_names,
         renamed(healthy(), "a", forward={**OTHER_NAME, "b.local": ()}),
         "warn",
-        "no address is known to a of b (b.local)",
+        "a cannot resolve b (b.local)",
     ),
     "names that nobody knows": Bad(
         check_names,
         changed(healthy(), lookups=dict.fromkeys(HOSTS, Lookups(forward={}, reverse={}))),
         "warn",
-        "no address is known to the others of a (a.local), b (b.local), c (c.local)",
+        "all other hosts cannot resolve a (a.local), b (b.local), c (c.local)",
     ),
     "an address with another name": Bad(
         check_names,
         renamed(healthy(), "a", reverse={"10.0.0.2": ("old.local",)}),
         "warn",
-        "10.0.0.2 of b.local is called old.local on a",
+        "10.0.0.2 of b.local resolves to old.local on a",
     ),
     "a clock that is ahead": Bad(
-        check_clocks, clock_of(healthy(), "b", 5.0), "warn", "the clock of b is 3.0 s ahead of the others"
+        check_clocks, clock_of(healthy(), "b", 5.0), "warn", "the clock of b is 3.0 s ahead of the other clocks"
     ),
     "a clock that is far behind": Bad(
-        check_clocks, clock_of(healthy(), "b", -58.0), "fail", "the clock of b is 60.0 s behind the others"
+        check_clocks, clock_of(healthy(), "b", -58.0), "fail", "the clock of b is 60.0 s behind the other clocks"
     ),
     "a folder of its own": Bad(
-        check_storage, stored(healthy(), readers=("a", "b")), "warn", "/runs of host c is not the storage of a"
+        check_storage, stored(healthy(), readers=("a", "b")), "warn", "/runs of host c is not shared with a"
     ),
     "a folder that is missing": Bad(
-        check_storage, stored(healthy(), readers=("a",), missing=("b", "c")), "fail", "hosts b, c have no folder /runs"
+        check_storage,
+        stored(healthy(), readers=("a",), missing=("b", "c")),
+        "fail",
+        "hosts b, c have no directory /runs",
     ),
     "a folder nobody can write to": Bad(
         check_storage,
         stored(healthy(), writer="", readers=(), refusal="Read-only file system"),
         "warn",
-        "/runs cannot be compared: no host can write there (Read-only file system)",
+        "/runs cannot be compared: no host can write to it (Read-only file system)",
     ),
     "a cut pair": Bad(
-        check_reach, cut(healthy(), *BC), "fail", "b does not reach c at 10.0.0.3 (No route to host), nor back"
+        check_reach,
+        cut(healthy(), *BC),
+        "fail",
+        "b does not reach c at 10.0.0.3 (No route to host), nor in the other direction",
     ),
     "a way that is cut in one direction": Bad(
         check_reach,
         cut(healthy(), ("c", "b"), why="Connection refused"),
         "fail",
         "c does not reach b at 10.0.0.2 (Connection refused)",
-        "open the way: see ssh c ip route get 10.0.0.2, and the firewall",
+        "see ssh c ip route get 10.0.0.2, and check the firewall",
     ),
     "a host that is cut off": Bad(
-        check_reach, cut(healthy(), *TO_C), "fail", "c at 10.0.0.3 and the others do not come to each other"
+        check_reach, cut(healthy(), *TO_C), "fail", "c at 10.0.0.3 and the other hosts cannot connect to each other"
     ),
     "a host without an address": Bad(
         check_reach,
-        changed(with_host(healthy(), "b", changed(host("b"), interfaces=())), road=None),
+        changed(with_host(healthy(), "b", changed(host("b"), interfaces=())), route=None),
         "fail",
-        "b has no IPv4 address but loopback",
+        "b has no IPv4 address except loopback",
     ),
     "a port in use": Bad(
         check_port,
         changed(healthy(), port=changed(healthy().port, refusal="Address already in use")),
         "warn",
-        "port 29500 of a (10.0.0.1) cannot be listened on: Address already in use",
+        "a cannot listen on port 29500 (10.0.0.1): Address already in use",
     ),
     "a port behind a firewall": Bad(
         check_port,
         changed(healthy(), port=changed(healthy().port, cut={"b": "timed out", "c": "timed out"})),
         "fail",
-        "b and 1 more cannot come to port 29500 of a (10.0.0.1): timed out",
+        "b and 1 more cannot connect to port 29500 of a (10.0.0.1): timed out",
     ),
     "public addresses": Bad(
         check_exposure,
-        changed(healthy(), road=Road("network", "8.8.8.0/24", {**ADDRESS, "b": "8.8.8.8"})),
+        changed(healthy(), route=Route("network", "8.8.8.0/24", {**ADDRESS, "b": "8.8.8.8"})),
         "warn",
-        "gloo and NCCL would listen on public addresses, such as 8.8.8.8, of host b: their ports ask for no secret",
-        "let a firewall drop what is not from these hosts, or use a private network",
+        "gloo and NCCL would open unauthenticated ports on public addresses of host b, such as 8.8.8.8",
+        "allow only these hosts in the firewall, or use a private network",
     ),
     "packets that are lost": Bad(
         check_mtu,
         lost(healthy(), ("b", "c"), mtu=1400),
         "fail",
-        "between b and c packets over 1400 bytes are lost, and 1500 are sent",
-        "find what drops them, or at both ends: ip link set eth0 mtu 1400",
+        "packets above 1400 bytes are lost between b and c, although the MTU is 1500",
+        "find what drops them, or on both hosts: ip link set eth0 mtu 1400",
     ),
     "packets that a host loses": Bad(
-        check_mtu, lost(healthy(), *TO_C, mtu=1280), "fail", "between c and the others packets over 1280 bytes"
+        check_mtu,
+        lost(healthy(), *TO_C, mtu=1280),
+        "fail",
+        "packets above 1280 bytes are lost between c and the other hosts",
     ),
     "interfaces that differ": Bad(
-        check_mtu, with_host(healthy(), "b", host("b", mtu=9000)), "warn", "interfaces differ: a 1500 on eth0, b 9000"
+        check_mtu, with_host(healthy(), "b", host("b", mtu=9000)), "warn", "the MTU differs: a 1500 on eth0, b 9000"
     ),
     "a far pair": Bad(
         check_links, slower(healthy(), BC, latency_s=0.01), "warn", "b and c: latency 10 ms, 500 times as slow as the"
@@ -265,16 +277,16 @@ CASES = {
         slower(healthy(), TO_C, bytes_per_s=1e8),
         "warn",
         "every link of c: bandwidth 100 MB/s, 10 times as slow as the 1 GB/s of the others",
-        "look at the cable, port and load of c, or leave one out",
+        "check the cable, port and load of c, or exclude one host",
     ),
     "a cluster that is thin everywhere": Bad(
-        check_links, slower(healthy(), PAIRS, bytes_per_s=1e7), "warn", "all pairs: bandwidth 10 MB/s, under 100 MB/s"
+        check_links, slower(healthy(), PAIRS, bytes_per_s=1e7), "warn", "all pairs: bandwidth 10 MB/s, below 100 MB/s"
     ),
     "a stream that is stuck": Bad(
         check_links,
         changed(healthy(), links=tuple(one for one in healthy().links if (one.source, one.target) not in BC)),
         "fail",
-        "connections between b and c open, and then nothing gets through",
+        "connections between b and c open, but no data arrives",
     ),
 }
 
@@ -316,7 +328,7 @@ def test_a_clock_is_not_blamed_for_a_long_way():
 def test_blocked_datagrams_are_no_fault():
     found = lost(healthy(), *PAIRS, mtu=0)
     assert check_mtu(found)[0].state == "ok"
-    assert "not tried" in check_mtu(found)[0].fact
+    assert "not tested" in check_mtu(found)[0].fact
 
 
 def test_one_host_alone_has_no_links_to_check():
@@ -335,12 +347,12 @@ def test_of_hosts_none_of_which_answers_only_that_is_said():
 def test_two_hosts_have_nothing_to_compare_with_and_are_judged_by_themselves():
     both = tuple(one for one in healthy().links if {one.source, one.target} == {"b", "c"})
     facts = {name: host(name) for name in ("b", "c")}
-    two = changed(healthy(), hosts=("b", "c"), facts=facts, links=both, road=None)
-    two = changed(two, road=Road("network", "10.0.0.0/24", {name: ADDRESS[name] for name in facts}))
+    two = changed(healthy(), hosts=("b", "c"), facts=facts, links=both, route=None)
+    two = changed(two, route=Route("network", "10.0.0.0/24", {name: ADDRESS[name] for name in facts}))
     two = changed(two, reached=tuple(one for one in two.reached if {one.source, one.target} == {"b", "c"}))
     assert [verdict.state for verdict in check_links(two)] == ["ok"]
     far = slower(two, BC, latency_s=0.01)
-    assert check_links(far)[0].fact == "b and c: latency 10 ms, over 2 ms"
+    assert check_links(far)[0].fact == "b and c: latency 10 ms, above 2 ms"
 
 
 TYPED = {"a": "me@a:8", "b": "b", "c": "c"}

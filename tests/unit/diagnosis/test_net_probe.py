@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from shardwise.diagnosis.network.facts import Probes, ProbeSession, probe_command
 from shardwise.diagnosis.network.probe import SILENCE_S
-from shardwise.diagnosis.network.session import Probes, ProbeSession, probe_command
 from shardwise.launcher.ssh.run import HostSpec
 
 HERE = "127.0.0.1"
@@ -58,7 +58,7 @@ def test_a_probe_comes_to_another_and_knows_it_by_its_greeting(pair):
     targets = [[HERE, door["port"], GREETING], [HERE, door["port"], "x" * 32]]
     reached = ask(hub, "p0", type="reach", targets=targets)["reached"]
     assert reached[0] == {"own": HERE, "refusal": ""}
-    assert reached[1]["refusal"] == "another machine answers there"
+    assert reached[1]["refusal"] == "a different machine answers there"
 
 
 def test_a_probe_says_why_it_does_not_come(pair):

@@ -7,7 +7,7 @@ import pytest
 from diagnosis.collectives import waiting, world
 
 from shardwise.diagnosis.guard.hang import decide
-from shardwise.diagnosis.guard.replicas import Links, describe_partition, find_connections, look_at_links
+from shardwise.diagnosis.guard.replicas import Links, describe_partition, find_connections, read_links
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode"
 
@@ -40,7 +40,7 @@ def test_a_connection_counts_when_its_data_is_sent_again_and_again(changes, foun
 def test_a_connection_that_is_answered_is_not_reported():
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
         one.send(b"x")
-        assert look_at_links(1, "10.0.0.2", [os.getpid()]) == Links(1, socket.gethostname(), ("10.0.0.2",))
+        assert read_links(1, "10.0.0.2", [os.getpid()]) == Links(1, socket.gethostname(), ("10.0.0.2",))
 
 
 ZERO, ONE, TWO = (Links(node, host, (f"10.0.0.{node + 1}", f"fd00::{node + 1}")) for node, host in enumerate("abc"))

@@ -57,7 +57,7 @@ def start_apart(rank, step, model, _optimizer):
 
 def test_an_unequal_start_is_named(tmp_path):
     [text], _ = watched(tmp_path, start_apart, nproc=3)
-    assert "before the first step: rank 2 holds another 1.bias than ranks 0-1; unequal start" in text
+    assert "before the first step: 1.bias of rank 2 differs from that of ranks 0-1; unequal start" in text
 
 
 def keep_gradients(_rank, step, model, _optimizer):
@@ -66,7 +66,9 @@ def keep_gradients(_rank, step, model, _optimizer):
 
 def test_gradients_that_are_not_summed_are_named(tmp_path):
     [text], _ = watched(tmp_path, keep_gradients)
-    assert "after step 3 (equal after step 2): rank 1 holds another 0.weight than rank 0, and 3 more tensors" in text
+    assert (
+        "after step 3 (equal after step 2): 0.weight of rank 1 differs from that of rank 0, and 3 more tensors" in text
+    )
     assert "unequal batches" in text
 
 
@@ -90,7 +92,7 @@ def shaky_update(rank, step, model, optimizer):
 
 def test_an_update_that_differs_from_equal_gradients_is_named(tmp_path):
     [text], _ = watched(tmp_path, shaky_update)
-    assert "after step 1: rank 1 holds another 1.weight than rank 0; a non-deterministic operation in the" in text
+    assert "after step 1: 1.weight of rank 1 differs from that of rank 0; a non-deterministic operation in the" in text
 
 
 @torch.no_grad()
@@ -101,6 +103,6 @@ def write_beside(rank, step, model, _optimizer):
 
 def test_a_drift_between_two_checks_says_how_to_see_more_and_stops_if_it_is_to(tmp_path):
     [text], stop = watched(tmp_path, write_beside, every=4, stop=True)
-    assert "after step 4 (equal after step 1): rank 1 holds another 0.bias than rank 0" in text
+    assert "after step 4 (equal after step 1): 0.bias of rank 1 differs from that of rank 0" in text
     assert "--check-replicas 1" in text
     assert text == f"shardwise: {stop}"

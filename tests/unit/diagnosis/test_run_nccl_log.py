@@ -30,7 +30,7 @@ def test_pairs_of_one_node_are_told_by_transport():
     (verdict,) = check(ONE_NODE)
     assert verdict.state == "ok"
     assert "P2P (GPU to GPU, by NVLink or PCIe) for pair 0->1" in verdict.fact
-    assert "SHM (through memory of the host) for pair 1->0" in verdict.fact
+    assert "SHM (shared host memory) for pair 1->0" in verdict.fact
 
 
 def test_a_fallback_to_tcp_between_nodes_is_flagged_with_its_pairs():
@@ -53,7 +53,7 @@ def test_a_plugin_is_told_by_its_name():
 def test_ranks_of_one_host_that_go_through_the_network_are_flagged():
     text = "node1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] [send] via NET/Socket/0"
     _, flagged = check(text)
-    assert flagged.fact.startswith("pair 0->1 on one host talked through the network")
+    assert flagged.fact.startswith("pair 0->1 on one host communicated over the network")
     assert "NCCL_SHM_DISABLE" in flagged.fix
 
 

@@ -16,7 +16,7 @@ from shardwise.diagnosis.guard.stacks import (
     describe_activity,
     io_bytes,
     process_state,
-    request_stacks,
+    send_stacks_signal,
 )
 from shardwise.runs.recorder import Frame, parse_stack
 
@@ -117,7 +117,7 @@ def sleeper():
 
 def test_a_process_without_a_handler_is_not_signalled(sleeper):
     process = sleeper("")
-    assert not request_stacks(process.pid, signal.SIGRTMIN + 11)
+    assert not send_stacks_signal(process.pid, signal.SIGRTMIN + 11)
     assert process_state(process.pid) == "running"
 
 
@@ -126,7 +126,7 @@ def test_a_process_with_a_handler_writes_its_stacks_and_lives(sleeper, tmp_path)
     process = sleeper(
         f"import faulthandler; f = open({str(tmp_path / 's')!r}, 'a'); faulthandler.register({number:d}, file=f)"
     )
-    assert request_stacks(process.pid, number)
+    assert send_stacks_signal(process.pid, number)
     deadline = time.monotonic() + 10
     while not (tmp_path / "s").read_text() and time.monotonic() < deadline:
         time.sleep(0.01)

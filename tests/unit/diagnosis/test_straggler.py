@@ -8,7 +8,7 @@ import pytest
 from diagnosis.collectives import call
 
 from e2e.processes import wait_for
-from shardwise.diagnosis.guard.straggler import Crowding, Skew, look_at_cores
+from shardwise.diagnosis.guard.straggler import CoreLoad, Skew, read_core_load
 from shardwise.runs.calls import GroupKey
 
 GROUP = GroupKey("0", 0, (0, 1, 2))
@@ -17,7 +17,7 @@ GROUP = GroupKey("0", 0, (0, 1, 2))
 def findings(lag_of, *, data_s=(0.0, 0.0, 0.0), calls=52, windows=1, times=1, crowding=None):
     """Feed calls that come 0.1 s apart, rank `rank` late by `lag_of(number, rank)`; return what is found."""
     skew = Skew(window_s=5.0, windows=windows)
-    start = crowding and Crowding(runnable_per_core=crowding.runnable_per_core)
+    start = crowding and CoreLoad(runnable_per_core=crowding.runnable_per_core)
     found = skew.findings(dict.fromkeys(range(3), 0.0), 0.0, start)
     for turn in range(times):
         numbers = range(1 + turn * calls, 1 + (turn + 1) * calls)
@@ -30,7 +30,7 @@ def findings(lag_of, *, data_s=(0.0, 0.0, 0.0), calls=52, windows=1, times=1, cr
 def test_a_rank_that_comes_last_is_named_with_line_and_share():
     [text] = findings(lambda n, rank: 0.05 if rank == 2 else n % 2 * 1e-4 * rank)
     assert text.startswith(
-        "rank 2 is slow: the others wait for it 51% of the time, most in all_reduce at /x/train.py:8"
+        "rank 2 is slow: other ranks wait for it 51% of the time, most in all_reduce at /x/train.py:8"
     )
     assert "it computes longer" in text
 
@@ -75,13 +75,13 @@ def late(_, rank):
 @pytest.mark.parametrize(
     ("crowding", "data_s", "is_named"),
     [
-        (Crowding(queued_s={2: 0.4}), 0.0, True),  # late by 2.6 s in all
-        (Crowding(queued_s={2: 2.0}), 0.0, False),
-        (Crowding(queued_s={0: 2.0, 1: 2.0}), 0.0, True),
-        (Crowding(stolen_s=2.0), 0.0, False),
-        (Crowding(runnable_per_core=4.0), 0.0, True),  # it had a core when it wanted one
-        (Crowding(runnable_per_core=4.0), 2.5, False),  # those who load its data may not have had one
-        (Crowding(runnable_per_core=1.0), 2.5, True),
+        (CoreLoad(queued_s={2: 0.4}), 0.0, True),  # late by 2.6 s in all
+        (CoreLoad(queued_s={2: 2.0}), 0.0, False),
+        (CoreLoad(queued_s={0: 2.0, 1: 2.0}), 0.0, True),
+        (CoreLoad(stolen_s=2.0), 0.0, False),
+        (CoreLoad(runnable_per_core=4.0), 0.0, True),  # it had a core when it wanted one
+        (CoreLoad(runnable_per_core=4.0), 2.5, False),  # those who load its data may not have had one
+        (CoreLoad(runnable_per_core=1.0), 2.5, True),
     ],
     ids=str,
 )
@@ -94,8 +94,8 @@ def test_a_process_that_shares_its_core_is_seen_to_wait_for_it():
     processes = [subprocess.Popen(busy) for _ in range(2)]
     try:
         pids = {rank: process.pid for rank, process in enumerate(processes)}
-        wait_for(lambda: all(seconds > 0.1 for seconds in look_at_cores(pids).queued_s.values()))
-        wait_for(lambda: look_at_cores(pids).runnable_per_core >= 2 / os.cpu_count())
+        wait_for(lambda: all(seconds > 0.1 for seconds in read_core_load(pids).queued_s.values()))
+        wait_for(lambda: read_core_load(pids).runnable_per_core >= 2 / os.cpu_count())
     finally:
         for process in processes:
             process.kill()

@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from refusals import refuses
 from shardwise.dist import fake_world
 from shardwise.launcher.local.function import run_forked
 from shardwise.layout import Layout
+from shardwise.testing import run_ranks
 
 
 def in_a_process_of_its_own(body):
@@ -82,3 +84,16 @@ def test_a_second_group_is_refused():
 
     with refuses("world.already-running"):
         in_a_process_of_its_own(body)
+
+
+def coordinate_of_a_result(world):
+    """Double a sharded tensor and return the coordinate of the mesh that the result names."""
+    mesh = world.mesh(Layout(shard=world.size))["shard"]
+    doubled = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None) * 2
+    return doubled.device_mesh.get_coordinate()
+
+
+def test_ranks_forked_after_a_fake_world_get_their_own_coordinate_from_dtensor():
+    with fake_world(2) as world:
+        assert list(coordinate_of_a_result(world)) == [0]
+    assert [list(each) for each in run_ranks(coordinate_of_a_result, 2)] == [[0], [1]]

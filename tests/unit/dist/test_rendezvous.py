@@ -40,9 +40,9 @@ def test_a_rendezvous_is_written_as_it_was_read(text):
         ("tcp://[::1:29500", "rendezvous.endpoint-invalid", "tcp://host:port"),
         ("tcp://n0:1?rank=0&world_size=2", "rendezvous.endpoint-invalid", "rank= and world_size="),
         ("tcp://n0:1/store", "rendezvous.endpoint-invalid", "tcp://n0:1"),
-        ("file://store", "rendezvous.file-path-invalid", "file:///folder/file"),
-        ("file://", "rendezvous.file-path-invalid", "file:///folder/file"),
-        ("file:///scratch/", "rendezvous.file-path-invalid", "file:///folder/file"),
+        ("file://store", "rendezvous.file-path-invalid", "file:///directory/file"),
+        ("file://", "rendezvous.file-path-invalid", "file:///directory/file"),
+        ("file:///scratch/", "rendezvous.file-path-invalid", "file:///directory/file"),
     ],
 )
 def test_malformed_urls_are_refused_with_what_to_write(text, code, fix):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from env.ports import free_port
 from refusals import refuses
 from shardwise.dist import world
-from shardwise.dist.stores import FileStore, HashStore
+from shardwise.dist.rendezvous import FileStore, HashStore
 from shardwise.environment import adopt, rank_environment
 from shardwise.launcher.local.function import run_forked
 
@@ -234,8 +234,8 @@ REFUSED = {
     ),
     "file that is a folder": ({"init_method": "file:///proc/self"}, ("rendezvous.file-write-failed", "/proc/self")),
     "init_method and store": ({"init_method": "env://", "store": HashStore()}, ("world.store-with-init-method",)),
-    "no time": ({"timeout_s": 0}, ("world.timeout-invalid", "timeout_s=0")),
-    "endless time": ({"timeout_s": float("inf")}, ("world.timeout-invalid", "timeout_s=inf")),
+    "no time": ({"timeout_s": 0}, ("world.timeout-invalid", "timeout_s", 0)),
+    "endless time": ({"timeout_s": float("inf")}, ("world.timeout-invalid", "timeout_s", "inf")),
     "unknown backend": ({"backend": "ncl"}, ("world.unknown-backend", "'ncl'")),
     "no master": ({}, ("rendezvous.master-not-set", "MASTER_ADDR and MASTER_PORT")),
 }

@@ -98,8 +98,9 @@ with sw.world(device="cpu") as world:
 """
 
 
-def test_a_rank_of_torch_imports_no_other_engine():
-    found = subprocess.run([sys.executable, "-X", "importtime", "-c", RANK], capture_output=True, text=True, check=True)
+def test_a_rank_of_torch_imports_no_other_engine(tmp_path):
+    command = [sys.executable, "-X", "importtime", "-c", RANK]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in found.stderr.splitlines()}
     assert {"torch", "shardwise"} <= imported
     assert imported.isdisjoint({"deepspeed", "mpi4py", "mlx"})

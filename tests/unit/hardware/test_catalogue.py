@@ -12,7 +12,7 @@ from shardwise.units import GIB
 
 ABSENT = Path("/nowhere/hardware.toml")
 OURS = read_catalogue(user=ABSENT)
-PAGE = Path(__file__).parents[3] / "docs" / "hardware.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "hardware.md"
 DEVICES = (
     *("V100-16GB", "V100-32GB", "A100-40GB", "A100-80GB", "H100", "H100-PCIe", "H100-96GB", "H200", "B200"),
     *("L4", "L40S", "A10", "RTX-3090", "RTX-4090", "MI300X", "cpu"),
@@ -158,12 +158,12 @@ def test_fewer_devices_keep_their_own_cards_but_share_a_common_one():
 )
 def test_driver_names_are_recognised(driver, gib, name):
     gpu = Gpu(index=0, name=driver, memory_bytes=int(gib * GIB), compute_capability=(9, 0))
-    assert OURS.recognise(gpu) is OURS.devices[name]
+    assert OURS.identify(gpu) is OURS.devices[name]
 
 
 def test_unknown_gpu_borrows_the_rates_of_a_relative_and_says_so():
     gpu = Gpu(index=0, name="NVIDIA RTX 6000 Ada", memory_bytes=48 * GIB, compute_capability=(8, 9))
-    device = OURS.recognise(gpu)
+    device = OURS.identify(gpu)
     assert (device.name, device.memory_bytes, device.assumed) == (gpu.name, gpu.memory_bytes, True)
     assert device.flops == OURS.devices["L40S"].flops
 
@@ -196,7 +196,7 @@ def test_named_file_wins_over_the_users_own_and_that_over_ours(tmp_path):
         (('kind = "cuda"', 'kind = "tpu"'), ("hardware.catalogue-value-invalid", "'tpu'", '"cuda", "rocm" or "cpu"')),
         (('inside = "pcie5"', 'inside = "pcie55"'), ("hardware.catalogue-unknown-reference", "'pcie55'", "'pcie5'")),
         (('device = "X1"', 'device = "X"'), ("hardware.catalogue-unknown-reference", "device 'X'")),
-        (("num_devices = 4", "num_devices = 0"), ("hardware.not-positive", "x1-box", "num_devices 0")),
+        (("num_devices = 4", "num_devices = 0"), ("hardware.not-positive", "x1-box", "num_devices", 0)),
         (("[nodes.x1-box]", "[node.x1-box]"), ("hardware.catalogue-unknown-section", "'node'", "'nodes'")),
         (
             ("[devices.X1]", '[devices.X1]\naliases = ["h100"]'),

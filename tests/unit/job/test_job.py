@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader
 
 import shardwise as sw
 from refusals import refuses
+from shardwise.job.load import override_job, parse_overrides
 from shardwise.job.optimizers import decay_groups
-from shardwise.job.overrides import override_job, parse_overrides
 
 
 def make(**changes):

@@ -6,8 +6,8 @@ import pytest
 
 import shardwise as sw
 from refusals import refuses
+from shardwise.job.load import override_job
 from shardwise.job.lora import CONFIG, Lora, config_json, read_config
-from shardwise.job.overrides import override_job
 
 NAMES = ["layers.0.attn.q_proj", "layers.0.attn.k_proj", "layers.1.attn.q_proj", "lm_head"]
 FACTS = {"rank": 4, "alpha": 8, "dropout": 0.0, "transposed": []}

@@ -154,9 +154,9 @@ if os.environ["RANK"] == "1":
 
     report, names = on_small_disk(tmp_path, body)
     kept, verdict = report.splitlines()[-2:]
-    assert "keeps 1 checkpoint, the newest step-00000040" in kept
+    assert "1 checkpoint, the newest step-00000040" in kept
     assert verdict.startswith("rank 1 failed first: OSError: No space left on device")
-    assert "the disk is full: free space there" in verdict
+    assert "the disk is full: " in verdict
     assert names == ["checkpoints", "environment.json", "errors", "events", "logs"]
 
 

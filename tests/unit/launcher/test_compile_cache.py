@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launcher.local.processes import FOLDER, compile_cache
+from shardwise.launcher.local.processes import CACHE_VARIABLE, compile_cache
 
 JOB = "examples/05-advanced/hybrid_parallelism.py"
 
 
 def test_graphs_are_kept_with_the_users_other_caches(tmp_path):
-    assert compile_cache({"HOME": str(tmp_path)}) == {FOLDER: f"{tmp_path}/.cache/shardwise/compiled"}
+    assert compile_cache({"HOME": str(tmp_path)}) == {CACHE_VARIABLE: f"{tmp_path}/.cache/shardwise/compiled"}
 
 
 def test_a_folder_that_the_user_named_stays(tmp_path):
-    assert compile_cache({"HOME": str(tmp_path), FOLDER: "/mine"}) == {}
+    assert compile_cache({"HOME": str(tmp_path), CACHE_VARIABLE: "/mine"}) == {}
 
 
 def test_where_no_folder_can_be_torchs_default_stays(tmp_path):
@@ -48,7 +48,7 @@ def test_a_library_that_a_run_was_killed_over_is_made_anew(tmp_path):
 
 @pytest.mark.prove
 def test_the_second_run_finds_every_graph_of_the_first(tmp_path, capsys):
-    environ = {name: value for name, value in os.environ.items() if name != FOLDER}
+    environ = {name: value for name, value in os.environ.items() if name != CACHE_VARIABLE}
     environ["XDG_CACHE_HOME"] = str(tmp_path / "cache")
     seconds, files = [], []
     for run in (tmp_path / "cold", tmp_path / "warm"):

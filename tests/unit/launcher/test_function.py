@@ -84,7 +84,7 @@ def test_bad_count_is_refused():
         refuses,
     )  # not above: ranks that are fresh processes import this file, without the folder of tests
 
-    with refuses("launch.nproc-invalid", "nproc=0"):
+    with refuses("launch.nproc-invalid", 0):
         sw.launch(add_up, nproc=0)
 
 

@@ -42,12 +42,12 @@ def test_who_types_deepspeeds_option_for_a_hostfile_is_refused_with_ours(capsys)
     [
         ("-oProxyCommand=x", ("launch.host-invalid", "-oProxyCommand=x")),
         ("a:b", ("launch.host-invalid", "'a:b'")),
-        ("a slots=none", ("launch.host-number-invalid", "slots is 'none'", "1 to 4096")),
-        ("a port=99999", ("launch.host-number-invalid", "port is '99999'")),
+        ("a slots=none", ("launch.host-number-invalid", "slots", "'none'", "1 to 4096")),
+        ("a port=99999", ("launch.host-number-invalid", "port", "'99999'")),
         ("a 8", ("launch.hostfile-syntax", "'8'")),
         ("a slot=8", ("launch.hostfile-unknown-key", "'slot'", "'slots'")),
         ("a:8 slots=8", ("launch.hostfile-key-repeated", "slots")),
-        ("a:0", ("launch.host-number-invalid", "slots of a is '0'")),
+        ("a:0", ("launch.host-number-invalid", "slots of a", "'0'")),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(tmp_path, line, refusal):
@@ -65,9 +65,9 @@ def test_a_list_with_no_host_in_some_place_is_refused(text):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--hosts", "a:4,b:8"], "4 ranks on a and 8 on b"),
-        (["--hosts", "a,b:8", "--nproc", "2"], "2 ranks on a and 8 on b"),
-        (["--hosts", "a,b:2"], "1 ranks on a and 2 on b"),
+        (["--hosts", "a:4,b:8"], "4 on a and 8 on b"),
+        (["--hosts", "a,b:8", "--nproc", "2"], "2 on a and 8 on b"),
+        (["--hosts", "a,b:2"], "1 on a and 2 on b"),
     ],
 )
 def test_train_refuses_hosts_of_different_size_before_it_connects(capsys, words, sentence):

@@ -7,12 +7,12 @@ import time
 import pytest
 
 from refusals import refuses
-from shardwise.launcher.nodes.authentication import PROTOCOL, Challenge, node_stream
 from shardwise.launcher.nodes.hub import start_hub
-from shardwise.launcher.nodes.link import _authenticate, join_hub
 from shardwise.launcher.nodes.membership import NodeLimits
 from shardwise.launcher.nodes.messages import (
+    PROTOCOL,
     Admit,
+    Challenge,
     FromHub,
     Hello,
     JoinRound,
@@ -22,8 +22,10 @@ from shardwise.launcher.nodes.messages import (
     Opened,
     Over,
     RoundJoined,
+    node_stream,
 )
 from shardwise.launcher.nodes.network import listen
+from shardwise.launcher.nodes.node import _authenticate, join_hub
 from shardwise.launcher.policy import RankExit
 
 FACTS = {"shardwise": "1", "command": "train.py"}

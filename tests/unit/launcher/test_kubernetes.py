@@ -10,6 +10,7 @@ from kubeflow_trainer_api.models import (
     trainer_v1alpha1_training_runtime,
 )
 
+from refusals import assert_refused
 from shardwise.cli.main import main
 from shardwise.launcher.kubernetes import to_yaml
 
@@ -148,21 +149,21 @@ def test_a_file_with_the_secret_is_its_owners_alone(tmp_path, is_there):
 
 
 @pytest.mark.parametrize(
-    ("spec", "sentence"),
+    ("spec", "refusal"),
     [
-        ("gpus=8", "names no image"),
-        ("image=i,gpu=8", "did you mean 'gpus'"),
-        ("image=i,gpus=many", "gpus=many"),
-        ("image=i,kind=jobs", "did you mean 'job'"),
-        ("image=i,name=Big_Job", "small letters"),
-        ("image=i,volume=data", "volume=CLAIM:/PATH"),
-        ("image=", "image without a value"),
-        ("image=i,image=j", "has image twice"),
+        ("gpus=8", ("launch.kubernetes-no-image",)),
+        ("image=i,gpu=8", ("launch.kubernetes-unknown-key", "did you mean 'gpus'")),
+        ("image=i,gpus=many", ("launch.kubernetes-number-invalid", "gpus", "many")),
+        ("image=i,kind=jobs", ("launch.kubernetes-unknown-kind", "did you mean 'job'")),
+        ("image=i,name=Big_Job", ("launch.kubernetes-name-invalid", "Big_Job")),
+        ("image=i,volume=data", ("launch.kubernetes-volume-invalid", "volume=CLAIM:/PATH")),
+        ("image=", ("launch.kubernetes-no-value", "image")),
+        ("image=i,image=j", ("launch.kubernetes-key-repeated", "image")),
     ],
 )
-def test_a_spec_that_cannot_be_read_is_refused(capsys, spec, sentence):
+def test_an_invalid_spec_is_rejected(capsys, spec, refusal):
     assert main(["launch", "--kubernetes", spec, "train.py"]) == 2
-    assert sentence in capsys.readouterr().err
+    assert_refused(capsys.readouterr().err, *refusal)
 
 
 @pytest.mark.parametrize(

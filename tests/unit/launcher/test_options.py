@@ -28,7 +28,7 @@ def test_nproc_is_a_number_or_what_the_machine_has(text, gpus, expected):
         ("gpu", 0, ("launch.no-gpu",)),
         ("0", 0, ("launch.nproc-invalid", "at least 1")),
         ("x", 0, ("launch.nproc-invalid", "'x'")),
-        ("9", 8, ("launch.nproc-exceeds-gpus", "8 GPUs")),
+        ("9", 8, ("launch.nproc-exceeds-gpus", 9, 8)),
     ],
 )
 def test_nproc_that_cannot_be_is_refused(text, gpus, refusal):
@@ -74,7 +74,7 @@ def test_either_option_gives_the_rendezvous_endpoint():
         ({}, ("launch.endpoint-missing",)),
         ({"rdzv": "a:b:c"}, ("launch.endpoint-invalid", "'a:b:c'", "HOST:PORT")),
         ({"rdzv": "a:1", "addr": "b"}, ("launch.endpoint-contradicts", "--master-addr b")),
-        ({"rdzv": "a:1", "port": 2}, ("launch.endpoint-contradicts", "--master-port 2")),
+        ({"rdzv": "a:1", "port": 2}, ("launch.endpoint-contradicts", 1, 2)),
         ({"rdzv": "a:99999"}, ("launch.port-invalid", "99999")),
     ],
 )

@@ -38,8 +38,8 @@ def test_signal_after_the_one_that_stopped_the_ranks_is_the_second():
         log=None,
     )
     node.report_signal(signal.SIGTERM)
-    node._look()
+    node._poll()
     signals.append(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
-        node._look()
+        node._poll()
     assert hub.heard == [Leaving(signal.SIGTERM)]

@@ -11,8 +11,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from shardwise.environment import variables
-from shardwise.launcher.local.orders import RendezvousResult, StartRendezvous
-from shardwise.launcher.nodes.authentication import rendezvous_key
+from shardwise.launcher.local.processes import RendezvousResult, StartRendezvous
+from shardwise.launcher.nodes.messages import rendezvous_key
 from shardwise.launcher.nodes.rendezvous import _join
 from shardwise.launcher.nodes.signed_rendezvous import SignedBackend
 
@@ -42,7 +42,7 @@ def test_nodes_with_the_key_share_one_state(store):
 @pytest.mark.parametrize("key", ["", rendezvous_key("other", "run.0"), rendezvous_key("secret", "run.1")])
 def test_a_state_signed_with_another_key_is_refused(store, key):
     backend(store, key).set_state(b"state")
-    with pytest.raises(RendezvousStateError, match="not written by a node of this run"):
+    with pytest.raises(RendezvousStateError, match="does not have a valid signature"):
         backend(store).get_state()
     with pytest.raises(RendezvousStateError):
         backend(store).set_state(b"mine")

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from refusals import refuses
+from refusals import assert_refused, refuses
 from shardwise.cli.main import main
 from shardwise.launcher import slurm as slurm_submit
 from shardwise.launcher.slurm import (
@@ -14,7 +14,7 @@ from shardwise.launcher.slurm import (
     nodes_of_allocation,
     nodes_of_step,
     read_directives,
-    settle_nproc,
+    resolve_nproc,
 )
 
 STEP = {
@@ -86,13 +86,13 @@ def test_gpus_are_counted_in_both_of_slurms_spellings():
 
 
 def test_ranks_follow_the_gpus_unless_typed():
-    assert settle_nproc(None, {"gpus-per-node": "4"}) == 4
-    assert settle_nproc(None, {}) == 1
-    assert settle_nproc("2", {"gpus-per-node": "4"}) == 2
-    assert settle_nproc("gpu", {"gpus-per-node": "4"}) == 4
-    assert settle_nproc("cpu", {"gpus-per-node": "4"}) is None
+    assert resolve_nproc(None, {"gpus-per-node": "4"}) == 4
+    assert resolve_nproc(None, {}) == 1
+    assert resolve_nproc("2", {"gpus-per-node": "4"}) == 2
+    assert resolve_nproc("gpu", {"gpus-per-node": "4"}) == 4
+    assert resolve_nproc("cpu", {"gpus-per-node": "4"}) is None
     with refuses("launch.nproc-exceeds-gpus", "--nproc 2", "gpus-per-node=4"):
-        settle_nproc("4", {"gpus-per-node": "2"})
+        resolve_nproc("4", {"gpus-per-node": "2"})
 
 
 def test_script_asks_for_one_launcher_per_node_with_the_cores_of_its_ranks():
@@ -182,20 +182,20 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "word"),
+    ("argv", "refusal"),
     [
-        (["--slurm", "train.py"], "'train.py', which is not KEY=VALUE"),
-        (["--slurm", "time:5", "train.py"], "not KEY=VALUE"),
-        (["--slurm", "--", "missing.py"], "missing.py does not exist"),
-        (["--slurm", "--nnodes", "no", "train.py"], "--nnodes is 'no'"),
-        (["--slurm", "time=5", "train.py"], "no sbatch"),
+        (["--slurm", "train.py"], ("launch.slurm-syntax", "'train.py'")),
+        (["--slurm", "time:5", "train.py"], ("launch.slurm-syntax", "'time:5'")),
+        (["--slurm", "--", "missing.py"], ("launch.script-not-found", "missing.py")),
+        (["--slurm", "--nnodes", "no", "train.py"], ("launch.nnodes-invalid", "'no'")),
+        (["--slurm", "time=5", "train.py"], ("launch.slurm-not-found", "sbatch")),
     ],
 )
-def test_bad_input_is_one_sentence(folder, monkeypatch, capfd, words, word):
+def test_bad_input_is_one_sentence(folder, monkeypatch, capfd, argv, refusal):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert main(["launch", *words]) == 2
+    assert main(["launch", *argv]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert word in line
+    assert_refused(line, *refusal)
     assert [path.name for path in folder.iterdir()] == ["train.py"]
 
 
@@ -205,7 +205,7 @@ def test_dry_run_needs_no_slurm_and_tells_each_nodes_ranks(folder, monkeypatch, 
     shown = capfd.readouterr().out
     assert shown.startswith("#!/bin/bash\n#SBATCH --job-name=train\n")
     assert "# node 0 (SLURM_NODEID=0): ranks 0-1 of 4; " in shown
-    assert "# node 1, which may be missing (SLURM_NODEID=1): ranks 2-3 of 4; " in shown
+    assert "# node 1 (optional) (SLURM_NODEID=1): ranks 2-3 of 4; " in shown
     assert shown.count("launch --nnodes=1:2 --nproc-per-node=2 --run-dir=runs/train-TIME train.py --lr 1") == 3
     assert not (folder / "runs").exists()
 
@@ -219,10 +219,10 @@ def test_dry_run_in_an_allocation_shows_the_step(folder, monkeypatch, capfd):
     assert shown.endswith("launch --nproc-per-node=2 train.py\n")
 
 
-def test_a_queued_job_is_kept_when_squeue_does_not_answer(tmp_path, monkeypatch):
+def test_a_queued_job_is_kept_when_squeue_does_not_respond(tmp_path, monkeypatch):
     for name, line in {"sbatch": "echo '77;cluster'", "squeue": "exec sleep 60"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(slurm_submit, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(slurm_submit, "_COMMAND_TIMEOUT_S", 0.5)
     assert slurm_submit.submit(tmp_path / "script") == "77"

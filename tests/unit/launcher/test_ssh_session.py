@@ -28,9 +28,9 @@ def test_output_that_nobody_takes_for_long_does_not_end_the_guard(monkeypatch):
     monkeypatch.setattr(ssh_session, "BEAT_S", 0.2)
     session = start(monkeypatch, [sys.executable, "-c", GUARD])
     with Sessions([session]) as sessions:
-        assert sessions.ask([(session, Look(Program("true")))], 30)  # it runs
+        assert sessions.query([(session, Look(Program("true")))], 30)  # it runs
         time.sleep(2 * SILENCE_S)
-        assert sessions.ask([(session, Look(Program("true")))], 30)
+        assert sessions.query([(session, Look(Program("true")))], 30)
 
 
 @pytest.mark.timeout(60)
@@ -41,7 +41,7 @@ def test_signals_are_passed_on_while_nobody_takes_the_output(monkeypatch):
         order = encode_line(Signal(signal.SIGTERM))
         while session.streams[0].readline() != order:
             pass
-        assert sessions.was_asked
+        assert sessions.is_interrupted
 
 
 def test_leaving_ends_the_thread_and_the_guard(monkeypatch):

@@ -10,8 +10,7 @@ import pytest
 from shardwise.environment import variables
 from shardwise.launcher.explain import verdict
 from shardwise.launcher.local.attempts import describe_lost
-from shardwise.launcher.local.orders import RendezvousResult, StartRendezvous
-from shardwise.launcher.local.processes import RankProcess
+from shardwise.launcher.local.processes import RankProcess, RendezvousResult, StartRendezvous
 from shardwise.launcher.local.starters import ForkStarter, Output, PlainStarter
 from shardwise.launcher.local.supervise import supervise
 from shardwise.launcher.local.target import Program

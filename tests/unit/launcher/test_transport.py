@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from shardwise.launcher.nodes.authentication import Proof
+from shardwise.launcher.nodes.messages import Proof
 from shardwise.launcher.ssh.session import Order, Signal, Start
 from shardwise.launcher.transport import MessageStream, decode_line, encode_line
 

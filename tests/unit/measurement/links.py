@@ -1,6 +1,6 @@
 """Links between ranks with numbers that a test chose."""
 
-from shardwise.measurement.p2p.pairs import Pairs, PairSettings, PairTiming, RankPlace, every_pair
+from shardwise.measurement.p2p import Pairs, PairSettings, PairTiming, RankPlace, every_pair
 from shardwise.measurement.timing import Timing
 
 USUAL_S, USUAL_RATE = 100e-6, 1e9

@@ -5,7 +5,7 @@ import torch
 
 from shardwise.hardware.calibration import AttentionPoint, MatmulPoint, measured, read_calibration
 from shardwise.hardware.cluster import this_machine
-from shardwise.measurement import operators
+from shardwise.measurement import timing
 from shardwise.measurement.calibrate import COLLECTIVES, CPU, SIZES, Grid, RankFigures, calibrate, combine
 
 HOST = torch.device("cpu")
@@ -41,13 +41,13 @@ def test_ranks_that_measure_at_once_give_their_mean_and_their_distance():
 
 
 def test_a_layer_is_timed_forward_and_in_both_products_of_backward():
-    points = operators.matmul_points([(16, 32, 64)], "fp32", HOST, budget_s=0.001)
+    points = timing.matmul_points([(16, 32, 64)], "fp32", HOST, budget_s=0.001)
     assert [(point.m, point.n, point.k) for point in points] == [(16, 64, 32), (16, 32, 64), (32, 64, 16)]
     assert all(point.flops > 0 for point in points)
 
 
 def test_layers_too_large_for_the_budget_are_left_out():
-    points = operators.matmul_points([(8, 8, 8), (4096, 4096, 4096)], "fp32", HOST, budget_s=1e-4)
+    points = timing.matmul_points([(8, 8, 8), (4096, 4096, 4096)], "fp32", HOST, budget_s=1e-4)
     assert {(point.m, point.n, point.k) for point in points} == {(8, 8, 8)}
 
 

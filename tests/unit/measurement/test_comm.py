@@ -123,8 +123,8 @@ def test_the_command_writes_table_json_csv_report_and_compares(tmp_path):
     assert table[0] == as_json[0] == 0
     assert "collective" in table[1]
     assert "#wrong" in table[1]
-    assert "gloo has no PREMUL_SUM" in table[1]
-    assert "results right" in table[1].splitlines()[-1]
+    assert "gloo does not support PREMUL_SUM" in table[1]
+    assert "results correct" in table[1].splitlines()[-1]
     with (tmp_path / "a.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [
@@ -139,7 +139,7 @@ def test_the_command_writes_table_json_csv_report_and_compares(tmp_path):
     assert {"version", "backend", "rows", "checks", "ceilings", "verdicts", "facts"} <= document.keys()
     assert read_earlier(tmp_path / "same.json").rows[0].collective == "all_reduce"
     assert slower[0] == 3
-    assert "slower than before: all_reduce 4KiB float sum sync in world" in slower[1]
+    assert "slower than in the earlier run: all_reduce 4KiB float sum sync in world" in slower[1]
 
 
 def test_a_wrong_result_is_counted_named_and_makes_exit_code_three():

@@ -33,7 +33,7 @@ def test_every_collective_operation_and_dtype_is_right(ranks):
             assert all(found[name, op, dtype] == 0 for op in ("BAND", "BOR", "BXOR") for dtype in WHOLE)
             assert found[name, "PREMUL_SUM", "float32"] is None
             assert found[name, "BAND", "float32"] is None
-    assert missing_text(checks, "gloo").startswith("gloo has no PREMUL_SUM; no float8_e4m3fn; no float8_e5m2")
+    assert missing_text(checks, "gloo").startswith("gloo does not support PREMUL_SUM; float8_e4m3fn; float8_e5m2")
     with refuses("bench.backend-unsupported", "gloo", "BAND", "float32", "--dtypes with int8, uint8, int32, int64"):
         refuse_missing(SweepSettings(operations=("BAND",), named=("BAND",)), checks, "gloo")
     refuse_missing(SweepSettings(operations=("BAND",)), checks, "gloo")

@@ -21,12 +21,12 @@ from shardwise.measurement.comm.result import (
 )
 from shardwise.measurement.comm.spec import TYPES, group_ranks, read_aliased, read_sizes
 from shardwise.measurement.comm.verdict import findings, judge, sentence
-from shardwise.measurement.report.write import markdown_of
+from shardwise.measurement.report import markdown_of
 from shardwise.measurement.timing import Timing
 
 SIZES = [1 << power for power in range(10, 27, 2)]
-TCP = Ceiling(link="plain TCP", shared=2e9, alone=4e9, words="measured in this run", is_measured=True)
-NVLINK = Ceiling(link="nvlink4", shared=370e9, alone=370e9, words="listed", is_measured=False)
+TCP = Ceiling(link="plain TCP", shared=2e9, alone=4e9, source="measured in this run", is_measured=True)
+NVLINK = Ceiling(link="nvlink4", shared=370e9, alone=370e9, source="listed", is_measured=False)
 
 
 def row(size, seconds, *, collective="all_reduce", wrong=0, ranks=2, **columns):
@@ -57,10 +57,10 @@ def measured(rows, ceiling=TCP, checks=()):
 def test_a_verdict_is_the_best_bandwidth_beside_what_the_link_carries():
     found = measured([*line(1.5e9), *line(0.5e9, collective="broadcast", redop="none", root=0)])
     good, slow = judge(found)
-    assert good.words.startswith("good: 7")
-    assert good.words.endswith("% of 2.00 GB/s by plain TCP")
-    assert slow.words == "slow: 12% of 4.00 GB/s by plain TCP"  # one root sends alone, and TCP then carries more
-    assert sentence(found, (good, slow)).startswith("18 results right; good: all_reduce; slow: broadcast (12%)")
+    assert good.text.startswith("good: 7")
+    assert good.text.endswith("% of 2.00 GB/s by plain TCP")
+    assert slow.text == "slow: 12% of 4.00 GB/s by plain TCP"  # one root sends alone, and TCP then carries more
+    assert sentence(found, (good, slow)).startswith("18 results correct; good: all_reduce; slow: broadcast (12%)")
 
 
 def test_a_listed_link_is_what_collectives_reach_and_asks_for_more():
@@ -69,11 +69,11 @@ def test_a_listed_link_is_what_collectives_reach_and_asks_for_more():
 
 
 def test_there_is_no_verdict_on_one_rank_on_small_sizes_or_unknown_links():
-    assert judge(measured([row(1 << 20, 1e-3, ranks=1)], None))[0].words == "one rank: nothing travels"
-    assert "nobody knows" in judge(measured(line(1e9), None))[0].words
+    assert judge(measured([row(1 << 20, 1e-3, ranks=1)], None))[0].text == "one rank: no communication"
+    assert "unknown" in judge(measured(line(1e9), None))[0].text
     small = judge(measured(line(1e9)[:3]))[0]
     assert (small.share, small.is_good) == (None, None)
-    assert "show latency" in small.words
+    assert "show latency" in small.text
 
 
 def test_a_fit_finds_alpha_and_beta_of_each_series():
@@ -126,7 +126,7 @@ def test_what_is_slower_by_more_than_noise_is_a_regression(tmp_path):
     assert not any(change.is_regression for change in compare(line(4e9), earlier, path))
     changes = compare(line(0.5e9), earlier, path)
     slower = [change for change in changes if change.is_regression]
-    assert slower[-1].words == "all_reduce 64MiB float sum sync in world: 67209 -> 134318 us (+100%)"
+    assert slower[-1].text == "all_reduce 64MiB float sum sync in world: 67209 -> 134318 us (+100%)"
     noisy = [replace(found, spread=2.0) for found in line(0.5e9)]
     assert not any(change.is_regression for change in compare(noisy, earlier, path))
     disturbed = [replace(found, min_us=found.min_us / 2) for found in line(0.5e9)]
@@ -169,7 +169,7 @@ def test_what_a_backend_lacks_is_said_in_one_line():
         *(check("BAND", dtype, None if dtype == "float32" else 0) for dtype in ("float32", "int8")),
         *(check("PREMUL_SUM", dtype, None) for dtype in ("float32", "int8")),
     ]
-    assert missing_text(checks, "gloo") == "gloo has no PREMUL_SUM; no BAND of float32"
+    assert missing_text(checks, "gloo") == "gloo does not support PREMUL_SUM; BAND of float32"
     assert missing_text(checks[:2], "gloo") == ""
 
 

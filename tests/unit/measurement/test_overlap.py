@@ -29,48 +29,10 @@ from shardwise.plans.toml import plan_from_toml, plan_to_toml
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
 
-JOB = """
-import torch
-import shardwise as sw
-
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(32, 32)
-
-    def forward(self, x):
-        return torch.relu(self.linear(x))
-
-
-rows = torch.arange(640).reshape(40, 16) % 50
-job = sw.Job(
-    model=lambda: torch.nn.Sequential(
-        torch.nn.Embedding(50, 32),
-        *(Block() for _ in range(3)),
-        torch.nn.Linear(32, 50),
-    ),
-    data=lambda split: torch.utils.data.TensorDataset(rows, rows),
-    loss=sw.losses.token_cross_entropy,
-    optimizer=sw.adamw(lr=1e-3),
-    batch_size=8,
-    epochs=1,
-)
-"""
-
 
 @pytest.fixture
-def job_file(tmp_path):
-    path = tmp_path / "job.py"
-    path.write_text(JOB)
-    return path
-
-
-@pytest.fixture
-def job():
-    space = {}
-    exec(JOB, space)
-    return space["job"]
+def num_blocks():
+    return 3
 
 
 def test_collectives_happen_while_the_switch_is_on_and_can_be_played_again():

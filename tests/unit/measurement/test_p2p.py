@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from refusals import assert_refused, refuses
 from shardwise.cli.main import main
-from shardwise.measurement.p2p.pairs import PairSettings, measure_world, tournament
-from shardwise.measurement.p2p.verdict import verdict_sentences
-from shardwise.measurement.p2p.ways import WAYS
+from shardwise.measurement.comm.collectives import WAYS
+from shardwise.measurement.p2p import PairSettings, measure_world, tournament
+from shardwise.measurement.p2p_verdict import verdict_sentences
 from shardwise.testing import run_ranks
 
 QUICK = PairSettings(large_bytes=4096, budget_s=0.05)
@@ -64,7 +64,7 @@ def test_a_byte_that_arrives_wrong_is_caught_and_the_pair_named():
     found = run_ranks(measure_with_a_fault, 2, spec, flip)[0]
     assert {(cell.source, cell.target): cell.wrong for cell in found.timings} == {(0, 1): 0, (1, 0): 4}
     host = found.places[0].host
-    assert verdict_sentences(found)[0].startswith(f"WRONG: 4 bytes from rank 1 ({host}) to rank 0 ({host})")
+    assert verdict_sentences(found)[0].startswith(f"WRONG: 4 received bytes from rank 1 ({host}) to rank 0 ({host})")
 
 
 def spoil_echo(rank, peer, tensor):

@@ -3,7 +3,7 @@
 import pytest
 from measurement.links import both, made
 
-from shardwise.measurement.p2p.findings import MOST_CELLS, P2pReport, find_links
+from shardwise.measurement.p2p_report import MOST_CELLS, P2pReport, find_links
 
 FACTS = (("host", "here"),)
 
@@ -14,13 +14,13 @@ def lines(pairs):
 
 def test_the_delay_stands_in_the_right_cells_of_the_matrix():
     shown = lines(made("abcd", latency=both(1, 3, 2e-3)))
-    start = next(number for number, line in enumerate(shown) if line.startswith("latency of 8 B in us"))
+    start = next(number for number, line in enumerate(shown) if line.startswith("best latency of 8 B in us"))
     matrix = [line.split() for line in shown[start + 1 : start + 6]]
     assert matrix[0] == ["0", "1", "2", "3"]
     assert matrix[2] == ["1", "hostb", "100", "-", "100", "2,000*"]
     assert matrix[4] == ["3", "hostd", "100", "2,000*", "100", "-"]
     assert matrix[1] == ["0", "hosta", "-", "100", "100", "100"]
-    assert any(line.startswith("bandwidth of 976.6 KiB in GB/s") for line in shown)
+    assert any(line.startswith("best bandwidth of 976.6 KiB in GB/s") for line in shown)
     assert shown[-1].startswith("slow: rank 1 (hostb) and rank 3 (hostd)")
 
 
@@ -32,8 +32,8 @@ def test_more_than_sixteen_ranks_are_shown_by_node():
 
 def test_units_suit_slow_links():
     shown = lines(made("ab", latency=both(0, 1, 20e-3), rate=both(0, 1, 2e6)))
-    assert "latency of 8 B in ms, from row to column, at best" in shown
-    assert "bandwidth of 976.6 KiB in MB/s, from row to column, at best" in shown
+    assert "best latency of 8 B in ms, from row to column" in shown
+    assert "best bandwidth of 976.6 KiB in MB/s, from row to column" in shown
     assert ["0", "hosta", "-", "2.00"] in [line.split() for line in shown]
 
 

@@ -2,8 +2,8 @@
 
 from measurement.links import both, made
 
-from shardwise.measurement.p2p.pairs import every_pair
-from shardwise.measurement.p2p.verdict import find_slow, verdict_sentences
+from shardwise.measurement.p2p import every_pair
+from shardwise.measurement.p2p_verdict import find_slow, verdict_sentences
 
 
 def test_links_that_differ_by_noise_are_all_alike():
@@ -75,7 +75,7 @@ def test_a_link_that_is_slow_in_one_way_only_is_no_slow_link():
 
 
 def test_of_two_ranks_the_slow_direction_is_named():
-    alike = "all alike: both directions, and two ranks have no other pair to be compared with"
+    alike = "all alike: both directions; two ranks have no other pair for a comparison"
     assert verdict_sentences(made("ab")) == [alike]
     [link] = find_slow(made("ab", rate={(0, 1): 1e8}))
     assert link.sentence.startswith("rank 0 (hosta) to rank 1 (hostb): bandwidth 100 MB/s, 10 times")

@@ -10,20 +10,6 @@ from shardwise.errors import LaunchError
 from shardwise.measurement.specs import CommSpec, OverlapSpec, P2pSpec, PlaceSpec, ScalingSpec, StepSpec
 from shardwise.spec import Spec
 
-JOB = """
-import torch
-import shardwise as sw
-
-job = sw.Job(
-    model=lambda: torch.nn.Linear(4, 2),
-    data=lambda split: torch.utils.data.TensorDataset(torch.ones(64, 4), torch.zeros(64, dtype=torch.long)),
-    loss=sw.losses.cross_entropy,
-    optimizer=sw.sgd(lr=0.1),
-    batch_size=8,
-    steps=4,
-)
-"""
-
 
 @pytest.mark.parametrize(
     "spec",
@@ -53,9 +39,8 @@ def test_a_part_that_does_not_exist_is_refused_with_the_nearest():
         sw.bench(Spec())
 
 
-def test_bench_is_a_function_that_returns_a_report_with_one_renderer_for_each_form(tmp_path):
-    (tmp_path / "job.py").write_text(JOB)
-    report = sw.bench("step", str(tmp_path / "job.py"), plan="zero3", fake_world=2, steps=1, device="cpu")
+def test_bench_is_a_function_that_returns_a_report_with_one_renderer_for_each_form(job_file, tmp_path):
+    report = sw.bench("step", str(job_file), plan="zero3", fake_world=2, steps=1, device="cpu")
     assert report.exit_code == 0
     assert json.loads(report.to_json())["measured"][0]["world_size"] == 2
     assert "rank 0 of 2 (fake world)" in report.to_text()

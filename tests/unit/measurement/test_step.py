@@ -23,35 +23,6 @@ from shardwise.measurement.step_findings import step_findings
 from shardwise.planner.trace.trace import describe
 from shardwise.plans import Plan
 
-JOB = """
-import torch
-import shardwise as sw
-
-rows = torch.arange(640).reshape(40, 16) % 50
-job = sw.Job(
-    model=lambda: torch.nn.Sequential(torch.nn.Embedding(50, 32), torch.nn.Linear(32, 50)),
-    data=lambda split: torch.utils.data.TensorDataset(rows, rows),
-    loss=sw.losses.token_cross_entropy,
-    optimizer=sw.adamw(lr=1e-3),
-    batch_size=8,
-    epochs=1,
-)
-"""
-
-
-@pytest.fixture
-def job_file(tmp_path):
-    path = tmp_path / "job.py"
-    path.write_text(JOB)
-    return path
-
-
-@pytest.fixture
-def job():
-    space = {}
-    exec(JOB, space)
-    return space["job"]
-
 
 def test_one_rank_of_a_fake_world_is_measured(job):
     measured = rehearse(job, Plan.preset("zero3", 4, batch_size=8), rank=1, steps=3)
@@ -263,7 +234,7 @@ def test_findings_hold_every_rank_and_say_when_the_others_were_fake(job):
     measured = rehearse(job, Plan.preset("ddp", 2, batch_size=8), steps=1, profile=ProfileSpec(steps=1))
     ranks = [measured, dataclasses.replace(measured, rank=1)]
     findings = step_findings(ranks, predicted={"step_s": 1.0}, used=0.5, facts=(("host", "here"),))
-    assert "50% of the rate" in findings.verdict
+    assert "50% of the measured matmul rate" in findings.verdict
     assert any("fake" in sentence for sentence in findings.method)
     time, figures, memory, profile = findings.sections
     assert (

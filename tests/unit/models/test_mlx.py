@@ -18,4 +18,4 @@ def test_without_mlx_one_sentence_gives_the_pip_line():
     missing = "import sys; sys.modules['mlx'] = None"
     asking = "try: sw.models.mlx\nexcept sw.ShardwiseError as error: print(error)"
     found = run(f"{missing}\nimport shardwise as sw\n{asking}").stdout
-    assert found == "shardwise.models.mlx needs the extra [mlx]: pip install 'shardwise[mlx]'\n"
+    assert found.endswith(": pip install 'shardwise[mlx]'\n")

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from runs.synthetic import attempt_event, empty_run, large_run, write
+from runs.synthetic import attempt_event, empty_run, large_run, start_event, steps_event, write
 
 from env.chromium import chromium, needs_chromium
 from shardwise.monitor.server import page_server
@@ -69,9 +69,9 @@ def test_page_of_64_ranks_and_100_000_steps(opened, tmp_path):
     assert "step 100,000 of 125,000" in text(page, "#step")
     assert text(page, "#state") == "running"
     assert "rank 13 is last" in page.wait_for(
-        "document.querySelector('#ranks-words').textContent.match(/rank 13 is last/)?.[0]"
+        "document.querySelector('#ranks-note').textContent.match(/rank 13 is last/)?.[0]"
     )
-    assert page.evaluate("document.querySelectorAll('.chart:not([hidden]) canvas').length") == 4
+    assert page.evaluate("document.querySelectorAll('.chart:not([hidden]) canvas').length") == 5
     page.wait_for("document.querySelector('canvas').width > 300")
     assert painted(page, "canvas")
     assert page.evaluate("document.querySelector('canvas').getAttribute('aria-label')").endswith("restarted 1 times")
@@ -100,6 +100,28 @@ def test_page_of_64_ranks_and_100_000_steps(opened, tmp_path):
     # a phone: one column, nothing hangs over
     page.show(390, 844)
     assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert page.errors == []
+
+
+def test_page_draws_the_learning_rate_metrics_and_logged_values(opened, tmp_path):
+    run = empty_run(tmp_path / "run")
+    events = [start_event(1.0, 1, 4)]
+    for step in range(1, 5):
+        values = {"loss": 2.0 / step, "accuracy": 0.2 * step}
+        events += [
+            {"at": 1.0 + step, "kind": "log", "step": step, "values": {"tokens <b>": 8.0}},
+            steps_event(1.0 + step, step - 1, [3.0 / step], lr=0.1 * step, grad_norm=None),
+            {"at": 1.0 + step, "kind": "evaluation", "step": step, "epoch": 0, "values": values},
+        ]
+    write(run.events(0), *events)
+    page = opened(run)
+    titles = page.evaluate(
+        "[...document.querySelectorAll('.chart:not([hidden]) h2 > span:first-child')].map(e => e.textContent)"
+    )
+    assert titles == ["Loss", "Samples per second", "Learning rate", "tokens <b>", "Test accuracy"]
+    page.move(*centre(page, "canvas"))
+    page.wait_for("!document.querySelector('#tip').hidden")
+    assert "Test accuracy" in text(page, "#tip")
     assert page.errors == []
 
 

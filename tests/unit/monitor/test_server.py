@@ -98,7 +98,7 @@ def test_increments_follow_the_run(server, run):
         found = state(server, first["cursor"])
         time.sleep(0.02)
     assert not found["whole"]
-    assert (found["curves"]["loss"]["start"], [row[0] for row in found["curves"]["loss"]["rows"]]) == (1, [1, 2])
+    assert (found["curves"]["loss"]["start"], [row[0] for row in found["curves"]["loss"]["rows"]]) == (1, [2, 3])
 
 
 def test_log_of_a_rank_is_its_end(server, run):

@@ -15,8 +15,8 @@ from runs.synthetic import attempt_event, empty_run, start_event, steps_event, w
 
 from refusals import refuses
 from shardwise.errors import ShardwiseError
-from shardwise.monitor.sink_feed import TrackerFeed, describe_run
 from shardwise.monitor.sinks import SinkSpec, lock_mirror, mirror, parse_sink
+from shardwise.monitor.trackers import TrackerFeed, describe_run
 from shardwise.runs import RunDirectory
 
 BEGAN = 1_700_000_000.0
@@ -43,6 +43,7 @@ def restarted_run(path, *, finished=True):
             start_event(BEGAN + 5, 2, 6),
             steps_event(BEGAN + 6, 2, LOSSES[2:], lr=0.5, grad_norm=None, **memory),
             {"at": BEGAN + 7, "kind": "evaluation", "step": 6, "epoch": 0, "values": {"loss": 1.0, "accuracy": 0.75}},
+            {"at": BEGAN + 7, "kind": "log", "step": 6, "values": {"tokens": 96.0}},
             {"at": BEGAN + 7.5, "kind": "note", "text": "the loss of step 2 is nan"},
         )
     cause = "rank 1 failed first: SIGKILL"
@@ -96,9 +97,9 @@ def test_a_missing_extra_is_one_sentence_with_the_pip_line(monkeypatch):
 def test_every_step_is_told_once_after_a_restart(tmp_path):
     points, _ = told(restarted_run(tmp_path / "run"))
     losses = [(point.step, point.value) for point in points if point.name == "train/loss"]
-    assert [step for step, _ in losses] == [0, 1, 2, 3, 4, 5]
+    assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6]
     assert math.isnan(losses[2][1])  # as it was told before the restart
-    assert [value for step, value in losses if step != 2] == [2.5, 2.25, 1.75, 1.5, 1.25]
+    assert [value for step, value in losses if step != 3] == [2.5, 2.25, 1.75, 1.5, 1.25]
 
 
 def test_all_that_is_known_of_a_step_is_told(tmp_path):
@@ -106,14 +107,15 @@ def test_all_that_is_known_of_a_step_is_told(tmp_path):
     curves = {name: [(p.step, p.value) for p in points if p.name == name] for name in {p.name for p in points}}
     del curves["train/loss"]
     assert curves == {
-        "train/learning_rate": [(1, 0.25), (3, 0.5), (5, 0.5)],
-        "train/gradient_norm": [(1, 1.0), (3, 1.0)],
-        "train/samples_per_s": [(1, 128.0), (3, 128.0), (5, 256.0)],
-        "train/epoch": [(1, 0.0), (3, 0.0), (5, 0.0)],
-        "memory_gib/rank0": [(1, 1.0), (3, 1.0), (5, 1.0)],
-        "memory_gib/rank1": [(1, 2.0), (3, 2.0), (5, 2.0)],
+        "train/learning_rate": [(2, 0.25), (4, 0.5), (6, 0.5)],
+        "train/gradient_norm": [(2, 1.0), (4, 1.0)],
+        "train/samples_per_s": [(2, 128.0), (4, 128.0), (6, 256.0)],
+        "train/epoch": [(2, 0.0), (4, 0.0), (6, 0.0)],
+        "memory_gib/rank0": [(2, 1.0), (4, 1.0), (6, 1.0)],
+        "memory_gib/rank1": [(2, 2.0), (4, 2.0), (6, 2.0)],
         "evaluation/loss": [(6, 1.0)],
         "evaluation/accuracy": [(6, 0.75)],
+        "tokens": [(6, 96.0)],
     }
 
 
@@ -121,8 +123,8 @@ def test_a_later_mirror_tells_only_what_the_earlier_did_not(tmp_path):
     run = restarted_run(tmp_path / "run")
     points, feed = told(run)
     assert told(run, feed.last_steps)[0] == []
-    rest, _ = told(run, {**feed.last_steps, "train/loss": 3})
-    assert [(point.name, point.step) for point in rest] == [("train/loss", 4), ("train/loss", 5)]
+    rest, _ = told(run, {**feed.last_steps, "train/loss": 4})
+    assert [(point.name, point.step) for point in rest] == [("train/loss", 5), ("train/loss", 6)]
     assert [point.at for point in points if point.name == "train/loss"][:2] == [BEGAN + 1.5, BEGAN + 2]
 
 
@@ -185,10 +187,10 @@ def test_what_is_no_run_directory_is_refused(tmp_path):
         mirror(RunDirectory(tmp_path), SinkSpec("tensorboard", "logs"), print)
 
 
-def read_tensorboard(folder):
+def read_tensorboard(directory):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = EventAccumulator(str(folder))
+    board = EventAccumulator(str(directory))
     board.Reload()
     scalars = {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
     texts = {tag: board.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in board.Tags()["tensors"]}
@@ -199,7 +201,7 @@ def read_tensorboard(folder):
 def test_tensorboard_reads_what_was_mirrored_while_the_run_went_on(tmp_path):
     run = restarted_run(tmp_path / "run", finished=False)
     notes, spec = [], SinkSpec("tensorboard", str(tmp_path / "logs"))
-    thread = threading.Thread(target=mirror, args=(run, spec, notes.append), kwargs={"look_s": 0.01})
+    thread = threading.Thread(target=mirror, args=(run, spec, notes.append), kwargs={"interval_s": 0.01})
     thread.start()
     wait_until(lambda: "evaluation/accuracy" in (tmp_path / "run" / "sinks").glob("*.json").__next__().read_text())
     write(run.events(0), steps_event(BEGAN + 8, 6, [1.0]))
@@ -207,30 +209,30 @@ def test_tensorboard_reads_what_was_mirrored_while_the_run_went_on(tmp_path):
     thread.join(60)
     assert not thread.is_alive()
     scalars, texts = read_tensorboard(tmp_path / "logs" / "run")
-    assert [step for step, _ in scalars["train/loss"]] == [0, 1, 2, 3, 4, 5, 6]
-    assert scalars["train/loss"][-1] == (6, 1.0)
-    assert scalars["memory_gib/rank1"][0] == (1, 2.0)
+    assert [step for step, _ in scalars["train/loss"]] == [1, 2, 3, 4, 5, 6, 7]
+    assert scalars["train/loss"][-1] == (7, 1.0)
+    assert scalars["memory_gib/rank1"][0] == (2, 2.0)
     assert scalars["evaluation/accuracy"] == [(6, 0.75)]
     assert "restart 1 of 3" in texts["notes"]
     assert "| plan.layout | shard2 |" in texts["run"]
     assert "| samples_per_s | 313.5 |" in texts["result"]
-    assert "up to step 6: finished" in notes[-1]
+    assert "up to step 7: finished" in notes[-1]
 
 
 @needs["tensorboard"]
-def test_tensorboard_gets_nothing_twice_and_another_run_of_that_name_gets_its_own_folder(tmp_path):
+def test_tensorboard_gets_nothing_twice_and_another_run_of_that_name_gets_its_own_directory(tmp_path):
     spec = SinkSpec("tensorboard", str(tmp_path / "logs"))
     run = restarted_run(tmp_path / "run")
     for _ in range(2):
-        mirror(run, spec, lambda _: None, look_s=0.01)
+        mirror(run, spec, lambda _: None, interval_s=0.01)
     assert len(read_tensorboard(tmp_path / "logs" / "run")[0]["train/loss"]) == 6
-    mirror(restarted_run(tmp_path / "elsewhere" / "run"), spec, lambda _: None, look_s=0.01)
+    mirror(restarted_run(tmp_path / "elsewhere" / "run"), spec, lambda _: None, interval_s=0.01)
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["run", "run~2"]
 
 
 @needs["tensorboard"]
 def test_a_tracker_that_fails_is_one_sentence(tmp_path):
-    (tmp_path / "logs").write_text("a file where a folder should be")
+    (tmp_path / "logs").write_text("a file where a directory should be")
     with refuses("watch.sink-failed", "tensorboard:", kind=ShardwiseError) as caught:
         mirror(restarted_run(tmp_path / "run"), SinkSpec("tensorboard", str(tmp_path / "logs")), lambda _: None)
     assert caught.value.exit_code == 1
@@ -279,9 +281,9 @@ def test_wandb_offline_has_what_was_mirrored(tmp_path):
         for record in records
         if record.WhichOneof("record_type") == "history"
     ]
-    assert [row["step"] for row in rows if "train/loss" in row] == [0, 1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["train/learning_rate"] for row in rows if "train/learning_rate" in row] == [0.25, 0.5, 0.5]
-    assert next(row for row in rows if row["step"] == 6)["evaluation/accuracy"] == 0.75
+    assert next(row for row in rows if row["step"] == 6 and "evaluation/accuracy" in row)["evaluation/accuracy"] == 0.75
     assert {round(row["_timestamp"]) for row in rows} <= set(range(int(BEGAN), int(BEGAN) + 10))
     runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert {update.key for update in runs[0].config.update} >= {"plan.layout", "job.path", "world.size"}
@@ -321,7 +323,7 @@ def test_mlflow_has_what_was_mirrored(tmp_path, monkeypatch):
     client = MlflowClient()
     [found] = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
     losses = client.get_metric_history(found.info.run_id, "train/loss")
-    assert [metric.step for metric in losses] == [0, 1, 2, 3, 4, 5]
+    assert [metric.step for metric in losses] == [1, 2, 3, 4, 5, 6]
     assert losses[0].timestamp == round(1000 * (BEGAN + 1.5))
     assert found.data.metrics["evaluation/accuracy"] == 0.75
     assert found.data.params["plan.layout"] == "shard2"

@@ -1,15 +1,21 @@
 """The picture of a run in characters."""
 
 import io
+import json
+import os
 import sys
 import threading
 import time
 
+import pytest
 from rich.console import Console
-from runs.synthetic import attempt_event, empty_run, large_run, write
+from runs.synthetic import attempt_event, empty_run, large_run, start_event, steps_event, write
 
+from refusals import refuses
+from shardwise.monitor.compare import compare_runs
 from shardwise.monitor.terminal import picture, report_of, show, show_live
-from shardwise.plots.text import bounds, draw_curve
+from shardwise.monitor.watch import watch
+from shardwise.plots.figures import bounds, draw_curve
 from shardwise.runs.events import launch_log
 from shardwise.runs.failure import describe_failure
 from shardwise.runs.state import RunState
@@ -57,7 +63,7 @@ def test_run_of_a_plain_script_shows_what_its_launcher_told(tmp_path):
 
 def test_rank_table_of_a_stopped_run_is_readable_in_80_and_120_columns(tmp_path):
     run = large_run(tmp_path / "run", ranks=2, steps=2_000, per_event=20)
-    stopped = StoppedError("asked to stop, saved at step 17", code="train.stopped", fix="run it again to continue")
+    stopped = StoppedError("asked to stop, saved at step 17", code="train.stopped", fix="run it again to resume")
     with launch_log(run) as log:
         for rank in range(2):
             log.exit(rank, stopped.exit_code, stopped=True, failure=describe_failure(stopped, rank))
@@ -109,3 +115,60 @@ def test_live_view_ends_with_the_run(tmp_path, monkeypatch):
     finishing.join()
     stream.flush()
     assert "the run has finished" in stream.buffer.getvalue().decode()
+
+
+def swept_run(path, *, width, losses, accuracy):
+    """Write a run that has ended, with an override, metrics and a value that a callback logged."""
+    run = empty_run(path)
+    overrides = {"width": str(width), "optimizer.lr": "0.1"}
+    run.job.write_text(json.dumps({"path": "/jobs/job.py", "attribute": "job", "overrides": overrides, "digest": ""}))
+    events = [start_event(1.0, 2, len(losses))]
+    for first, loss in enumerate(losses):
+        at = 2.0 + first
+        events += [
+            {"at": at, "kind": "log", "step": first + 1, "values": {"tokens": 8.0}},
+            steps_event(at, first, [loss], lr=0.1 * first),
+            {"at": at, "kind": "evaluation", "step": first + 1, "epoch": 0, "values": {"loss": loss, "top1": accuracy}},
+        ]
+    write(run.events(0), *events, {"at": 9.0, "kind": "end", "steps": len(losses), "loss": losses[-1]})
+    return run
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_metrics_learning_rate_and_logged_values_are_drawn_within_the_terminal(tmp_path, width):
+    run = swept_run(tmp_path / "run", width=8, losses=[3.0, 2.5, 2.0, 1.5], accuracy=0.5)
+    lines = drawn(run, width=width).splitlines()
+    assert all(len(line) <= width for line in lines)
+    text = "\n".join(lines)
+    titles = ["loss", "samples/s", "test top1", "learning rate"]
+    assert [title for title in titles if title not in text] == []
+    short = drawn(run, width=width, height=24).splitlines()
+    assert len(short) <= 24
+
+
+def test_two_runs_are_compared_by_settings_results_and_losses_at_the_same_step(tmp_path):
+    left = swept_run(tmp_path / "narrow", width=8, losses=[3.0, 2.5, 2.0, 1.5], accuracy=0.5)
+    right = swept_run(tmp_path / "wide", width=64, losses=[3.0, 2.25], accuracy=0.75)
+    text = compare_runs(RunState(left), RunState(right))
+    lines = text.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    rows = {line.split("  ")[0]: line.split() for line in lines}
+    assert lines[0].split() == ["narrow", "wide"]
+    assert rows["job.overrides.width"] == ["job.overrides.width", "8", "64"]
+    assert "job.overrides.optimizer.lr" not in rows
+    assert rows["loss at step 2"][-2:] == ["2.5", "2.25"]
+    assert rows["test top1"][-2:] == ["0.5", "0.75"]
+    assert rows["steps"] == ["steps", "4", "of", "4", "2", "of", "2"]
+    assert "loss of narrow" in text
+
+
+def test_without_a_path_the_newest_run_is_watched(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with refuses("run.not-found", "runs/"):
+        watch()
+    for number, name in enumerate(("second", "first")):
+        run = swept_run(tmp_path / "runs" / name, width=8, losses=[2.0, 1.0], accuracy=0.5)
+        os.utime(run.path / "events", (100.0 - number, 100.0 - number))
+    assert watch(once=True).status.name == "second"
+    watch(compare="runs/first")
+    assert "second" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from torch.nn import functional
 import shardwise as sw
 from jobs import Tokens, train_split
 from refusals import refuses
-from shardwise.parallel.context import attend_whole, context_parallel
+from shardwise.parallel.context import context_parallel, full_attention
 from shardwise.testing import run_ranks
 
 ROWS, HEADS, LENGTH, WIDTH = 2, 4, 8, 3
@@ -38,7 +38,7 @@ def test_attention_over_slices_is_attention_over_whole_sequences(size):
 
     def body(world):
         mine = slice(world.rank * LENGTH // size, (world.rank + 1) * LENGTH // size)
-        attend = lambda *args, **options: attend_whole(torch.distributed.group.WORLD, *args, **options)  # noqa: E731
+        attend = lambda *args, **options: full_attention(torch.distributed.group.WORLD, *args, **options)  # noqa: E731
         return [
             attended(attend, [each[:, :, mine] for each in inputs(kv_heads)], weight[:, :, mine], is_causal=causal)
             for kv_heads, causal in cases

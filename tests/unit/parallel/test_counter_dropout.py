@@ -10,7 +10,7 @@ from torch import nn
 import shardwise as sw
 from jobs import FP64, Points, train_split
 from refusals import refuses
-from shardwise.data.cursor import Places
+from shardwise.data.cursor import SamplePositions
 from shardwise.parallel.counter_dropout import CounterDropout, dropout_mask, replace_dropouts
 from shardwise.parallel.counter_random import CounterRandom, RandomContext
 from shardwise.plans import Pipeline
@@ -206,7 +206,7 @@ def test_dropout_inside_of_a_tensor_cut_is_refused_by_name():
 
 
 def keys(*indices, seed=0, epoch=0):
-    halves = Places(seed=seed, epoch=epoch, indices=indices).keys().view("int32").reshape(-1, 2)
+    halves = SamplePositions(seed=seed, epoch=epoch, indices=indices).keys().view("int32").reshape(-1, 2)
     return torch.from_numpy(halves).T
 
 

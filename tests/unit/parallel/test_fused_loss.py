@@ -11,9 +11,9 @@ from torch.nn import functional
 import shardwise as sw
 from jobs import Tokens, sentences_job
 from refusals import refuses
+from shardwise.engines.engine import require_supported
 from shardwise.job import losses
 from shardwise.parallel.fused_loss import DeferredLogits, fuse_head
-from shardwise.parallel.support import require_supported
 from shardwise.parity.verify import verify
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.testing import run_ranks

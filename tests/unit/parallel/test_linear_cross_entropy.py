@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.parallel.linear_cross_entropy import Slice, linear_cross_entropy
+from shardwise.parallel.linear_cross_entropy import VocabularyShard, linear_cross_entropy
 from shardwise.planner.model.forms import chunk_rows
 from shardwise.testing import run_ranks
 
@@ -128,7 +128,7 @@ def test_a_vocabulary_cut_unevenly_over_ranks_gives_the_whole_numbers():
 
     def body(world):
         own = slice(0, 26) if world.rank == 0 else slice(26, WORDS)
-        shard = Slice(group=torch.distributed.group.WORLD, first=own.start, vocabulary=WORDS)
+        shard = VocabularyShard(group=torch.distributed.group.WORLD, first=own.start, vocabulary=WORDS)
         weight, bias = (each.detach()[own].requires_grad_() for each in (head.weight, head.bias))
         loss = linear_cross_entropy(hidden, weight, bias, targets, ignore=-100, shard=shard, chunk=10)
         torch.testing.assert_close(loss, expected)
@@ -146,7 +146,7 @@ def test_a_target_outside_a_cut_vocabulary_raises_as_it_does_outside_a_whole_one
         fused(hidden, head, outside)
 
     def body(_):
-        shard = Slice(group=torch.distributed.group.WORLD, first=0, vocabulary=WORDS)
+        shard = VocabularyShard(group=torch.distributed.group.WORLD, first=0, vocabulary=WORDS)
         with pytest.raises(RuntimeError, match="out of bounds"):
             fused(hidden, head, outside, shard=shard)
 

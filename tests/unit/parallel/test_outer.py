@@ -12,8 +12,8 @@ import shardwise as sw
 from jobs import FP64, SENTENCES, Tokens, sentences_job, train_split
 from refusals import refuses
 from shardwise.checkpoint import read_manifest
-from shardwise.parallel.support import require_supported
-from shardwise.parity.plans import changed_numbers, settle_plan
+from shardwise.engines.engine import require_supported
+from shardwise.parity.spec import changed_numbers, settle_plan
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.runs import EventLog
 from shardwise.runs.drift import ReplicaSpec
@@ -174,8 +174,8 @@ def test_replicas_are_compared_when_they_have_met():
 def stopped(world, folder, **options):
     """Ask the training to stop after its first step."""
 
-    def stop(report):
-        if report.number == 0:
+    def stop(context):
+        if context.step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     return looped(world, job=make_job(optimizer=sw.adamw(lr=1e-2), on_step=stop), folder=folder, **options)

@@ -164,7 +164,7 @@ def test_rules_follow_the_flow_of_activations(make, wanted):
 def test_every_part_has_a_weaker_way_that_keeps_activations_whole():
     (cut,) = propose_splits(ByShape(), run)
     assert cut.name == "d"
-    assert cut.ways == (QKV, GATHERED)
+    assert cut.options == (QKV, GATHERED)
 
 
 def test_three_ranks_fit_where_two_do_not():

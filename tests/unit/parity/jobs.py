@@ -4,6 +4,7 @@ import dataclasses
 import os
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import Dataset
 
 import shardwise as sw
@@ -186,6 +187,60 @@ class DroppingBlock(torch.nn.Module):
 tensor_dropout = points(
     lambda: torch.nn.Sequential(DroppingBlock(), DroppingBlock(), torch.nn.Linear(6, 3)),
     tensor_rules={"0.up": "column", "0.down": "row", "1.up": "column", "1.down": "row"},
+)
+
+
+class DroppingAttention(torch.nn.Module):
+    """Self-attention over three tokens with dropout inside of `attend`; tensor parallelism splits its heads."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.dropout, self.attend = 0.5, attend
+        self.query, self.key, self.value = (torch.nn.Linear(2, 8) for _ in range(3))
+        self.out = torch.nn.Linear(8, 2)
+
+    def forward(self, x):
+        tokens = x.view(len(x), 3, 2)
+        projected = [project(tokens) for project in (self.query, self.key, self.value)]
+        heads = [each.unflatten(-1, (-1, 4)).transpose(1, 2) for each in projected]
+        mixed = self.attend(*heads, dropout_p=self.dropout if self.training else 0.0)
+        return x + self.out(mixed.transpose(1, 2).flatten(2)).flatten(1)
+
+
+class TorchAttention(torch.nn.MultiheadAttention):
+    """torch's attention layer over three tokens."""
+
+    def __init__(self):
+        super().__init__(2, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x):
+        tokens = x.view(len(x), 3, 2)
+        return super().forward(tokens, tokens, tokens, need_weights=False)[0].flatten(1)
+
+
+class DropPath(torch.nn.Module):
+    """Stochastic depth as transformers writes it: a comparison of uniform numbers, one for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop_prob = 0.5
+
+    def forward(self, x):
+        if not self.training or not self.drop_prob:
+            return x
+        kept = (1 - self.drop_prob + torch.rand(len(x), 1, dtype=x.dtype)).floor_()
+        return x.div(1 - self.drop_prob) * kept
+
+
+def with_attention(attention, **changes):
+    return points(lambda: torch.nn.Sequential(attention(), torch.nn.Linear(6, 3)), **changes)
+
+
+torch_attention = with_attention(TorchAttention)
+drop_path = with_attention(DropPath)
+attention_dropout = with_attention(
+    lambda: DroppingAttention(scaled_dot_product_attention),
+    tensor_rules={"0.query": "column", "0.key": "column", "0.value": "column", "0.out": "row"},
 )
 
 

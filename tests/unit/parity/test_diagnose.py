@@ -11,7 +11,7 @@ from shardwise.parity.capture import Traced
 from shardwise.parity.compare import Comparison
 from shardwise.parity.diagnose import diagnose
 from shardwise.parity.evidence import Cell, Evidence
-from shardwise.parity.masks import Mask, _noted_masks, compare_masks
+from shardwise.parity.masks import Mask, compare_masks, recorded_masks
 from shardwise.parity.progress import Pulse
 from shardwise.parity.spec import Gap
 from shardwise.plans import Plan
@@ -212,9 +212,10 @@ def test_weights_that_part_before_the_step_are_a_matter_of_the_update():
 def masks(rank, *, same_mask, same_input):
     return [
         Mask(
-            place="blocks.0.drop",
-            given=(1.0, 1.0) if same_input else (float(rank), 1.0),
-            dropped="same" if same_mask else f"rank {rank}",
+            module="blocks.0.drop",
+            operator="native_dropout",
+            digest="same" if same_mask else f"rank {rank}",
+            input=(1.0, 1.0) if same_input else (float(rank), 1.0),
         )
     ]
 
@@ -226,42 +227,46 @@ def masks(rank, *, same_mask, same_input):
         (True, False, "different dropout seeds outside the sharded region"),
     ],
 )
-def test_masks_must_differ_inside_the_cut_region_and_agree_outside(same_input, same_mask, words):
+def test_masks_must_differ_inside_the_sharded_region_and_agree_outside(same_input, same_mask, words):
     by_rank = [masks(rank, same_mask=same_mask, same_input=same_input) for rank in range(2)]
-    finding = compare_masks(by_rank, Layout(tp=2))
+    (finding,) = compare_masks(by_rank, Layout(tp=2)).findings
     assert (finding.cause, finding.parameter, finding.ranks) == (words, "blocks.0.drop", (0, 1))
 
 
 @pytest.mark.parametrize("axis", ["replicate", "shard", "cp"])
 def test_ranks_with_other_samples_or_tokens_must_not_drop_the_same_in_every_call(axis):
     equal = [masks(rank, same_mask=True, same_input=False) * 2 for rank in range(2)]
-    finding = compare_masks(equal, Layout(**{axis: 2}))
+    (finding,) = compare_masks(equal, Layout(**{axis: 2})).findings
     assert finding.cause == "equal dropout seeds across data-parallel ranks"
     once = [
         [*masks(rank, same_mask=True, same_input=False), *masks(rank, same_mask=False, same_input=False)]
         for rank in (0, 1)
     ]
-    assert compare_masks(once, Layout(**{axis: 2})) is None
+    assert compare_masks(once, Layout(**{axis: 2})).findings == ()
 
 
 @pytest.mark.parametrize(("rate", "is_mask"), [(0.0, False), (0.5, True)])
 def test_a_dropout_that_drops_nothing_has_no_mask(rate, is_mask):
     dropout = torch.nn.Dropout(rate)
-    with _noted_masks(dropout, Pulse()) as seen:
+    with recorded_masks(dropout, Pulse()) as seen:
         dropout(torch.ones(64))
-    assert [bool(mask.dropped) for mask in seen] == [is_mask]
+    assert any(mask.digest for mask in seen) == is_mask
 
 
 def test_dropout_that_is_off_on_one_rank_only_is_found():
-    on, off = (Mask(place="blocks.0.drop", given=(1.0, 1.0), dropped=dropped) for dropped in ("some", ""))
-    assert compare_masks([[on], [off]], Layout(tp=2)).parameter == "blocks.0.drop"
-    assert compare_masks([[off], [off]], Layout(tp=2)) is None
+    on, off = (
+        Mask(module="blocks.0.drop", operator="native_dropout", digest=digest, input=(1.0, 1.0))
+        for digest in ("some", "")
+    )
+    (finding,) = compare_masks([[on], [off]], Layout(tp=2)).findings
+    assert finding.parameter == "blocks.0.drop"
+    assert compare_masks([[off], [off]], Layout(tp=2)).findings == ()
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_sound_masks_are_not_accused(same):
     by_rank = [masks(rank, same_mask=same, same_input=same) for rank in range(2)]
-    assert compare_masks(by_rank, Layout(tp=2)) is None
+    assert compare_masks(by_rank, Layout(tp=2)).findings == ()
 
 
 def test_a_gradient_that_is_not_finite_in_one_process_is_no_fault_of_the_plan():

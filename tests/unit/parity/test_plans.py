@@ -3,7 +3,7 @@
 import pytest
 
 from refusals import refuses
-from shardwise.parity.plans import all_plans, changed_numbers, in_precision, parse_plans, settle_plan
+from shardwise.parity.spec import all_plans, changed_numbers, in_precision, parse_plans, settle_plan
 from shardwise.plans import Plan
 from shardwise.plans.toml import plan_to_toml
 

@@ -82,7 +82,7 @@ def test_keyed_masks_that_depend_on_the_rank(plant):
     def own_keys(right, places):
         return right(places) + np.uint64(dist.get_rank())
 
-    plant(cursor.Places, "keys", own_keys)
+    plant(cursor.SamplePositions, "keys", own_keys)
     assert finding_on("ddp", job="keyed_dropout").step == 0
 
 
@@ -188,7 +188,7 @@ def test_a_weight_that_is_tied_too_late(monkeypatch):
     monkeypatch.setattr(apply, "TRANSFORMS", (*apply.TRANSFORMS, untie))
     finding = finding_on("ddp")
     assert (finding.cause, finding.parameter) == ("tied weight trained apart", "embed.weight")
-    assert "head.weight is a parameter of its own" in finding.evidence
+    assert "head.weight is a separate parameter" in finding.evidence
 
 
 def test_a_bias_that_every_tensor_parallel_rank_adds(plant):
@@ -209,7 +209,7 @@ def test_positions_that_begin_anew_in_each_context_parallel_slice(plant):
         inner = module.forward
         return lambda tokens: inner(tokens, position_ids=torch.arange(tokens.shape[1])[None])
 
-    plant(context, "_placed", from_zero)
+    plant(context, "_with_positions", from_zero)
     finding = finding_on("cp")
     assert (finding.cause, finding.step, finding.ranks) == ("wrong positions", 0, (1,))
 
@@ -287,11 +287,11 @@ def test_a_metric_that_is_averaged_per_rank(plant):
 
 def test_rows_that_only_a_short_step_loses(plant):
     def lose_a_row(right, self, step):
-        places = right(self, step)
+        spans = right(self, step)
         short = self.rows_of_step(step) < self.batch_size
-        return [(start, stop - 1) if short else (start, stop) for start, stop in places]
+        return [(start, stop - 1) if short else (start, stop) for start, stop in spans]
 
-    plant(slices.Slices, "places", lose_a_row)
+    plant(slices.Slices, "spans", lose_a_row)
     assert finding_on("ddp", job="divisible").cause == "other batches"
 
 
@@ -316,7 +316,7 @@ def repeat_epoch(right, places, *, seed, epoch, length):
     ("bug", "cause"),
     [
         ((plain.PlainStep, "__call__", spoil_moments), "different updates"),
-        ((plain.PlainStep, "_pass_back", keep_largest_weight), "double loss scaling"),
+        ((plain.PlainStep, "_backpropagate", keep_largest_weight), "double loss scaling"),
         ((loaders, "sample_ids", repeat_epoch), "other batches"),
     ],
     ids=["optimizer moments", "normalizer", "position in the data"],
@@ -352,11 +352,12 @@ def test_unsynced_norm_clipping(plant):
     assert finding.ranks == (0, 1)
 
 
-def test_equal_dropout_seeds_across_tensor_parallel_ranks(plant):
+@pytest.mark.parametrize(("job", "module"), [("tensor_dropout", "0.inner"), ("attention_dropout", "0")])
+def test_equal_dropout_seeds_across_tensor_parallel_ranks(plant, job, module):
     plant(ShardedRandom, "enter", lambda right, self: None)
-    finding = finding_on("tp", job="tensor_dropout")
+    finding = finding_on("tp", job=job)
     assert finding.cause == "equal dropout seeds across tensor-parallel ranks"
-    assert finding.parameter == "0.inner"
+    assert finding.parameter == module
     assert finding.ranks == (0, 1)
 
 
@@ -375,19 +376,31 @@ def test_equal_dropout_seeds_across_data_parallel_ranks(plant, plan):
     assert (finding.parameter, finding.ranks) == ("1", (0, 1))
 
 
-def test_sound_dropout_masks_are_not_accused():
-    assert verdict_on("tp", job="tensor_dropout").status == "passed"
-    assert verdict_on("ddp", job="with_dropout").status == "passed"
+@pytest.mark.representative("torch_attention")
+@pytest.mark.parametrize("job", ["torch_attention", "attention_dropout", "drop_path"])
+def test_equal_seeds_of_dropout_inside_of_attention_and_of_stochastic_depth(plant, job):
+    plant(Layout, "draw_index", lambda right, self, rank: 0)
+    finding = finding_on("ddp", job=job)
+    assert finding.cause == "equal dropout seeds across data-parallel ranks"
+    assert (finding.parameter, finding.ranks) == ("0", (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("plan", "job"),
+    [("tp", "tensor_dropout"), ("ddp", "with_dropout"), ("tp", "attention_dropout"), ("zero3", "torch_attention")],
+)
+def test_sound_dropout_masks_are_not_accused(plan, job):
+    assert verdict_on(plan, job=job).status == "passed"
 
 
 def test_ranks_that_read_the_same_rows(plant):
-    def first_reader(right, self, step):
+    def rows_of_rank_0(right, self, step):
         return right(slices.Slices(**{**vars(self), "dp_rank": 0}), step)
 
-    plant(slices.Slices, "places", first_reader)
+    plant(slices.Slices, "spans", rows_of_rank_0)
     finding = finding_on("ddp")
     assert finding.cause == "other batches"
-    assert finding.step == 2  # the short step, whose rows are dealt out by places
+    assert finding.step == 2  # the short step, whose rows are distributed by spans
     assert "read by no rank" in finding.evidence
 
 
@@ -453,7 +466,7 @@ def test_a_hang_in_a_later_step_ends_a_compiled_plan(plant, monkeypatch):
 def test_random_numbers_that_no_switch_stops():
     finding = finding_on("ddp", job="attending")
     assert finding.cause == "random numbers"
-    assert finding.evidence.startswith("0 draws random numbers in training")  # the module of that name
+    assert finding.evidence.startswith("0 samples random numbers")  # the module of that name
     assert "--set masks=keyed" in finding.evidence
 
 

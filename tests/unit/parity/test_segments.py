@@ -51,13 +51,13 @@ def test_rows_of_the_next_step_are_recognised():
     shifted = {step: {"rows": seen(step + 1, ranks=1).rows} for step in (2, 3)}
     found = divergence(second=life(2, 4, changes=shifted)).finding
     assert found.cause == "other samples"
-    assert found.evidence == "ddp on 2 ranks: step 2 trained on the rows of step 3"
+    assert found.evidence == "ddp on 2 ranks: step 3 trained on the rows of step 4"
     assert found.step == 2
 
 
 def test_rows_left_out_and_taken_instead_are_counted():
     found = divergence(last=life(3, ranks=4, changes={4: {"rows": ("row 16", "row 17", "stranger")}})).finding
-    assert found.evidence.endswith("step 4 left 2 of its 4 rows out and took 1 others")
+    assert found.evidence.endswith("step 5 skipped 2 of its 4 rows and used 1 others")
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_transformers_llama_on_slices_equals_one_process():
 
 
 def test_positions_that_every_slice_counts_from_zero_are_found_out(monkeypatch):
-    monkeypatch.setattr(context, "_placed", lambda module, _: module.forward)
+    monkeypatch.setattr(context, "_with_positions", lambda module, _: module.forward)
     ((_, status, _),) = verdicts("learned", ["cp"], 2)
     assert status == "failed"
 

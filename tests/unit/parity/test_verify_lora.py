@@ -28,7 +28,7 @@ def test_dropped_inputs_of_adapters_are_alike_where_they_are_whole_and_differ_wh
 def test_a_fused_head_with_an_adapter_is_refused():
     ((status, reason),) = statuses("job", ["ddp+fused_loss=true"])
     assert status == "refused"
-    assert "fused_loss, and the head has an adapter" in reason
+    assert "--set fused_loss=false" in reason
 
 
 MATRIX = [

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx import nn
 
 from shardwise.engines.engine import engine_named
-from shardwise.engines.mlx import functions
+from shardwise.engines.mlx import step
 from shardwise.parity.verify import verify
 
 JOBS = Path(__file__).parent / "mlx_jobs.py"
@@ -57,7 +57,7 @@ def test_a_killed_run_goes_on_exactly_on_another_number_of_ranks():
 
 @pytest.mark.prove
 def test_ranks_that_do_not_sum_are_found_out(monkeypatch):
-    monkeypatch.setattr(functions, "sum_over", lambda *_: lambda gradients: gradients)
+    monkeypatch.setattr(step, "sum_over", lambda *_: lambda gradients: gradients)
     (verdict,) = report_on(["ddp"]).verdicts
     assert verdict.status == "failed"
     assert verdict.first.kind == "gradient"

@@ -1,5 +1,6 @@
 """verify --resume: sound resumes pass, and bugs planted in forked ranks are named."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from refusals import refuses
 from shardwise.data import loaders
+from shardwise.parity import progress
 from shardwise.parity.kill import Kill, choose_kills
 from shardwise.parity.verify import verify
 from shardwise.training import saving
@@ -34,7 +36,7 @@ def test_sound_resumes_pass_under_the_next_plan_on_other_ranks():
         assert (verdict.status, verdict.findings) == ("passed", ())
         assert verdict.worst.relative < 1e-11
         assert verdict.measure.endswith(f"resumed on 2 ranks, then as {following} on 1 rank")
-    assert report.to_text().splitlines()[-1] == "jobs: 2 passed; 5 steps on 2 ranks beside an uninterrupted run"
+    assert report.to_text().splitlines()[-1] == "jobs: 2 passed; 5 steps on 2 ranks, compared with an uninterrupted run"
 
 
 def test_keyed_masks_are_the_same_on_other_ranks():
@@ -60,8 +62,8 @@ def test_fp32_stays_within_the_measured_noise():
     ("plan", "job", "words"),
     [
         ("ddp+precision=bf16", "job", "computes in bf16"),
-        ("ddp+accumulation=2", "batch_norm", "belong to a micro-batch"),
-        ("tp", "batch_norm", "no rules for tensor parallelism"),
+        ("ddp+accumulation=2", "batch_norm", "depend on the micro-batches"),
+        ("tp", "batch_norm", "--propose-rules"),
     ],
 )
 def test_plans_that_cannot_be_proven_are_refused(plan, job, words):
@@ -91,7 +93,7 @@ def test_kills_are_seeded_and_leave_something_to_resume_from():
         assert first.step + 2 <= second.step <= steps - 1
         moments.add(second.moment)
     assert moments == {"open", "os.rename"}
-    assert str(Kill(moment="open", step=4)) == "as the checkpoint of step 4 was begun"
+    assert str(Kill(moment="open", step=4)) == "at the start of the save of step 4"
 
 
 def after_resume(monkeypatch, bug):
@@ -116,7 +118,7 @@ def test_a_cursor_off_by_one_batch(monkeypatch):
     monkeypatch.setattr(loaders.IndexLoader, "__init__", late)
     finding = finding_on()
     assert finding.cause == "other samples"
-    assert f"step {finding.step} trained on the rows of step {finding.step + 1}" in finding.evidence
+    assert f"step {finding.step + 1} trained on the rows of step {finding.step + 2}" in finding.evidence
 
 
 def test_an_optimizer_that_is_not_restored(monkeypatch):
@@ -171,7 +173,7 @@ def test_a_run_that_starts_again_instead(monkeypatch):
 
 
 def test_saves_that_never_happen_fail_the_plan(monkeypatch):
-    monkeypatch.setattr("shardwise.parity.kill._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("shardwise.parity.kill.SAVE_S", 0.5)
     monkeypatch.setattr(saving.Saving, "is_due", lambda self, number: False)
     (verdict,) = report_on(["ddp"]).verdicts
     assert verdict.status == "failed"
@@ -198,3 +200,26 @@ def test_a_job_that_draws_random_numbers_is_told_apart():
 
 def test_a_job_that_differs_each_time_is_told_apart():
     assert finding_on(job="restless").cause == "non-deterministic operation"
+
+
+def hang_on_rank_1(right, *args):
+    if dist.get_world_size() > 1 and dist.get_rank() == 1:
+        time.sleep(3600)
+    return right(*args)
+
+
+@pytest.mark.parametrize("moment", ["after a resume", "in a step"])
+def test_a_rank_that_hangs_ends_its_plan_and_is_located(monkeypatch, moment):
+    monkeypatch.setattr(progress, "LEAST_S", 2.0)
+    if moment == "in a step":
+        right = plain.PlainStep._accumulate
+        monkeypatch.setattr(plain.PlainStep, "_accumulate", lambda self, *args: hang_on_rank_1(right, self, *args))
+        label = "ddp on 2 ranks"
+    else:
+        after_resume(monkeypatch, lambda step: hang_on_rank_1(lambda: None))
+        label = "ddp on 2 ranks, resumed"
+    finding = finding_on(timeout_s=120.0)
+    assert (finding.cause, finding.ranks) == ("hang", (0, 1))
+    assert finding.evidence.startswith(f"{label}: ranks made no progress for")
+    assert f"rank 1 is at {__file__}" in finding.evidence
+    assert "hang_on_rank_1" in finding.evidence

@@ -3,10 +3,10 @@ import dataclasses
 import pytest
 
 from refusals import refuses
+from shardwise.engines.engine import require_supported
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.layout import Layout
-from shardwise.parallel.support import require_supported
 from shardwise.planner.cost.memory import predict_memory
 from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
@@ -70,7 +70,7 @@ def test_a_plan_between_the_limit_and_the_device_says_which_it_exceeds():
     question = asked("llama-7b", "8xA100-40GB", 64)
     memory = search(question).families["ddp"].memory
     near = dataclasses.replace(memory, reserved=41.2e9 - memory.outside)
-    assert over_the_limit(near, question) == "needs 41.2 GB, a plan may use 40.2 GB (95% of the device's 42.3 GB)"
+    assert over_the_limit(near, question) == "needs 41.2 GB, but a plan may use 40.2 GB (95% of the device's 42.3 GB)"
     near = dataclasses.replace(memory, host=question.host_capacity + 1e9)
     assert "(90% of a device's share of the node's " in over_the_host_limit(near, question)
 
@@ -87,8 +87,8 @@ def test_reasons_name_the_chosen_the_slower_and_the_unneeded():
     [
         ("resnet-50", "1xH100", "zero3", "one device has no other"),
         ("resnet-50", "2xH100", "hsdp", "too few for two kinds"),
-        ("resnet-50", "4xH100", "tp", "not known to split"),
-        ("gpt2-xl", "4xH100", "tp", "splits evenly by 5, 25 only"),
+        ("resnet-50", "4xH100", "tp", "no known tensor-parallel rules"),
+        ("gpt2-xl", "4xH100", "tp", "split evenly by 5, 25 only"),
     ],
 )
 def test_what_cannot_be_has_its_own_reason(name, cluster, family, words):
@@ -129,7 +129,7 @@ def test_sequences_are_to_be_cut_only_as_far_as_the_rest_of_the_plan_allows(layo
 
 
 @pytest.mark.parametrize(
-    ("cluster", "words"), [("8xH100", "whole ones take"), ("64xH100", "32 samples keep 64 devices busy only if")]
+    ("cluster", "words"), [("8xH100", "unsplit they take"), ("64xH100", "32 samples occupy 64 devices only if")]
 )
 def test_why_sequences_are_split_is_reported(cluster, words):
     fork = decision_path(search(asked(model("llama3-8b", length=131_072), cluster, 32)))[-2]

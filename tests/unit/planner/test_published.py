@@ -18,8 +18,7 @@ from shardwise.parallel.recompute import recompute_block
 from shardwise.parallel.tensor_rules import split_dim, styles_by_name
 from shardwise.planner.model import operators
 from shardwise.planner.model.decoder_parts import PUBLISHED, decoder_shape, published
-from shardwise.planner.model.resnet_parts import resnet_shape
-from shardwise.planner.model.t5_parts import t5_shape
+from shardwise.planner.model.t5_parts import resnet_shape, t5_shape
 from shardwise.plans.catalogue import BYT5_COMMON, BYT5_SIZES, RESNETS, SIZES, T5_COMMON, T5_SIZES, DecoderConfig
 
 ROWS, LENGTH, VOCABULARY = 4, 64, 999

@@ -3,10 +3,10 @@ import itertools
 
 import pytest
 
+from shardwise.engines.engine import require_supported
 from shardwise.errors import PlanError
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
-from shardwise.parallel.support import require_supported
 from shardwise.planner.cost.memory import predict_memory
 from shardwise.planner.cost.time import TimeModel
 from shardwise.planner.model.decoder_parts import published

@@ -49,14 +49,14 @@ def test_every_layer_has_one_stage_and_every_stage_one_rank():
 @pytest.mark.parametrize(
     ("plan", "num_layers", "refusal"),
     [
-        (a_plan(), 3, ("plan.pipeline-too-many-stages", "4 stages of 3 layers", "pp = 3")),
-        (a_plan("zbv", pp=2), 3, ("plan.pipeline-too-many-stages", "4 stages of 3 layers", "1f1b")),
+        (a_plan(), 3, ("plan.pipeline-too-many-stages", 4, 3, "pp = 3")),
+        (a_plan("zbv", pp=2), 3, ("plan.pipeline-too-many-stages", 4, 3, "1f1b")),
         (a_plan(split=(1, 1, 2)), 8, ("plan.pipeline-split-invalid", "split = [2, 4, 6]")),
-        (a_plan(split=(1, 2, 8)), 8, ("plan.pipeline-split-invalid", "8 layers", "1 to 7")),
-        (a_plan(split=(1, 2)), 8, ("plan.pipeline-split-count", "3 stages", "3 boundaries")),
-        (a_plan("interleaved_1f1b", pp=2, split=(1, 2)), 8, ("plan.pipeline-split-count", "3 stages", "3 boundaries")),
+        (a_plan(split=(1, 2, 8)), 8, ("plan.pipeline-split-invalid", 8, "1 to 7")),
+        (a_plan(split=(1, 2)), 8, ("plan.pipeline-split-count", 3, "3 boundaries")),
+        (a_plan("interleaved_1f1b", pp=2, split=(1, 2)), 8, ("plan.pipeline-split-count", 3, "3 boundaries")),
         (a_plan(accumulation=2), 8, ("plan.pipeline-accumulation", "accumulation = 4 with micro_batch = 1")),
-        (a_plan(accumulation=1), 8, ("plan.pipeline-accumulation", "accumulation = 4", "a batch of 4")),
+        (a_plan(accumulation=1), 8, ("plan.pipeline-accumulation", "accumulation = 4", "batch_size 4")),
         (a_plan("interleaved_1f1b", pp=2, accumulation=5), 8, ("plan.pipeline-accumulation", "accumulation = 2 with")),
         (
             a_plan("dualpipev", pp=2, accumulation=3),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.recorder.imports import Asked, be_deterministic, deterministic_variables
+from shardwise.recorder.imports import RecorderOptions, be_deterministic, deterministic_variables
 from shardwise.recorder.start import record_variables
 from shardwise.testing import run_ranks
 
@@ -28,8 +28,8 @@ except RuntimeError as error:
 
 def run(folder, rank):
     environ = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    asked = Asked(deterministic=True).variables()
-    environ = {**environ, **asked, "NCCL_ALGO": "Tree", **record_variables(environ, folder)}
+    options = RecorderOptions(deterministic=True).variables()
+    environ = {**environ, **options, "NCCL_ALGO": "Tree", **record_variables(environ, folder)}
     done = subprocess.run([sys.executable, "-c", CODE], env=environ, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
@@ -61,5 +61,5 @@ def test_the_users_own_variables_stay():
 
 
 def test_a_rank_that_is_asked_for_nothing_gets_no_variables():
-    assert Asked().variables() == {}
-    assert Asked(check_replicas=5).variables() == {"SHARDWISE_CHECK_REPLICAS": "5"}
+    assert RecorderOptions().variables() == {}
+    assert RecorderOptions(check_replicas=5).variables() == {"SHARDWISE_CHECK_REPLICAS": "5"}

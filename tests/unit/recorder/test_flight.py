@@ -30,7 +30,7 @@ def test_a_collective_of_c_that_hangs_is_copied_with_its_line(tmp_path):
         thread = FlightThread(ring, lambda _name: ring.intern(WORLD))
 
         def look():
-            thread._look()
+            thread._read_counters()
             reader.refresh()
             return list(reader.flights())
 
@@ -109,8 +109,8 @@ def nccl(monkeypatch):
 def test_groups_of_nccl_are_followed_beside_the_others(tmp_path, nccl):
     ring = CallRing(tmp_path / "a.calls")
     thread = FlightThread(ring, lambda _name: ring.intern(WORLD))
-    thread._look()
-    thread._look()
+    thread._read_counters()
+    thread._read_counters()
     reader = CallReader(tmp_path / "a.calls")
     reader.refresh()
     [found] = [flight for flight in reader.flights() if flight.enqueued == NUMBER]
@@ -120,8 +120,8 @@ def test_groups_of_nccl_are_followed_beside_the_others(tmp_path, nccl):
 def test_a_rank_that_ends_leaves_no_collective_behind_in_which_it_seems_to_wait(tmp_path, nccl):
     ring = CallRing(tmp_path / "a.calls")
     thread = FlightThread(ring, lambda _name: ring.intern(WORLD))
-    thread._look()
-    thread._look()
+    thread._read_counters()
+    thread._read_counters()
     thread._end()
     reader = CallReader(tmp_path / "a.calls")
     reader.refresh()
@@ -134,7 +134,7 @@ def test_a_group_of_nobody_is_not_looked_for_at_every_look(tmp_path, nccl, monke
     monkeypatch.setattr(flight, "_dump", lambda **how: looks.append(how) or real(**how))
     thread = FlightThread(CallRing(tmp_path / "a.calls"), lambda _name: 0)
     for _ in range(20):
-        thread._look()
+        thread._read_counters()
     assert len(looks) == 1
 
 
@@ -149,14 +149,14 @@ def test_collectives_that_ended_out_of_order_are_looked_through_once(tmp_path, n
     ring = CallRing(tmp_path / "a.calls")
     thread = FlightThread(ring, lambda _name: ring.intern(WORLD))
     for _ in range(20):
-        thread._look()
+        thread._read_counters()
     assert len(looks) == 2  # one to learn of the group, one to look for what is not done
 
 
 def test_another_version_ends_the_thread_and_nothing_else(tmp_path, monkeypatch):
     dump = pickle.dumps({"version": "3.0", "pg_status": {}})
     monkeypatch.setattr(c10d, "_dump_fr_trace", lambda *_: dump)
-    monkeypatch.setattr(flight, "_LOOK_S", 0.01)
+    monkeypatch.setattr(flight, "_INTERVAL_S", 0.01)
     thread = FlightThread(CallRing(tmp_path / "a.calls"), lambda _name: 0)
     thread.start()
     thread._thread.join(10)

@@ -31,8 +31,8 @@ def test_the_record_is_begun_before_the_script(tmp_path):
 
 def test_the_script_and_its_children_see_nothing_of_it(tmp_path):
     code = (
-        "import os, sys; print([v for v in os.environ.values() if 'record/site' in v]);"
-        " print([p for p in sys.path if 'record/site' in p]);"
+        "import os, sys; print([v for v in os.environ.values() if 'recorder/site' in v]);"
+        " print([p for p in sys.path if 'recorder/site' in p]);"
         " print('SHARDWISE_RECORD' in os.environ, 'torch' in sys.modules)"
     )
     assert run(code, tmp_path / "run") == ["[]", "[]", "False False"]

@@ -42,8 +42,8 @@ def test_every_rank_is_shown_with_what_it_is_told(dry_run):
     assert [line.split()[1] for line in lines if line.startswith("#   ")] == [f"RANK={rank}" for rank in range(6)]
     assert [line for line in lines if line.startswith("# node")] == [
         "# node 0",
-        "# node 1, which may be missing",
-        "# node 2, which may be missing",
+        "# node 1 (optional)",
+        "# node 2 (optional)",
     ]
 
 

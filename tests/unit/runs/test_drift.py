@@ -61,6 +61,6 @@ def test_evidence_leaves_one_cause(name):
 def test_a_drift_is_one_sentence():
     drift = Drift(step=12, last_equal=10, copies=copies(1, 1, 2, 2, 1), others=1, cause=Cause.SETTINGS)
     assert str(drift) == (
-        "replicas differ after step 12 (equal after step 10): ranks 2-3 hold another weight than ranks 0-1, 4,"
+        "replicas differ after step 12 (equal after step 10): weight of ranks 2-3 differs from that of ranks 0-1, 4,"
         f" and 1 more tensor; {Cause.SETTINGS.value}"
     )

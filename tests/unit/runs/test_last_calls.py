@@ -20,7 +20,7 @@ def test_a_rank_that_skipped_a_collective_before_backward_is_named_with_both_lin
     text = describe_mismatch(
         {0: inside(call(4, group=PAIR, site="/x/a.py:10")), 1: left(3, line="/x/a.py:11", in_backward=True)}
     )
-    assert text.startswith("rank 1 did not make all_reduce #4 (sum float32*4) at /x/a.py:10, which rank 0 made")
+    assert text.startswith("rank 1 did not call all_reduce #4 (sum float32*4) at /x/a.py:10, which rank 0 called")
     assert "rank 1 was in backward at /x/a.py:11" in text
 
 
@@ -42,7 +42,7 @@ def test_one_rank_that_made_a_call_of_its_own_is_named_not_the_many():
     trio = GroupKey("0", 0, (0, 1, 2))
     others = left(3, group=trio, line="/x/a.py:11", in_backward=True)
     text = describe_mismatch({0: others, 1: inside(call(4, group=trio)), 2: others})
-    assert text.startswith("rank 1 made all_reduce #4")
+    assert text.startswith("rank 1 called all_reduce #4")
     assert "ranks 0, 2 were in backward at /x/a.py:11" in text
 
 

@@ -14,6 +14,7 @@ from runs.synthetic import GIB, attempt_event, empty_run, large_run, start_event
 
 from refusals import refuses
 from shardwise.monitor.server import increment
+from shardwise.runs.recorder import Mark
 from shardwise.runs.state import RunState, check_run
 
 
@@ -44,7 +45,7 @@ def trained(run, at=None):
 def test_steps_of_rank_zero_are_the_curve_and_the_place(tmp_path):
     state = seen(trained(empty_run(tmp_path / "run")))
     status = state.status()
-    assert losses(state) == [(0, 6.0), (1, 5.0), (2, 4.0), (3, 3.0), (4, 2.0), (5, 1.0)]
+    assert losses(state) == [(1, 6.0), (2, 5.0), (3, 4.0), (4, 3.0), (5, 2.0), (6, 1.0)]
     assert (status.step, status.num_steps, status.loss, status.state) == (6, 10, 1.0, "running")
     assert (status.plan, status.samples_per_s) == ("shard2 (zero 3)", 192.0)
     assert status.eta_s == pytest.approx(4 / 3)
@@ -69,7 +70,7 @@ def test_restart_replaces_the_steps_that_are_done_again_and_is_marked(tmp_path):
     run = trained(empty_run(tmp_path / "run"))
     write(run.events(0), start_event(time.time(), 2, 10), steps_event(time.time(), 4, [2.5, 1.5, 0.5]))
     state = seen(run)
-    assert losses(state) == [(0, 6.0), (1, 5.0), (2, 4.0), (3, 3.0), (4, 2.5), (5, 1.5), (6, 0.5)]
+    assert losses(state) == [(1, 6.0), (2, 5.0), (3, 4.0), (4, 3.0), (5, 2.5), (6, 1.5), (7, 0.5)]
     assert [mark.step for mark in state.status().restart_marks] == [4]
 
 
@@ -93,7 +94,7 @@ def test_run_that_is_started_anew_in_its_place_is_followed_from_its_start(tmp_pa
     run.events(0).unlink()
     write(run.events(0), start_event(time.time(), 1, 3), steps_event(time.time(), 0, [9.0]))
     state.refresh_all()
-    assert losses(state) == [(0, 9.0)]
+    assert losses(state) == [(1, 9.0)]
     assert state.identity != before
 
 
@@ -126,7 +127,7 @@ def test_loss_that_is_no_number_is_a_gap_and_is_told(tmp_path):
     write(run.events(0), steps_event(time.time(), 6, [None]), note)
     write(run.events(1), note)
     state = seen(run)
-    assert losses(state)[-1] == (6, None)
+    assert losses(state)[-1] == (7, None)
     assert state.status().loss is None
     assert [entry.text for entry in state.history.since(0) if entry.kind == "note"] == [note["text"]]
 
@@ -160,7 +161,7 @@ def test_launcher_tells_how_ranks_ended_and_why_the_run_failed(tmp_path):
     state.refresh_all()
     status = state.status()
     assert (status.state, status.verdict, status.job) == ("failed", "rank 0 failed first: ValueError: no", "train.py")
-    assert [(rank.state, rank.words) for rank in status.ranks] == [("failed", "ValueError: no"), ("done", "")]
+    assert [(rank.state, rank.message) for rank in status.ranks] == [("failed", "ValueError: no"), ("done", "")]
     assert state.is_over
 
 
@@ -294,8 +295,34 @@ def test_path_that_is_no_run_directory_is_refused_in_one_sentence(tmp_path):
         ("none", ("run.not-found",)),
         ("file", ("run.not-a-run", "is a file")),
         ("empty", ("run.not-a-run",)),
-        ("runs", ("run.not-a-run", "the newest run in it is")),
+        ("runs", ("run.not-a-run", "runs/a")),
     ):
         with refuses(*refusal):
             check_run(tmp_path / name)
     check_run(tmp_path / "runs" / "a")
+
+
+def test_metrics_learning_rate_and_logged_values_are_curves_that_a_restart_repeats(tmp_path):
+    run = empty_run(tmp_path / "run")
+    evaluation = {"at": 3.0, "kind": "evaluation", "epoch": 0, "values": {"loss": 2.0, "accuracy": 0.5}}
+    write(
+        run.events(0),
+        start_event(1.0, 1, 4),
+        {**evaluation, "step": 0},
+        *({"at": 2.0, "kind": "log", "step": step, "values": {"rows": 8.0 * step}} for step in (1, 2, 3)),
+        steps_event(2.0, 0, [3.0, 2.0, 1.0], lr=0.5),
+        {**evaluation, "step": 3},
+        start_event(4.0, 1, 4),  # resumed after step 2: step 3 is logged again, before its loss is published
+        {"at": 5.0, "kind": "log", "step": 3, "values": {"rows": 7.0, "late": None}},
+        steps_event(6.0, 2, [1.5], lr=0.25),
+    )
+    curves = {name: [(row[0], row[3]) for row in curve.rows()] for name, curve in seen(run).training.curves.items()}
+    assert curves["log/rows"] == [(1, 8.0), (2, 16.0), (3, 7.0)]
+    assert curves["evaluation"] == [(0, 2.0)]
+    assert curves["evaluation/accuracy"] == [(0, 0.5)]
+    assert curves["learning_rate"] == [(3, 0.25)]
+    assert curves["loss"] == [(1, 3.0), (2, 2.0), (3, 1.5)]
+
+
+def test_phase_inside_a_step_is_shown_with_the_step_it_leads_to():
+    assert [Mark(0.0, phase, 4).shown_step for phase in ("forward", "data", "save", "end")] == [5, 5, 4, 4]

@@ -61,7 +61,7 @@ def test_ranks_that_do_not_fit_are_folded_with_the_worst_first():
     ranks = [status(rank, host=f"node{rank // 8}", memory_bytes=float(rank)) for rank in range(64)]
     ranks[13] = status(13, phase="data", lag_s=3.0)
     ranks[40] = status(40, step=7, lag_s=2.0, lag_steps=2)
-    ranks[5] = status(5, state="failed", words="SIGKILL")
+    ranks[5] = status(5, state="failed", message="SIGKILL")
     rows = fold_ranks(ranks, most=10)
     assert [row.ranks for row in rows[:3]] == [(5,), (40,), (13,)]
     assert rank_spans(rows[3].ranks) == "0-4, 6-12, 14-39, 41-63"
@@ -72,4 +72,4 @@ def test_rows_that_still_do_not_fit_are_counted():
     rows = fold_ranks([status(rank, step=rank, lag_steps=63 - rank) for rank in range(64)], most=5)
     assert len(rows) == 5
     assert [row.ranks for row in rows[:4]] == [(0,), (1,), (2,), (3,)]
-    assert rows[4].words == "60 more"
+    assert rows[4].label == "60 more"

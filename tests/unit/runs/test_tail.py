@@ -1,7 +1,7 @@
 """Files that somebody else still writes."""
 
 from shardwise.runs.events import Tail, end_of_file
-from shardwise.runs.state import PIECE
+from shardwise.runs.state import CHUNK
 
 LINE = '{"kind":"note","text":"%s"}\n'
 
@@ -70,8 +70,8 @@ def test_file_that_was_replaced_by_a_longer_one_is_read_again(tmp_path):
 def test_large_file_is_read_in_pieces(tmp_path):
     path = tmp_path / "events"
     line = LINE % ("x" * 1000)
-    path.write_text(line * (PIECE * 5 // 2 // len(line)))
-    file, pieces = Tail(path, piece=PIECE), []
+    path.write_text(line * (CHUNK * 5 // 2 // len(line)))
+    file, pieces = Tail(path, chunk=CHUNK), []
     while events := file.events():
         pieces.append(len(events))
     assert len(pieces) == 3

@@ -9,18 +9,18 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from refusals import refuses
-from shardwise.torch_private import dispatch, distributed, modules, runtime
+from shardwise.torch_private import dispatch, distributed
 
 
 def test_launchers_and_the_recorder_read_names_without_importing_torch():
-    code = "import sys; from shardwise.torch_private import distributed, runtime; print('torch' in sys.modules)"
+    code = "import sys; from shardwise.torch_private import distributed; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 def test_a_name_that_nothing_can_stand_in_for_is_refused_with_the_version_of_torch():
     with refuses("world.torch-name-missing", torch.__version__, "_gone"):
-        runtime.required(torch.cuda, "_gone")
+        distributed.required(torch.cuda, "_gone")
 
 
 def test_the_sequence_number_of_a_running_node_says_which_module_it_belongs_to():
@@ -68,7 +68,7 @@ def test_hooks_on_gradients_are_seen_and_shared():
         (torch._C, "_current_graph_task_id", dispatch.is_in_backward, False),
         (torch._C, "_current_autograd_node", dispatch.running_sequence_number, None),
         (torch._C._autograd, "_get_sequence_nr", dispatch.next_sequence_number, 0),
-        (torch.cuda, "_is_in_bad_fork", runtime.was_cuda_used, False),
+        (torch.cuda, "_is_in_bad_fork", distributed.was_cuda_used, False),
         (distributed_c10d, "_world", lambda: list(distributed.groups_with_stores()), []),
         (
             torch._C._distributed_c10d,
@@ -125,20 +125,20 @@ def test_attention_kernels_of_cuda_have_shapes_on_meta():
 def test_own_registries_list_tied_parameters_and_repeated_children():
     layer = nn.Linear(2, 2)
     model = nn.Sequential(layer, layer)
-    assert list(modules.own_modules(model)) == ["0", "1"]
-    assert set(modules.own_parameters(layer)) == {"weight", "bias"}
-    assert set(modules.own_buffers(nn.BatchNorm1d(2))) == {"running_mean", "running_var", "num_batches_tracked"}
-    assert vars(layer).keys() >= modules.REGISTRIES
-    assert not modules.is_compiled(layer)
+    assert list(dispatch.own_modules(model)) == ["0", "1"]
+    assert set(dispatch.own_parameters(layer)) == {"weight", "bias"}
+    assert set(dispatch.own_buffers(nn.BatchNorm1d(2))) == {"running_mean", "running_var", "num_batches_tracked"}
+    assert vars(layer).keys() >= dispatch.REGISTRIES
+    assert not dispatch.is_compiled(layer)
 
 
 def test_convolutions_are_padded_as_their_modules_are():
     images = torch.randn(1, 2, 5, 5)
     plain = nn.Conv2d(2, 3, 3, stride=2, padding=1, padding_mode="circular")
-    assert torch.equal(modules.padded_convolution(plain, images, plain.weight, plain.bias), plain(images))
+    assert torch.equal(dispatch.padded_convolution(plain, images, plain.weight, plain.bias), plain(images))
     transposed = nn.ConvTranspose2d(2, 3, 3, stride=2)
     size = transposed(images, output_size=[12, 12]).shape[-1]
-    assert modules.transposed_padding(transposed, images, [12, 12]) == [size - transposed(images).shape[-1]] * 2
+    assert dispatch.transposed_padding(transposed, images, [12, 12]) == [size - transposed(images).shape[-1]] * 2
 
 
 def test_a_copied_optimizer_has_step_hooks_of_its_own():
@@ -146,7 +146,7 @@ def test_a_copied_optimizer_has_step_hooks_of_its_own():
     optimizer.register_step_post_hook(lambda *_: pytest.fail("the hook of the original ran"))
     trial = object.__new__(type(optimizer))
     vars(trial).update(vars(optimizer))
-    modules.drop_step_hooks(trial)
+    dispatch.drop_step_hooks(trial)
     trial.step()
     assert len(optimizer._optimizer_step_post_hooks) == 1
 

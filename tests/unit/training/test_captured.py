@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 import shardwise as sw
 from refusals import refuses
 from shardwise.cli.main import main
-from shardwise.parallel.support import require_supported
+from shardwise.engines.engine import require_supported
 from shardwise.plans import Plan
 from shardwise.training import loop
 
@@ -51,7 +51,7 @@ def test_without_a_gpu_it_says_so_and_trains_the_same():
     assert found == exact
     assert silent == []
     assert said == [
-        "capture = step: not captured, it needs a CUDA device; steps run one kernel after another",
+        "capture = step: the step is not captured because it requires a CUDA device; kernels are launched one by one",
     ]
 
 
@@ -85,10 +85,10 @@ def test_changing_shapes_end_a_run_in_one_sentence(tmp_path, capfd):
     )
     code = main(["train", str(tmp_path / "changing.py"), "--set", "capture=step", "--run-dir", str(tmp_path / "run")])
     assert code == 2
-    assert "and capture = step replays one shape: pad batches to one length" in capfd.readouterr().err
+    assert "capture = step requires batches of constant shape, got [4, 6] after [4, 5]" in capfd.readouterr().err
 
 
-def test_a_training_of_one_process_leaves_nothing_in_the_way_of_a_graph(monkeypatch):
+def test_a_training_of_one_process_leaves_nothing_in_the_way_of_a_graph(monkeypatch, tmp_path):
     given = []
     real = loop.build_step
 
@@ -98,7 +98,7 @@ def test_a_training_of_one_process_leaves_nothing_in_the_way_of_a_graph(monkeypa
 
     monkeypatch.setattr(loop, "build_step", spied)
     with sw.world(device="cpu") as world:
-        sw.train(job(), Plan(micro_batch=4, capture="step"), world, show_progress=False)
+        sw.train(job(), Plan(micro_batch=4, capture="step"), world, run_dir=tmp_path, show_progress=False)
     assert given == [None]
 
 

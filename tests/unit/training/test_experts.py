@@ -331,7 +331,7 @@ def whole(gradient):
 
 def test_scalars_are_refused_where_their_gradients_would_not_be_summed():
     def body(world):
-        with refuses("support.fsdp-scalar-parameter", "mixture.scale", "a loop of your own"):
+        with refuses("support.fsdp-scalar-parameter", "mixture.scale", "a custom training loop"):
             sw.parallelize(Units(), sw.Plan.preset("fsdp", world.size), world)
         return True
 

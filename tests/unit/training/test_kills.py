@@ -42,10 +42,10 @@ def make_job(log, epochs):
         lines.append(batch[1].tolist())
         return torch.nn.functional.cross_entropy(output, batch[-1], reduction="sum")
 
-    def on_step(report):
+    def on_step(context):
         with log.open("a") as file:
             for indices in lines:
-                file.write(f"{report.number} {' '.join(map(str, indices))}\n")
+                file.write(f"{context.report.number} {' '.join(map(str, indices))}\n")
         lines.clear()
 
     lines = []

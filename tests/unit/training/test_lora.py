@@ -39,7 +39,7 @@ def held(world, name):
     for batch in step.feed:
         step(batch)
     named = dict(step.named_parameters())
-    states = {key.rpartition("/")[0] for key in step.held().states}
+    states = {key.rpartition("/")[0] for key in step.local_state().states}
     frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
     return states, [name for name in frozen if named[name].grad is not None], len(frozen)
 

@@ -108,22 +108,22 @@ def test_a_pipeline_refuses_a_mean_and_reports_a_loss_over_the_micro_batch_on_ra
         run_ranks(train, 2, make_job(REFUSED["mean"][0]), "pp", 2)
     (_, remarks, _), _ = run_ranks(train, 2, make_job(sw.Loss(sum=contrast)), "pp", 2)
     assert len(remarks) == 1
-    assert "depends on which rows share a micro-batch" in remarks[0]
+    assert "depends on the rows of a micro-batch" in remarks[0]
 
 
 @pytest.mark.parametrize(
-    ("loss", "times"),
+    ("loss", "factors"),
     [
-        (sw.Loss(sum=contrast), "and 2 times"),
-        (sw.Loss(sum=lambda output, batch: cross_entropy(output, batch[1]), count=lambda _: 1), "1 and 1 times"),
-        (sw.Loss(sum=row_sum, count=lambda _: 1), "2 and 1 times"),
+        (sw.Loss(sum=contrast), "and 2 instead of 2"),
+        (sw.Loss(sum=lambda output, batch: cross_entropy(output, batch[1]), count=lambda _: 1), "1 and 1 instead of 2"),
+        (sw.Loss(sum=row_sum, count=lambda _: 1), "2 and 1 instead of 2"),
     ],
     ids=["contrastive", "mean of one", "sum over one"],
 )
-def test_a_loss_over_the_whole_micro_batch_gets_a_remark(loss, times):
+def test_a_loss_over_the_whole_micro_batch_gets_a_remark(loss, factors):
     ((_, remarks, _),) = run_ranks(train, 1, make_job(loss))
     assert len(remarks) == 1
-    assert times in remarks[0]
+    assert factors in remarks[0]
 
 
 def test_the_check_draws_no_random_number_and_moves_no_state_of_the_loss():

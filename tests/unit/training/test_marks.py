@@ -17,7 +17,7 @@ from shardwise.plans.plan import Pipeline
 from shardwise.runs import RunDirectory
 from shardwise.runs.recorder import PHASES, read_recorder
 from shardwise.testing import run_ranks
-from shardwise.training.step.step import Ranges, nobody, nvtx_ranges, tell
+from shardwise.training.step.step import Ranges, combine_marks, ignore_mark, nvtx_ranges
 
 CONFIG = DecoderConfig(family="llama", vocab_size=13, context=8, width=8, num_heads=2, mlp_width=12, num_layers=4)
 
@@ -101,7 +101,7 @@ def test_a_disk_that_takes_no_record_does_not_stop_the_training(tmp_path):
 
 def test_all_listeners_hear_a_mark_in_order():
     heard = []
-    mark = tell(lambda *words: heard.append((1, *words)), None, lambda *words: heard.append((2, *words)))
+    mark = combine_marks(lambda *words: heard.append((1, *words)), None, lambda *words: heard.append((2, *words)))
     mark("forward", 4)
     assert heard == [(1, "forward", 4), (2, "forward", 4)]
 
@@ -110,8 +110,8 @@ def test_nobody_stands_between_a_step_and_its_only_listener():
     def listener(phase, step):
         pass
 
-    assert tell(None, listener) is listener
-    assert tell(None) is nobody
+    assert combine_marks(None, listener) is listener
+    assert combine_marks(None) is ignore_mark
 
 
 def test_one_range_is_open_at_a_time_and_saving_is_called_checkpoint():

@@ -10,7 +10,7 @@ from training.test_own_loop import RULES, Points, make_net
 
 import shardwise as sw
 from refusals import refuses
-from shardwise.checkpoint import CheckpointFolder, MismatchError
+from shardwise.checkpoint import CheckpointDirectory, MismatchError
 from shardwise.testing import run_ranks
 from shardwise.training.own_state import _decode, _encode
 
@@ -106,7 +106,7 @@ def test_nothing_there_is_none_and_what_does_not_fit_changes_nothing(tmp_path):
     only = {"model": make_net(), "epoch": 0}
     assert sw.load(tmp_path, only) == 7
     assert only["epoch"] == 3
-    assert CheckpointFolder(tmp_path).latest().name == "step-00000007"
+    assert CheckpointDirectory(tmp_path).latest().name == "step-00000007"
 
 
 def test_several_models_and_optimizers_are_told_apart_and_tied_weights_are_saved_once(tmp_path):

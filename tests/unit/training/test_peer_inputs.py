@@ -118,7 +118,7 @@ def roll(batch, rank):
 
 def unsliced(micro_batch, _):
     """Feed whole rows to the ranks of a context-parallel group."""
-    return msgspec.structs.replace(micro_batch, batch=micro_batch.uncut, whole=None)
+    return msgspec.structs.replace(micro_batch, batch=micro_batch.unsharded, whole=None)
 
 
 def kept(micro_batch, _):

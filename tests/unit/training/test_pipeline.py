@@ -117,7 +117,7 @@ def on_a_rank(world, *, make, plan, steps, job, prepare, autocast):
     )
     mesh = world.mesh(plan.layout)
     place = MeshContext(device=world.device, layout=plan.layout, rank=world.rank, mesh=mesh, dp_group=None)
-    step = PipelineStep(job, stages, parts, cut=cut, plan=plan, place=place)
+    step = PipelineStep(job, stages, parts, split=cut, plan=plan, mesh_context=place)
     losses = [step(batch).loss_sum.item() for batch in steps]
     measured = step.measure(steps[-1].micro_batches[0], {"loss": job.loss})
     return losses, {name: parameter.detach() for name, parameter in step.named_parameters()}, measured

@@ -63,8 +63,8 @@ def trained(world, layout, folder=None, *, job=None, precision=FP64, told=False,
 def stopped(world, layout, folder, **options):
     """Train up to step SAVED, save there and leave, as after a stop request."""
 
-    def stop(report):
-        if report.number == SAVED - 1:
+    def stop(context):
+        if context.step == SAVED:
             import os
             import signal
 
@@ -127,7 +127,7 @@ def cells():
             f"| {save_under} | {' | '.join(f'{found[save_under, each]:.0e}' for each in LAYOUTS)} |"
             for save_under in LAYOUTS
         ]
-        (ROOT / "docs" / "resume-table.md").write_text(HEAD + "\n".join(lines) + "\n")
+        (ROOT / "docs" / "results" / "resume-table.md").write_text(HEAD + "\n".join(lines) + "\n")
 
 
 @pytest.mark.prove
@@ -195,7 +195,7 @@ def test_dropout_masks_begin_anew_at_another_layout_and_that_is_told(tmp_path):
     run_ranks(trained, 1, "one", tmp_path, job=make_job(model=dropping, steps=SAVED), every=SAVED)
     after, _, notes = run_ranks(trained, 2, "ddp2", tmp_path, job=make_job(model=dropping), told=True)[0]
     assert after[SAVED] != pytest.approx(whole[SAVED], rel=1e-6)
-    assert "random masks begin anew" in notes
+    assert "dropout masks use new random streams" in notes
 
 
 @pytest.mark.representative("zero1-pp2")
@@ -223,9 +223,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path):
     run_ranks(trained, 2, "fsdp2", tmp_path, job=make_job(steps=4), every=2)
     flip_a_bit(tmp_path / "step-00000004")
     after, _, notes = run_ranks(trained, 2, "fsdp2", tmp_path, told=True)[0]
-    assert "passed over: loading" in notes
+    assert "skipped checkpoint: loading" in notes
     assert "step-00000004/rank-0000" in notes
-    assert "host peak" in notes
+    assert "peak host memory" in notes
     assert after == pytest.approx({step: whole[step] for step in range(2, STEPS)}, rel=1e-9)
 
 

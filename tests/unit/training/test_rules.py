@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from jobs import small_resnet
 from refusals import refuses
+from shardwise.engines.engine import require_supported
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.parallel import support
-from shardwise.parallel.support import require_supported
 from shardwise.planner.search.explain import reason
 from shardwise.planner.search.search import Question, search
 from shardwise.planner.search.subject import job_subject, published_subject
@@ -107,7 +108,7 @@ JOBS = {
     "untied": tokens_job(model=lambda: sw.models.decoder("llama-tiny", **SIZE, num_kv_heads=2, mlp_width=32)),
     "adapted": tokens_job(lora=sw.Lora(targets=("qkv",), rank=2)),
     "two lists": points_job(Twins),
-    "batch norm": points_job(lambda: sw.models.resnet18(num_classes=4), (3, 32, 32)),
+    "batch norm": points_job(small_resnet, (1, 8, 8)),
 }
 
 
@@ -161,7 +162,7 @@ def test_pipeline_is_not_proposed_for_a_model_that_its_stages_would_refuse_in_th
     job = points_job(model)
     answer = answer_of(job_subject(job, FOUR, describe, accepts=ModelRules(job)))
     assert {candidate.plan.layout.pp for candidate in answer.candidates} == {1}
-    assert "uses on one side of it what it registers on the other" in reason(answer, "pp")
+    assert "uses a module before it that is registered after it" in reason(answer, "pp")
 
 
 class Rescaled(nn.Sequential):
@@ -246,9 +247,9 @@ class Hooked(Block):
 @pytest.mark.parametrize(
     ("job", "families", "words"),
     [
-        (points_job(Twins, optimizer=muon), {"ddp"}, "optimizer Muon gives other updates on shards"),
-        (points_job(Listed), {"ddp", "zero1"}, r"scale is also kept in the attribute scales\[0\]"),
-        (points_job(Hooked), {"ddp", "zero1"}, "scale has a gradient hook"),
+        (points_job(Twins, optimizer=muon), {"ddp"}, "optimizer Muon .* on shards"),
+        (points_job(Listed), {"ddp", "zero1"}, r"scales\[0\] also refers to scale"),
+        (points_job(Hooked), {"ddp", "zero1"}, "gradient hooks, but parameter scale"),
     ],
     ids=["optimizer", "listed", "hooked"],
 )
@@ -270,4 +271,4 @@ def test_compiled_tensor_parallel_blocks_are_refused_on_a_torch_that_trains_them
     monkeypatch.setattr(support, "package_version", lambda _: version)
     plan = dataclasses.replace(sw.Plan.preset("tp", 2, batch_size=8), compile="blocks")
     with refuses("support.compiled-tensor-parallel", "2.11") if is_refused else nullcontext():
-        support.require_supported(plan)
+        require_supported(plan)

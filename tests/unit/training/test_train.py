@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import shardwise as sw
 from refusals import refuses
+from shardwise.engines.engine import require_supported
 from shardwise.errors import TrainingError
-from shardwise.parallel.support import require_supported
 from shardwise.plans import Communication, Plan
 from shardwise.runs import EventLog, RunDirectory
 from shardwise.runs.recorder import Timeline
@@ -107,7 +107,7 @@ REFUSED_JOBS = {
     ),
     "data loader": (
         {"data": lambda _: DataLoader(Points(50))},
-        r"Job\.data returned a DataLoader for split 'train'.*: return its dataset",
+        r"Job\.data must return a dataset, got a DataLoader for split 'train': return its dataset",
     ),
     "data loader for the test split": (
         {"data": lambda split: Points(50) if split == "train" else DataLoader(Points(50))},
@@ -251,7 +251,7 @@ def test_non_finite_gradient_skips_the_step_and_is_noted():
 def test_learning_rate_is_a_function_of_the_optimizer_step_alone():
     def rates(world, accumulation):
         seen = []
-        job = make_job(schedule=sw.schedules.Linear(warmup=2), on_step=lambda report: seen.append(report.lr))
+        job = make_job(schedule=sw.schedules.Linear(warmup=2), on_step=lambda context: seen.append(context.lr))
         trained(world, job, accumulation=accumulation)
         return seen
 

@@ -40,15 +40,15 @@ def test_what_is_taken_apart_comes_together_again():
     ("state", "refusal"),
     [
         ([1], ("job.state-not-dict", "list")),
-        ({"a": {3: 1}}, ("job.state-key-invalid", "Job.state['a'] has the key 3")),
+        ({"a": {3: 1}}, ("job.state-key-invalid", "Job.state['a']", "key 3")),
         ({"a/b": 1}, ("job.state-key-invalid", "'a/b'")),
-        ({"a": {"b": (1, 2)}}, ("job.state-type-unsupported", "Job.state['a']['b'] is a tuple")),
+        ({"a": {"b": (1, 2)}}, ("job.state-type-unsupported", "Job.state['a']['b']", "tuple")),
         ({"a": np.float32(1)}, ("job.state-type-unsupported", "numpy.float32")),
-        ({"a": [object()]}, ("job.state-type-unsupported", "Job.state['a']['0'] is a object")),
+        ({"a": [object()]}, ("job.state-type-unsupported", "Job.state['a']['0']", "object")),
         ({"a": float("inf")}, ("job.state-not-finite", "is inf")),
         ({"a": 2**64}, ("job.state-integer-too-large",)),
         ({"a": [{"b": torch.ones(1)}]}, ("job.state-tensor-in-list",)),
-        ({"a": [torch.ones(1)]}, ("job.state-type-unsupported", "Job.state['a']['0'] is a torch.Tensor")),
+        ({"a": [torch.ones(1)]}, ("job.state-type-unsupported", "Job.state['a']['0']", "torch.Tensor")),
     ],
 )
 def test_what_a_checkpoint_cannot_hold_is_refused_by_its_place(state, refusal):
@@ -62,10 +62,11 @@ class Tally:
     def __init__(self):
         self.seen, self.steps, self.sums = 0, [], torch.zeros(2, dtype=torch.float64)
 
-    def __call__(self, report):
-        self.seen += report.samples
-        self.steps.append(report.number)
-        self.sums += torch.tensor([1, report.samples])
+    def __call__(self, context):
+        samples = context.report.samples
+        self.seen += samples
+        self.steps.append(context.step)
+        self.sums += torch.tensor([1, samples])
 
     def state_dict(self):
         return {"seen": self.seen, "inner": {"steps": self.steps, "sums": self.sums}}
@@ -102,9 +103,9 @@ def tallied(world, folder, steps):
 def test_it_goes_on_where_it_was_on_another_number_of_ranks(tmp_path):
     run_ranks(tallied, 2, tmp_path, 3)
     manifest = read_manifest(tmp_path / "step-00000003")
-    assert manifest.facts["user"] == {"seen": 12, "inner": {"steps": [0, 1, 2]}}
+    assert manifest.facts["user"] == {"seen": 12, "inner": {"steps": [1, 2, 3]}}
     assert manifest.tensors["user/inner/sums"].shape == (2,)
-    assert run_ranks(tallied, 4, tmp_path, 6) == [(24, [0, 1, 2, 3, 4, 5], [6.0, 24.0])] * 4
+    assert run_ranks(tallied, 4, tmp_path, 6) == [(24, [1, 2, 3, 4, 5, 6], [6.0, 24.0])] * 4
 
 
 def test_a_job_that_newly_has_one_begins_it_and_is_told(tmp_path):
@@ -113,12 +114,12 @@ def test_a_job_that_newly_has_one_begins_it_and_is_told(tmp_path):
     def resumed(world):
         return train(world, tmp_path, 6, state=Tally())
 
-    assert "Job.state begins anew" in run_ranks(resumed, 1)[0]
+    assert "Job.state keeps its initial value" in run_ranks(resumed, 1)[0]
 
 
 def test_a_job_that_no_longer_has_one_goes_on_and_is_told(tmp_path):
     run_ranks(tallied, 1, tmp_path, 3)
-    assert "left alone, since the job has none" in run_ranks(train, 1, tmp_path, 6)[0]
+    assert "ignored because the job does not define one" in run_ranks(train, 1, tmp_path, 6)[0]
 
 
 class Pieces:

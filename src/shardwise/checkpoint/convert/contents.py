@@ -1,4 +1,4 @@
-"""Contents of a checkpoint of any kind under our own names, the middle of every conversion; and our own checkpoints."""
+"""The format-independent contents of a checkpoint, which every conversion reads and writes; shardwise's own format."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.errors import name_of
-from shardwise.checkpoint.folder import CheckpointFolder, find_checkpoints
+from shardwise.checkpoint.directory import CheckpointDirectory, find_checkpoints
+from shardwise.checkpoint.disk import name_of
 from shardwise.checkpoint.manifest import CODES, DTYPES, read_manifest
-from shardwise.checkpoint.read import Filling
+from shardwise.checkpoint.read import TensorLoader
 from shardwise.checkpoint.shard import ShardLayout
-from shardwise.checkpoint.write import Draft
+from shardwise.checkpoint.write import PlannedSave
 from shardwise.errors import InputError
 from shardwise.job.lora import facts_of
 
@@ -25,56 +25,63 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
-    from shardwise.checkpoint.pieces import Form
+    from shardwise.checkpoint.manifest import Form
 
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
+"""Name prefixes of model weights and optimizer states."""
 BATCH_BYTES = 256 << 20
-"""Bytes of tensors that are read at a time where they need not all be there at once."""
+"""Number of bytes of tensors that a streaming conversion reads at a time."""
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Tensors that are read when they are asked for, and facts.
+    """The tensors of a checkpoint, read lazily, and its facts.
 
-    Facts that are understood here: `optimizer.groups`, a list of settings with `params` (names) in each, and `tied`,
-    which gives for each weight that is another one's alias the name that holds the values.
+    Two facts have a meaning for conversions: `optimizer.groups`, a list of parameter groups with parameter names in
+    `params`, and `tied`, which maps the alias of a tied weight to the name under which its values are stored.
     """
 
     kind: str
     step: int
     forms: dict[str, Form]
-    """Dtype name and whole shape by name: model/NAME, optimizer/PARAMETER/KEY, anything else."""
+    """Dtype and global shape by tensor name: model/NAME, optimizer/PARAMETER/KEY, or any other name."""
     facts: dict[str, Any]
     read: Callable[[Collection[str]], dict[str, Tensor]]
-    """Returns the named tensors, whole, on the host."""
+    """Reads the named tensors into host memory, unsharded."""
     left_out: tuple[str, ...] = ()
-    """What of the source is not in here, one sentence each."""
+    """Contents of the source that were ignored, one sentence each."""
+
+    @property
+    def weights(self) -> list[str]:
+        """Names of the model weights and buffers, with the prefix "model/"."""
+        return [name for name in self.forms if name.startswith(MODEL)]
 
     @property
     def tied(self) -> dict[str, str]:
-        """Weights that are others' aliases: name -> the name that holds the values, both without "model/"."""
-        tied = self.facts.get("tied")
-        return {
-            alias: name
-            for alias, name in (tied.items() if isinstance(tied, dict) else ())
-            if isinstance(name, str) and MODEL + name in self.forms and MODEL + alias not in self.forms
-        }
+        """Tied weights: alias -> name under which the values are stored, both without the prefix "model/"."""
+        tied = _mapping(self.facts.get("tied"))
+        return {alias: name for alias, name in tied.items() if self._is_tie(alias, name)}
 
     @property
     def lora(self) -> dict[str, Any] | None:
-        """What is known of adapters (see Lora.facts); None where there are none."""
+        """The LoRA configuration (see Lora.facts), or None if the checkpoint has no adapters."""
         return facts_of(self.facts)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Settings of the optimizer's parameter groups, as far as they are known."""
-        optimizer = self.facts.get("optimizer")
-        groups = optimizer.get("groups") if isinstance(optimizer, dict) else None
-        return [dict(group) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+        """The parameter groups of the optimizer; empty if they are unknown."""
+        groups = _mapping(self.facts.get("optimizer")).get("groups")
+        if not isinstance(groups, list):
+            return []
+        return [dict(group) for group in groups if isinstance(group, dict)]
+
+    def _is_tie(self, alias: str, name: object) -> bool:
+        return isinstance(name, str) and MODEL + name in self.forms and MODEL + alias not in self.forms
 
     def states(self) -> dict[str, dict[str, str]]:
-        """Return optimizer states: parameter -> key -> full name."""
+        """Return the names of the optimizer states: parameter -> key -> full tensor name."""
         found: dict[str, dict[str, str]] = {}
         for name in self.forms:
             if name.startswith(OPTIMIZER):
@@ -83,12 +90,12 @@ class Contents:
         return found
 
     def batches(self, max_bytes: int = BATCH_BYTES) -> Iterator[dict[str, Tensor]]:
-        """Yield all tensors in order, as many at a time as `max_bytes` hold, at least one."""
+        """Yield all tensors in order, in batches of at most `max_bytes` with at least one tensor."""
         for names in self.split(self.forms, max_bytes):
             yield self.read(names)
 
     def split(self, names: Collection[str], max_bytes: int) -> list[list[str]]:
-        """Return `names` in parts of at most `max_bytes` each, unless a single tensor is larger."""
+        """Split tensor names into batches of at most `max_bytes` each; a larger tensor is a separate batch."""
         parts: list[list[str]] = []
         free_bytes = 0
         for name in names:
@@ -101,68 +108,85 @@ class Contents:
         return parts
 
     def only_weights(self) -> Contents:
-        """Return the same without optimizer, step, and facts but those about weights."""
-        forms = {name: form for name, form in self.forms.items() if name.startswith(MODEL)}
-        facts = {"tied": self.tied, "lora": self.lora}
-        return dataclasses.replace(self, step=0, forms=forms, facts={key: fact for key, fact in facts.items() if fact})
+        """Return contents with the model weights and their ties and adapters only, at step 0."""
+        facts: dict[str, Any] = {}
+        if self.tied:
+            facts["tied"] = self.tied
+        if self.lora:
+            facts["lora"] = self.lora
+        return dataclasses.replace(self.select(self.weights), step=0, facts=facts)
+
+    def select(self, names: Collection[str]) -> Contents:
+        """Return contents with the named tensors only."""
+        return dataclasses.replace(self, forms={name: self.forms[name] for name in names})
+
+
+def short_names(weights: Mapping[str, V]) -> dict[str, V]:
+    """Return the mapping with the prefix "model/" removed from its keys."""
+    return {name.removeprefix(MODEL): value for name, value in weights.items()}
 
 
 def bytes_of(form: Form) -> int:
-    """Return how many bytes a tensor of this form has."""
+    """Return the size in bytes of a tensor with this dtype and shape."""
     return DTYPES[form[0]].itemsize * torch.Size(form[1]).numel()
 
 
 def form_of(name: str, tensor: Tensor) -> Form:
-    """Return the form of a plain host tensor; any other kind is refused by name."""
+    """Return dtype and shape of a dense tensor; raise an InputError for a subclass, sparse or meta tensor."""
     if type(tensor) not in {Tensor, nn.Parameter} or tensor.layout != torch.strided or tensor.is_meta:
         kind = f"a {type(tensor).__name__} ({tensor.layout}, {tensor.device.type})"
         raise InputError(
-            f"tensor {name!r} is {kind}", code="checkpoint.tensor-not-plain", fix="save whole, plain tensors"
+            f"tensor {name!r} is {kind}", code="checkpoint.tensor-not-plain", fix="save unsharded dense tensors"
         )
     return form_from(name, tensor.dtype, tuple(tensor.shape))
 
 
 def form_from(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Form:
-    """Return the form of a tensor; a dtype that a checkpoint cannot hold is refused by name."""
+    """Return the safetensors name of a dtype and the shape; raise an InputError if the dtype is not supported."""
     if dtype not in CODES:
         raise InputError(
-            f"tensor {name!r} is {dtype}", code="checkpoint.dtype-unsupported", fix=f"use one of {', '.join(DTYPES)}"
+            f"tensor {name!r} has the unsupported dtype {dtype}",
+            code="checkpoint.dtype-unsupported",
+            fix=f"use one of {', '.join(DTYPES)}",
         )
     return CODES[dtype], shape
 
 
 def find_ties(contents: Contents) -> Contents:
-    """Return the same with weights that are copies of another one listed as tied to it; reads what may be one.
+    """Return contents in which duplicates of a weight are listed as tied to it.
 
-    A matrix is a copy if another has the same bits and it has no optimizer state of its own where any has: a state
-    dict of a model with tied weights names them all, an optimizer only one. Constant matrices prove nothing.
+    A state dict of a model with tied weights contains each of them, whereas the optimizer has the state of only one. So
+    a matrix is tied if it is bitwise equal to another one and not both have optimizer state. Constant matrices are
+    never tied. Only matrices of equal shape are read.
     """
     states = contents.states()
     originals: dict[tuple[Form, int], str] = {}
-    matrices = {
-        name: form for name, form in contents.forms.items() if name.startswith(MODEL) and len(form[1]) > 1 and form[1]
-    }
-    # Those with a state first: they are the ones that others are copies of.
+    matrices = {name: contents.forms[name] for name in contents.weights if len(contents.forms[name][1]) > 1}
+    # Weights with optimizer state come first, because the others are the duplicates.
     ordered = sorted(matrices, key=lambda name: name.removeprefix(MODEL) not in states)
-    repeated = {form for form, count in Counter(matrices.values()).items() if count > 1}
+    num_same = Counter(matrices.values())
     tied: dict[str, str] = {}
-    for part in contents.split([name for name in ordered if matrices[name] in repeated], BATCH_BYTES):
+    for part in contents.split([name for name in ordered if num_same[matrices[name]] > 1], BATCH_BYTES):
         for name, tensor in contents.read(part).items():
-            bits = _bits(tensor)
-            if bits is None:
+            fingerprint = _fingerprint(tensor)
+            if fingerprint is None:
                 continue
             short = name.removeprefix(MODEL)
-            original = originals.setdefault((matrices[name], bits), short)
+            original = originals.setdefault((matrices[name], fingerprint), short)
             if original != short and not (short in states and original in states):
                 tied[short] = original
     if not tied:
         return contents
-    forms = {name: form for name, form in contents.forms.items() if name.removeprefix(MODEL) not in tied}
-    return dataclasses.replace(contents, forms=forms, facts={**contents.facts, "tied": {**contents.tied, **tied}})
+    contents = contents.select([name for name in contents.forms if name.removeprefix(MODEL) not in tied])
+    return dataclasses.replace(contents, facts={**contents.facts, "tied": {**contents.tied, **tied}})
 
 
-def _bits(tensor: Tensor) -> int | None:
-    """Return a fingerprint of the values; None if they are all the same."""
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _fingerprint(tensor: Tensor) -> int | None:
+    """Return a hash of the values, or None if all elements are equal."""
     data = tensor.contiguous().flatten().view(torch.uint8)
     rows = data.view(-1, tensor.element_size())
     if len(rows) < 2 or bool((rows == rows[0]).all()):
@@ -170,28 +194,29 @@ def _bits(tensor: Tensor) -> int | None:
     return int.from_bytes(hashlib.blake2b(data.numpy().data, digest_size=16).digest(), "little")
 
 
-# Our own checkpoint as the source or the target of a conversion.
-
-
-def read_own(path: Path) -> Contents:
-    """Return what a checkpoint holds, of several the newest good one; bytes are checked when they are read."""
+def read_shardwise(path: Path) -> Contents:
+    """Return the contents of a checkpoint, or of the newest intact one in a directory; reads verify checksums."""
     found = find_checkpoints(path)
     if found != [path]:
-        entry, damages = CheckpointFolder(found[0].parent).newest_good(deep=False)
+        entry, damages = CheckpointDirectory(found[0].parent).newest_good(deep=False)
         if entry is None:
             raise InputError(
-                f"{path} holds no good checkpoint ({damages[0]})", code="checkpoint.none-usable", fix="name another one"
+                f"all checkpoints in {path} are damaged ({damages[0]})",
+                code="checkpoint.none-usable",
+                fix="pass a different checkpoint",
             )
         path = entry.path
     manifest = read_manifest(path)
 
-    def get(names: Collection[str]) -> dict[str, Tensor]:
-        entries = {name: manifest.tensors[name] for name in names}
-        tensors = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in entries.items()}
-        filling = Filling(path, manifest, tensors)
-        filling.plan()
-        filling.check()
-        filling.fill()
+    def read(names: Collection[str]) -> dict[str, Tensor]:
+        tensors = {}
+        for name in names:
+            entry = manifest.tensors[name]
+            tensors[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        loader = TensorLoader(path, manifest, tensors)
+        loader.plan()
+        loader.check()
+        loader.fill()
         return tensors
 
     return Contents(
@@ -199,41 +224,42 @@ def read_own(path: Path) -> Contents:
         step=manifest.step,
         forms={name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()},
         facts=manifest.facts,
-        read=get,
+        read=read,
     )
 
 
-def write_own(contents: Contents, path: Path) -> list[str]:
-    """Write a new checkpoint, which can hold everything, a few hundred megabytes at a time."""
-    folder = path.with_name(path.name + ".saving")
-    forms = {
-        name: torch.empty(shape, dtype=DTYPES[code], device="meta") for name, (code, shape) in contents.forms.items()
-    }
-    Draft(folder, contents.step, forms, contents.facts, None).write(lambda: Streamed(contents))
-    (folder / name_of(contents.step)).rename(path)
-    for rest in folder.iterdir():
+def write_shardwise(contents: Contents, path: Path) -> list[str]:
+    """Write a new checkpoint, reading BATCH_BYTES at a time; return an empty list: the format stores all contents."""
+    directory = path.with_name(path.name + ".saving")
+    tensors = {}
+    for name, (code, shape) in contents.forms.items():
+        tensors[name] = torch.empty(shape, dtype=DTYPES[code], device="meta")
+    PlannedSave(directory, contents.step, tensors, contents.facts, None).write(lambda: StreamedTensors(contents))
+    (directory / name_of(contents.step)).rename(path)
+    for rest in directory.iterdir():
         rest.unlink()
-    folder.rmdir()
+    directory.rmdir()
     return []
 
 
-class Streamed(Mapping[str, Tensor]):
-    """Tensors of a checkpoint, read in parts in the order of a shard file; one part is in memory at a time."""
+class StreamedTensors(Mapping[str, Tensor]):
+    """Tensors of a checkpoint, read in batches in the order of a shard file; one batch is in memory at a time."""
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
-        self._parts = contents.split(list(ShardLayout.of(contents.forms).places), BATCH_BYTES)
-        self._part_of = {name: part for part in self._parts for name in part}
-        self._part: dict[str, Tensor] = {}
+        self._batch_of: dict[str, list[str]] = {}
+        for names in contents.split(list(ShardLayout.of(contents.forms).ranges), BATCH_BYTES):
+            self._batch_of |= dict.fromkeys(names, names)
+        self._batch: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._part:
-            self._part = {}  # before the next part comes, not after
-            self._part = self._contents.read(self._part_of[name])
-        return self._part[name]
+        if name not in self._batch:
+            self._batch = {}  # frees the previous batch before the next one is read
+            self._batch = self._contents.read(self._batch_of[name])
+        return self._batch[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._part_of)
+        return iter(self._batch_of)
 
     def __len__(self) -> int:
-        return len(self._part_of)
+        return len(self._batch_of)

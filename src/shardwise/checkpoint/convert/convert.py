@@ -1,4 +1,4 @@
-"""Every kind of checkpoint that is known: described, converted from any to any other, and compared tensor by tensor."""
+"""Inspection, conversion and comparison of checkpoints in all supported formats."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from shardwise.checkpoint.convert import deepspeed_universal
 from shardwise.checkpoint.convert import deepspeed_write as deepspeed_ranks
 from shardwise.checkpoint.convert import hugging_face as convert_hf
 from shardwise.checkpoint.convert import mlx as convert_mlx
-from shardwise.checkpoint.convert import peft as convert_peft
-from shardwise.checkpoint.convert.contents import BATCH_BYTES, Contents, bytes_of, find_ties, read_own, write_own
+from shardwise.checkpoint.convert.contents import (
+    BATCH_BYTES,
+    Contents,
+    bytes_of,
+    find_ties,
+    read_shardwise,
+    write_shardwise,
+)
 from shardwise.checkpoint.convert.deepspeed import is_deepspeed
-from shardwise.checkpoint.convert.peft import merged, only_adapters
-from shardwise.checkpoint.convert.torch_formats import METADATA, read_file, read_folder, write_file, write_folder
-from shardwise.checkpoint.disk import sync_folder, write_synced
-from shardwise.checkpoint.errors import explained, parse_name
-from shardwise.checkpoint.folder import find_checkpoints
+from shardwise.checkpoint.convert.hugging_face import merge_adapters, only_adapters
+from shardwise.checkpoint.convert.torch_formats import METADATA, read_directory, read_file, write_directory, write_file
+from shardwise.checkpoint.directory import find_checkpoints
+from shardwise.checkpoint.disk import as_shardwise_error, parse_name, sync_directory, write_synced
 from shardwise.checkpoint.spec import ConvertReport, DiffReport, InspectReport, TensorDifference, TensorRow
 from shardwise.errors import InputError
 from shardwise.runs.console import CHECK_FAILED
@@ -39,94 +44,98 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckpointFormat:
-    """One kind of checkpoint: how to know it, read it and write it."""
+    """A checkpoint format: how to recognize, read and write it."""
 
     description: str
     is_at: Callable[[Path], bool]
     read: Callable[[Path], Contents]
     write: Callable[[Contents, Path], list[str]]
-    """Writes to a path where nothing is, and returns what the target cannot hold, one sentence each."""
+    """Writes to a new path and returns the contents that the format cannot represent, one sentence each."""
     max_bytes_in_memory: int | None
-    """Bytes of tensors that writing holds at a time, one tensor at least; None for all of them."""
-    holds: Callable[[Contents], Contents] = lambda contents: contents
-    """Returns what of all contents this kind can hold."""
+    """Maximum number of bytes of tensors in memory while writing, unless one tensor is larger; None if unlimited."""
+    supported: Callable[[Contents], Contents] = lambda contents: contents
+    """Returns the contents that the format can represent."""
 
     def host_peak_bytes(self, contents: Contents) -> int:
-        """Return how many bytes of tensors are on the host at once while `contents` are written, about."""
-        sizes = [bytes_of(form) for form in self.holds(contents).forms.values()]
+        """Estimate the peak host memory for tensors in bytes while `contents` are written."""
+        sizes = list(map(bytes_of, self.supported(contents).forms.values()))
         if self.max_bytes_in_memory is None:
             return sum(sizes)
         return max(min(sum(sizes), self.max_bytes_in_memory), max(sizes, default=0))
 
 
+def _read_deepspeed(path: Path) -> Contents:
+    if convert_deepspeed.is_universal(path):
+        return deepspeed_universal.read(path)
+    return convert_deepspeed.read(path)
+
+
 KINDS = {
     "shardwise": CheckpointFormat(
-        "a checkpoint of ours, a folder of them or a run directory",
+        "a shardwise checkpoint, a directory of checkpoints, a run directory",
         lambda path: bool(find_checkpoints(path)),
-        read_own,
-        write_own,
+        read_shardwise,
+        write_shardwise,
         max_bytes_in_memory=BATCH_BYTES,
     ),
     "dcp": CheckpointFormat(
-        "a torch.distributed.checkpoint folder",
+        "a torch.distributed.checkpoint directory",
         lambda path: (path / METADATA).is_file(),
-        read_folder,
-        write_folder,
+        read_directory,
+        write_directory,
         max_bytes_in_memory=None,
     ),
     "deepspeed": CheckpointFormat(
-        "a DeepSpeed folder",
-        is_deepspeed,
-        convert_deepspeed.read,
-        deepspeed_universal.write,
-        max_bytes_in_memory=BATCH_BYTES,
+        "a DeepSpeed directory", is_deepspeed, _read_deepspeed, deepspeed_universal.write, BATCH_BYTES
     ),
     "peft": CheckpointFormat(
-        "a folder of adapters as peft has it",
-        convert_peft.is_peft,
-        convert_peft.read,
-        convert_peft.write,
+        "a PEFT adapter directory",
+        convert_hf.is_peft,
+        convert_hf.read_peft,
+        convert_hf.write_peft,
         max_bytes_in_memory=None,
-        holds=only_adapters,
+        supported=only_adapters,
     ),
     "mlx": CheckpointFormat(
-        "a file of MLX weights",
+        "an MLX weight file",
         convert_mlx.is_mlx,
         convert_mlx.read,
         convert_mlx.write,
         max_bytes_in_memory=None,
-        holds=convert_mlx.holds,
+        supported=convert_mlx.supported,
     ),
     "hf": CheckpointFormat(
-        "a Hugging Face folder of safetensors",
+        "a Hugging Face directory of safetensors",
         lambda path: path.suffix == ".safetensors" or any(path.glob("*.safetensors")),
         convert_hf.read,
         convert_hf.write,
         max_bytes_in_memory=convert_hf.MAX_FILE_BYTES,
-        holds=Contents.only_weights,
+        supported=Contents.only_weights,
     ),
-    "torch": CheckpointFormat("a torch file", Path.is_file, read_file, write_file, max_bytes_in_memory=None),
+    "torch": CheckpointFormat("a torch.save file", Path.is_file, read_file, write_file, max_bytes_in_memory=None),
 }
-"""Tried in this order."""
+"""The supported formats, in the order in which `open_contents` tries them."""
 
 
 def open_contents(path: Path | str) -> Contents:
-    """Return what the checkpoint at `path` holds, whatever its kind; no code in it is run."""
+    """Return the contents of a checkpoint of any supported format, without executing code from it."""
     path = Path(path)
     if not path.exists():
-        raise InputError(f"{path} does not exist", code="checkpoint.not-found", fix="name a checkpoint")
+        raise InputError(
+            f"{path} does not exist", code="checkpoint.not-found", fix="pass the path of an existing checkpoint"
+        )
     for kind in KINDS.values():
         if kind.is_at(path):
             return kind.read(path)
     raise InputError(
-        f"{path} is not a checkpoint of a known kind",
+        f"{path} is not a checkpoint of a supported format",
         code="checkpoint.format-unrecognized",
-        fix=f"name {', '.join(kind.description for kind in KINDS.values())}",
+        fix=f"pass one of: {', '.join(kind.description for kind in KINDS.values())}",
     )
 
 
 def inspect(spec: InspectSpec) -> InspectReport:
-    """Return the facts and tensors of a checkpoint of any kind."""
+    """Return the facts and tensors of a checkpoint of any supported format."""
     contents = open_contents(spec.path)
     tensors = []
     for name, form in contents.forms.items():
@@ -143,49 +152,52 @@ def inspect(spec: InspectSpec) -> InspectReport:
 
 
 def convert(spec: ConvertSpec, *, announce: Callable[[int], None] = lambda _: None) -> ConvertReport:
-    """Write a checkpoint as a new one of another kind, whole or not at all; one process.
+    """Convert a checkpoint to a different format in one process; the target is published atomically.
 
-    With `weights`, and where the target holds the model's tensors alone, adapters are merged into them. `announce`
-    receives the host peak in bytes before anything is written.
+    If the target contains only weights, LoRA adapters are merged into them. `announce` receives the estimated peak
+    host memory in bytes before anything is written.
     """
     _check_target(spec.target, spec.to, spec.config)
     kind = _ranks_kind(spec)
     contents = open_contents(spec.source)
     if not contents.forms:
         raise InputError(
-            f"{spec.source} holds no tensor of a model or optimizer",
+            f"{spec.source} contains no tensor of a model or optimizer",
             code="checkpoint.no-tensors",
-            fix="name another checkpoint",
+            fix="pass a different checkpoint",
         )
-    steps_made = contents.step if spec.step is None else spec.step
-    contents = _selected(contents, spec)
+    num_steps = contents.step if spec.step is None else spec.step
+    contents = _select(contents, spec)
     if spec.zero is not None and spec.nproc is not None:
         announce(deepspeed_ranks.host_peak_bytes(contents, spec.zero, spec.nproc))
     else:
         announce(kind.host_peak_bytes(contents))
     left_out = [*contents.left_out, *_publish(contents, spec.target, kind, spec.config)]
     if spec.to == "hf" and spec.config is None:
-        left_out.append("config.json: a checkpoint does not hold it, give it with --config")
-    written = kind.holds(contents).forms
+        left_out.append("config.json: not part of a checkpoint, pass it with --config")
+    written = kind.supported(contents).forms
+    moved: tuple[str, ...] = ()
+    if (contents.kind == "mlx") != (spec.to == "mlx"):
+        moved = convert_mlx.permuted_weights(written)
     return ConvertReport(
         source_kind=contents.kind,
         target_kind=spec.to,
         path=spec.target,
-        step=steps_made,
+        step=num_steps,
         num_tensors=len(written),
         num_bytes=sum(map(bytes_of, written.values())),
         tied=contents.tied,
         left_out=tuple(left_out),
-        moved=convert_mlx.moved(written) if (contents.kind == "mlx") != (spec.to == "mlx") else (),
+        moved=moved,
     )
 
 
-def _selected(contents: Contents, spec: ConvertSpec) -> Contents:
-    """Return what of the source is to be written, in the form that the target needs."""
+def _select(contents: Contents, spec: ConvertSpec) -> Contents:
+    """Return the contents to write: with ties detected, adapters merged and the step set as the target requires."""
     if contents.kind == "dcp":
         contents = find_ties(contents)
     if spec.to in {"hf", "mlx"} or (spec.weights and spec.to != "peft"):
-        contents = merged(contents)
+        contents = merge_adapters(contents)
     if spec.weights:
         contents = contents.only_weights()
     if spec.step is not None:
@@ -198,24 +210,24 @@ def _selected(contents: Contents, spec: ConvertSpec) -> Contents:
 
 def _check_target(target: Path, to: Kind, config: Path | None) -> None:
     if target.exists() or target.is_symlink():
-        raise InputError(f"target {target} exists already", code="checkpoint.target-exists", fix="name a new one")
+        raise InputError(f"target {target} already exists", code="checkpoint.target-exists", fix="pass a new path")
     if not target.parent.is_dir():
         raise InputError(
-            f"target {target} is in a folder that does not exist",
+            f"the directory of target {target} does not exist",
             code="checkpoint.target-folder-missing",
-            fix="make the folder first",
+            fix="create the directory first",
         )
     if config is not None and to != "hf":
         raise InputError(
-            f"a config goes into a Hugging Face folder, not into {to}",
+            f"--config is valid for --to hf only, got --to {to}",
             code="checkpoint.config-not-applicable",
-            fix="leave --config out",
+            fix="remove --config",
         )
     if config is not None and not config.is_file():
         raise InputError(
-            f"config {config} is not a file",
+            f"--config {config} is not a file",
             code="checkpoint.config-not-found",
-            fix="name the config.json of the model",
+            fix="pass the config.json of the model",
         )
 
 
@@ -223,22 +235,22 @@ def _check_named_step(target: Path, step: int) -> None:
     named = parse_name(target.name)
     if named is not None and named[0] != step:
         raise InputError(
-            f"target {target} is named for another step than {step}",
+            f"target {target} is named for step {named[0]}, but the checkpoint is of step {step}",
             code="checkpoint.step-name-mismatch",
-            fix="give --step",
+            fix="rename the target, or pass --step",
         )
 
 
 def _ranks_kind(spec: ConvertSpec) -> CheckpointFormat:
-    """Return the kind to write; a DeepSpeed folder with a ZeRO stage is written as the files of its ranks."""
+    """Return the target format; with a ZeRO stage, the DeepSpeed format writes one file per rank."""
     stage, num_ranks = spec.zero, spec.nproc
     if stage is None or num_ranks is None:
         return KINDS[spec.to]
     if spec.to != "deepspeed":
         raise InputError(
-            f"a ZeRO stage and ranks are for a DeepSpeed folder, not for {spec.to}",
+            f"--zero and --nproc are valid for --to deepspeed only, got --to {spec.to}",
             code="checkpoint.zero-not-applicable",
-            fix="leave them out",
+            fix="remove them",
         )
 
     def write(contents: Contents, path: Path) -> list[str]:
@@ -248,64 +260,65 @@ def _ranks_kind(spec: ConvertSpec) -> CheckpointFormat:
 
 
 def _publish(contents: Contents, target: Path, kind: CheckpointFormat, config: Path | None) -> list[str]:
-    """Write under another name and rename: what is at `target` is whole."""
+    """Write to a temporary directory and rename it, so that `target` is always complete."""
     temporary = target.with_name(f".converting-{target.name}-{secrets.token_hex(4)}")
     try:
         temporary.mkdir()
-        draft = temporary / target.name
-        left_out = kind.write(contents, draft)
+        unpublished = temporary / target.name
+        left_out = kind.write(contents, unpublished)
         if config is not None:
-            write_synced(draft / "config.json", config.read_bytes())
-            sync_folder(draft)
-        draft.rename(target)
-        sync_folder(target.parent)
+            write_synced(unpublished / "config.json", config.read_bytes())
+            sync_directory(unpublished)
+        unpublished.rename(target)
+        sync_directory(target.parent)
     except Exception as error:
-        raise explained(error) from error
+        raise as_shardwise_error(error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return left_out
 
 
-# The difference of two checkpoints of any kind: which tensors, by how much, and which facts.
-
-
 def diff(spec: DiffSpec) -> DiffReport:
-    """Compare two checkpoints of any kinds; holds a few hundred megabytes of each at a time."""
+    """Compare two checkpoints of any supported formats, reading BATCH_BYTES of each at a time."""
     left, right = open_contents(spec.left), open_contents(spec.right)
-    shared = [name for name in left.forms if name in right.forms]
-    alike = [name for name in shared if left.forms[name] == right.forms[name]]
+    comparable, other_form = [], []
+    for name, form in left.forms.items():
+        other = right.forms.get(name)
+        if form == other:
+            comparable.append(name)
+        elif other is not None:
+            other_form.append(f"{name}: {_form_text(form)} and {_form_text(other)}")
     values = []
-    for names in left.split(alike, BATCH_BYTES):
-        ours, theirs = left.read(names), right.read(names)
+    for names in left.split(comparable, BATCH_BYTES):
+        left_values, right_values = left.read(names), right.read(names)
         for name in names:
-            found = _compare(name, ours[name], theirs[name])
+            found = _compare(name, left_values[name], right_values[name])
             if found is not None:
                 values.append(found)
-    other_form = []
-    for name in shared:
-        one, other = left.forms[name], right.forms[name]
-        if one != other:
-            other_form.append(f"{name}: {_form_text(one)} and {_form_text(other)}")
     report = DiffReport(
         left=spec.left,
         right=spec.right,
-        num_equal=len(alike) - len(values),
+        num_equal=len(comparable) - len(values),
         only_left=tuple(name for name in left.forms if name not in right.forms),
         only_right=tuple(name for name in right.forms if name not in left.forms),
         other_form=tuple(other_form),
         values=tuple(values),
         facts=tuple(_differing(flatten(left.facts), flatten(right.facts))),
     )
-    return report if report.are_tensors_equal else msgspec.structs.replace(report, exit_code=CHECK_FAILED)
+    if not report.are_tensors_equal:
+        report = msgspec.structs.replace(report, exit_code=CHECK_FAILED)
+    return report
 
 
-def flatten(facts: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested facts under dotted names."""
-    if not isinstance(facts, dict) or not facts:
-        return {prefix: facts} if prefix else {}
+def flatten(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return nested facts as one level of dotted names."""
     flat: dict[str, Any] = {}
     for name, value in facts.items():
-        flat |= flatten(value, f"{prefix}.{name}" if prefix else name)
+        if isinstance(value, dict) and value:
+            for inner, inner_value in flatten(value).items():
+                flat[f"{name}.{inner}"] = inner_value
+        else:
+            flat[name] = value
     return flat
 
 
@@ -317,22 +330,27 @@ def _differing(left: dict[str, Any], right: dict[str, Any]) -> list[tuple[str, A
 def _compare(name: str, left: Tensor, right: Tensor) -> TensorDifference | None:
     if not left.numel():
         return None
-    one, other = (
-        tensor.contiguous().reshape(-1).view(torch.uint8).view(tensor.numel(), -1) for tensor in (left, right)
-    )
-    different = (one != other).any(dim=1)
+    different = (_element_bytes(left) != _element_bytes(right)).any(dim=1)
     count = int(different.sum())
     if not count:
         return None
-    a, b = (_wide(tensor.contiguous().reshape(-1)[different]) for tensor in (left, right))
-    gap = (a - b).abs()
-    gap = torch.where(gap.isnan() & a.isnan() & b.isnan(), torch.zeros_like(gap), gap)
-    largest = float(gap.max())
-    scale = max(float(_wide(tensor).abs().nan_to_num(0.0, 0.0, 0.0).max()) for tensor in (left, right))
-    return TensorDifference(name, count, left.numel(), largest, largest / scale if scale else largest)
+    a, b = _double(left.reshape(-1)[different]), _double(right.reshape(-1)[different])
+    difference = (a - b).abs()
+    difference[a.isnan() & b.isnan()] = 0.0  # NaNs with different bits
+    largest = float(difference.max())
+    scale = max(_largest_magnitude(left), _largest_magnitude(right)) or 1.0
+    return TensorDifference(name, count, left.numel(), largest, largest / scale)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _element_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).view(tensor.numel(), -1)
+
+
+def _largest_magnitude(tensor: Tensor) -> float:
+    return float(_double(tensor).abs().nan_to_num(0.0, 0.0, 0.0).max())
+
+
+def _double(tensor: Tensor) -> Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoint: a folder for each parameter, which any number of ranks can load."""
+"""DeepSpeed universal checkpoints: one directory per parameter, loadable on any number of ranks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from shardwise.checkpoint.convert.deepspeed import (
     MODEL_STATES,
     WEIGHTS,
     ZERO,
-    Flat,
-    Source,
-    alone,
+    FlatTensor,
+    ZeroFiles,
+    contents_of_files,
+    groups_by_number,
     is_flat,
     load_file,
     model_files,
     shapes_of,
+    tag_directory,
+    unpartitioned,
 )
 from shardwise.checkpoint.convert.deepspeed_write import VERSION, DeepSpeedOptimizer, save
-from shardwise.checkpoint.disk import sync_folder, write_synced
+from shardwise.checkpoint.disk import sync_directory, write_synced
 from shardwise.errors import InputError, some_of
 
 if TYPE_CHECKING:
@@ -34,27 +37,29 @@ _GLOBAL = "optimizer_state.pt"
 _ADAM = {"exp_avg", "exp_avg_sq"}
 
 
-def read_universal(folder: Path) -> Source:
-    """Return the contents of a universal checkpoint: as DeepSpeed's own script makes it, of any stage, or as we do."""
-    model = load_file(model_files(folder)[0])
-    saved = load_file(folder / ZERO / _GLOBAL)
+def read(path: Path) -> Contents:
+    """Return the contents of a universal checkpoint, converted from any ZeRO stage by DeepSpeed or written here."""
+    directory = tag_directory(path)
+    model = load_file(model_files(directory)[0])
+    saved = load_file(directory / ZERO / _GLOBAL)
     inner = saved.get("optimizer_state_dict") or {}
     settings = saved.get("param_groups") or inner.get("param_groups") or []
     states: dict[int, dict[str, Any]] = inner.get("state") or {}
-    step = next((state.get("step") for state in states.values()), None)
-    shapes = shapes_of(model, "param_shapes")
-    group_of = {number: index for index, group in enumerate(settings) for number in group.get("params", ())}
-    flats: dict[str, Flat] = {}
-    for number, each in enumerate(shapes):
-        for name, shape in each.items():
-            values = _values(folder / ZERO / name, step)
-            flats[name] = Flat(shape, group_of.get(number, 0), [(values, 0, torch.Size(shape).numel())])
-    whole = {name: tensor for name, tensor in model["module"].items() if _is_whole(name, model, flats)}
-    return Source(model, flats | {name: alone(tensor) for name, tensor in whole.items()}, settings)
+    step = next(iter(states.values()), {}).get("step")
+    group_of = groups_by_number(settings)
+    flats: dict[str, FlatTensor] = {}
+    for number, shapes in enumerate(shapes_of(model, "param_shapes")):
+        for name, shape in shapes.items():
+            values = _values(directory / ZERO / name, step)
+            flats[name] = FlatTensor(shape, group_of.get(number, 0), [(values, 0, torch.Size(shape).numel())])
+    for name, tensor in model["module"].items():
+        if _is_unpartitioned(name, model, flats):
+            flats[name] = unpartitioned(tensor)
+    return contents_of_files(ZeroFiles(model, flats, settings))
 
 
 def write(contents: Contents, path: Path) -> list[str]:
-    """Write a universal checkpoint, one parameter at a time, and return what DeepSpeed would not load from it."""
+    """Write a universal checkpoint, one parameter at a time, and return the contents that DeepSpeed does not load."""
     optimized = DeepSpeedOptimizer.of(contents)
     tag = f"global_step{contents.step}_universal"
     zero = path / tag / ZERO
@@ -65,57 +70,57 @@ def write(contents: Contents, path: Path) -> list[str]:
         save(states, path / tag / name)
     step = torch.tensor(optimized.step)
     groups = [settings | {"params": [number]} for number, settings in enumerate(optimized.settings)]
-    # Stages 1 and 2 read the groups and each parameter's step, stage 3 what is under optimizer_state_dict.
+    # Stages 1 and 2 read the groups and the step of each parameter, stage 3 reads optimizer_state_dict.
     inner = {"state": {0: {"step": step}}, "param_groups": groups}
     save({"param_groups": groups, "optimizer_state_dict": inner, "ds_version": VERSION}, zero / _GLOBAL)
-    for name in (name for group in optimized.names for name in group):
+    for name in optimized.all_names():
         (zero / name).mkdir()
         save(step, zero / name / "step.pt")
         for key, tensor in optimized.read(name).items():
             save({"param": tensor.contiguous().clone(), "cat_dim": 0}, zero / name / f"{key}.pt")
     write_synced(path / LATEST_UNIVERSAL, tag.encode())
-    for folder in (zero, path / tag, path):
-        sync_folder(folder)
+    for directory in (zero, path / tag, path):
+        sync_directory(directory)
     return [*optimized.left_out(), *_unloaded(optimized, others)]
 
 
-def _values(folder: Path, step: Any) -> Mapping[str, Any]:
-    """Return the states of one parameter; those that stage 3 made have their step in one place for all."""
+def _values(directory: Path, step: Any) -> Mapping[str, Any]:
+    """Return the optimizer states of one parameter, with the common step if a stage 3 checkpoint was converted."""
     found: dict[str, Any] = {}
-    for file in sorted(folder.glob("*.pt")):
+    for file in sorted(directory.glob("*.pt")):
         value = load_file(file)
         found[file.stem] = value["param"] if isinstance(value, dict) else value
     if WEIGHTS not in found:
         raise InputError(
-            f"{folder} holds no {WEIGHTS}.pt", code="checkpoint.file-missing", fix="make the universal checkpoint again"
+            f"{directory} does not contain {WEIGHTS}.pt",
+            code="checkpoint.file-missing",
+            fix="convert the universal checkpoint again",
         )
     if len(found) > 1 and step is not None:
         found.setdefault("step", step)
     return found
 
 
-def _is_whole(name: str, model: Mapping[str, Any], flats: Mapping[str, Flat]) -> bool:
-    """Whether a tensor of the model states is a value: stage 3 leaves empty ones where parameters were."""
+def _is_unpartitioned(name: str, model: Mapping[str, Any], flats: Mapping[str, FlatTensor]) -> bool:
+    """Return whether a tensor of the model states has its values there; stage 3 has empty tensors for parameters."""
     aliases = model.get("shared_params") or {}
     tensor: Tensor = model["module"][name]
     return name not in flats and name not in aliases and (bool(tensor.numel()) or not is_flat(tensor))
 
 
 def _unloaded(optimized: DeepSpeedOptimizer, others: Mapping[str, Tensor]) -> list[str]:
-    """Return what DeepSpeed 0.19 leaves as it is when it loads a universal checkpoint."""
+    """Return the contents that DeepSpeed 0.19 ignores when it loads a universal checkpoint."""
     left_out = []
     if others:
-        left_out.append(
-            f"{some_of(others)}: in the folder, but DeepSpeed loads only parameters of the optimizer from it"
-        )
+        left_out.append(f"{some_of(others)}: written, but DeepSpeed loads only parameters of the optimizer")
     differing = set()
     for group in optimized.settings:
         differing |= {key for key in group if group[key] != optimized.settings[0].get(key, group[key])}
     if differing:
         left_out.append(
-            f"{', '.join(sorted(differing))} by group: at stage 3 DeepSpeed gives all groups the first one's,"
-            " so set them again after loading, or convert with --zero 3 --nproc N"
+            f"{', '.join(sorted(differing))} by group: at stage 3 DeepSpeed applies those of the first group to all,"
+            " so set them after loading, or convert with --zero 3 --nproc N"
         )
     if set(optimized.keys) != _ADAM:
-        left_out.append("optimizer: at stage 3 DeepSpeed loads only Adam's; convert with --zero 3 --nproc N")
+        left_out.append("optimizer: at stage 3 DeepSpeed loads only Adam states; convert with --zero 3 --nproc N")
     return left_out

@@ -1,7 +1,8 @@
-"""Writing a DeepSpeed checkpoint: optimizer groups, and the ZeRO files of each rank for one stage."""
+"""Writes DeepSpeed checkpoints: parameter groups, and the ZeRO files of each rank for a given stage."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pickle
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.checkpoint.convert.contents import MODEL, OPTIMIZER, bytes_of
+from shardwise.checkpoint.convert.contents import MODEL, OPTIMIZER, bytes_of, short_names
 from shardwise.checkpoint.convert.deepspeed import LATEST, MODEL_STATES, OPTIMIZER_STATES, WEIGHTS
-from shardwise.checkpoint.disk import sync_folder, write_synced
+from shardwise.checkpoint.disk import sync_directory, write_synced
 from shardwise.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,47 +27,52 @@ if TYPE_CHECKING:
 
 
 VERSION = "0.19.8"
-"""The DeepSpeed whose form is written."""
+"""The DeepSpeed version whose format is written."""
 
-_HOW = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
-"""Settings of how a group is computed: the loading script's own stay."""
+_IMPLEMENTATION = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+"""Options of a parameter group that select an implementation: those of the loading script remain in effect."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedOptimizer:
-    """Parameters by group, with the states and settings that each group has."""
+    """The optimizer of a checkpoint: the parameters, states and options of each parameter group."""
 
     contents: Contents
     states: dict[str, dict[str, str]]
-    """Parameter -> key -> full name of a state."""
+    """Optimizer states: parameter -> key -> full tensor name."""
     names: tuple[tuple[str, ...], ...]
-    """Parameters of each group."""
+    """Parameter names of each group."""
     settings: tuple[dict[str, Any], ...]
     keys: tuple[str, ...]
-    """States that are shaped as their parameter."""
+    """Keys of the states that have the shape of their parameter."""
     step: float
 
     @classmethod
     def of(cls, contents: Contents) -> DeepSpeedOptimizer:
-        """Take the optimizer of a checkpoint apart; one that DeepSpeed could not load is refused."""
+        """Read the optimizer of a checkpoint; raise an InputError if DeepSpeed could not load it."""
         states, groups = contents.states(), contents.groups
         if not states:
             raise InputError(
                 "the checkpoint has no optimizer state, which DeepSpeed requires",
                 code="checkpoint.no-optimizer",
-                fix="convert --to torch, and load that into the model before deepspeed.initialize",
+                fix="convert --to torch, and load the weights into the model before deepspeed.initialize",
             )
         names = tuple(tuple(group.get("params", ())) for group in groups)
-        unknown = {*states, *(name for group in names for name in group)} - _weights(contents)
-        missing = states.keys() - {name for group in names for name in group}
+        grouped = set().union(*names)
+        missing = states.keys() - grouped
+        unknown = (states.keys() | grouped) - set(short_names(dict.fromkeys(contents.weights)))
         if missing or unknown:
             raise InputError(
-                f"the checkpoint does not hold in which group {min(missing or unknown)!r} is",
+                f"the checkpoint does not contain the parameter group of {min(missing or unknown)!r}",
                 code="checkpoint.optimizer-groups-unknown",
-                fix="convert a checkpoint that names the parameters of its optimizer's groups",
+                fix="convert a checkpoint that lists the parameter names of each group",
             )
-        keys = _shaped(contents, states)
+        keys = _shaped_keys(contents, states)
         return cls(contents, states, names, tuple(map(_settings, groups)), keys, _step(contents, states))
+
+    def all_names(self) -> list[str]:
+        """Return the names of the parameters of all groups."""
+        return list(itertools.chain.from_iterable(self.names))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a parameter."""
@@ -77,33 +83,37 @@ class DeepSpeedOptimizer:
         return self.contents.read([MODEL + name])[MODEL + name].float()
 
     def read(self, name: str) -> dict[str, Tensor]:
-        """Return a parameter in fp32 as "fp32" and its states; one that never had a gradient has zeros, as in ZeRO."""
+        """Return a parameter ("fp32") and its states in fp32; states that do not exist yet are zero, as in ZeRO."""
+        found = {WEIGHTS: self.weights(name)}
         state = self.states.get(name, {})
-        found = self.contents.read([MODEL + name, *(state[key] for key in self.keys if key in state)])
-        weights = found[MODEL + name].float()
-        others = {key: found[state[key]].float() if key in state else torch.zeros_like(weights) for key in self.keys}
-        return {"fp32": weights, **others}
+        for key in self.keys:
+            if key in state:
+                found[key] = self.contents.read([state[key]])[state[key]].float()
+            else:
+                found[key] = torch.zeros_like(found[WEIGHTS])
+        return found
 
     def others(self) -> dict[str, Tensor]:
-        """Return what of the model no group has: buffers and frozen weights."""
-        mine = {MODEL + name for group in self.names for name in group}
-        found = self.contents.read(
-            [name for name in self.contents.forms if name.startswith(MODEL) and name not in mine]
-        )
-        return {name.removeprefix(MODEL): tensor for name, tensor in found.items()}
+        """Return the buffers and frozen weights, which are in no parameter group."""
+        optimized = set(self.all_names())
+        names = [name for name in self.contents.weights if name.removeprefix(MODEL) not in optimized]
+        return short_names(self.contents.read(names))
+
+    def shapes(self, names: Sequence[str]) -> dict[str, torch.Size]:
+        """Return the shapes of parameters by name."""
+        return {name: torch.Size(self.shape(name)) for name in names}
 
     def model_states(self, module: dict[str, Tensor], num_ranks: int) -> dict[str, Any]:
         """Return the contents of a DeepSpeed file of model states."""
-        shapes = [{name: torch.Size(self.shape(name)) for name in group} for group in self.names]
         return {
             "module": module,
             "buffer_names": list(self.others()),
             "optimizer": None,
-            "param_shapes": shapes,
+            "param_shapes": list(map(self.shapes, self.names)),
             "frozen_param_shapes": {},
             "shared_params": self.contents.tied,
             "frozen_param_fragments": {},
-            # What DeepSpeed's own schedules count; a script with another one loads without it.
+            # The counter of DeepSpeed's schedules; a script with a different schedule must not load it.
             "lr_scheduler": {"last_batch_iteration": self.contents.step - 1},
             "skipped_steps": 0,
             "global_steps": self.contents.step,
@@ -114,32 +124,32 @@ class DeepSpeedOptimizer:
         }
 
     def left_out(self) -> list[str]:
-        """Return what of the checkpoint a DeepSpeed folder has no place for, one sentence each."""
+        """Return the contents that a DeepSpeed checkpoint cannot represent, one sentence each."""
+        left_out = []
         forms = self.contents.forms
-        cast = [name for name in forms if name.startswith(MODEL) and forms[name][0] == "F64"]
-        left_out = [f"fp64: {len(cast)} weights are written in fp32"] if cast else []
-        rest = [name for name in forms if not name.startswith((MODEL, OPTIMIZER))]
+        num_cast = sum(forms[name][0] == "F64" for name in self.contents.weights)
+        if num_cast:
+            left_out.append(f"fp64: {num_cast} weights are written in fp32")
+        unsupported = [name for name in forms if not name.startswith((MODEL, OPTIMIZER))]
         for state in self.states.values():
-            rest += [state[key] for key in state if key not in {*self.keys, "step"}]
+            unsupported += [state[key] for key in state if key not in {*self.keys, "step"}]
+        left_out += [f"{name}: not supported by DeepSpeed" for name in unsupported]
         facts = [name for name in self.contents.facts if name not in {"tied", "optimizer", "step"}]
-        left_out += [f"{name}: DeepSpeed has no place for it" for name in rest]
-        return left_out + ([f"facts ({', '.join(facts)}): DeepSpeed has no place for them"] if facts else [])
+        if facts:
+            left_out.append(f"facts ({', '.join(facts)}): not supported by DeepSpeed")
+        return left_out
 
 
 def save(value: Any, path: Path, **options: Any) -> None:
-    """Write one torch file, down to the disk."""
+    """Write a new file with torch.save and flush it to disk."""
     with path.open("xb") as file:
         torch.save(value, file, **options)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _weights(contents: Contents) -> set[str]:
-    return {name.removeprefix(MODEL) for name in contents.forms if name.startswith(MODEL)}
-
-
-def _shaped(contents: Contents, states: dict[str, dict[str, str]]) -> tuple[str, ...]:
-    """Return the states that have their parameter's shape; another shape cannot lie flat beside it."""
+def _shaped_keys(contents: Contents, states: dict[str, dict[str, str]]) -> tuple[str, ...]:
+    """Return the keys of states with the shape of their parameter; raise an InputError for a different shape."""
     keys = set()
     for name, state in states.items():
         shape = contents.forms[MODEL + name][1]
@@ -147,7 +157,7 @@ def _shaped(contents: Contents, states: dict[str, dict[str, str]]) -> tuple[str,
             found = contents.forms[full][1]
             if found not in {shape, ()}:
                 raise InputError(
-                    f"state {full!r} has shape {found}, its parameter {shape}, and DeepSpeed partitions both alike",
+                    f"state {full!r} has shape {found}, DeepSpeed requires the shape {shape} of its parameter",
                     code="checkpoint.optimizer-shape-mismatch",
                     fix="convert --to torch",
                 )
@@ -157,103 +167,117 @@ def _shaped(contents: Contents, states: dict[str, dict[str, str]]) -> tuple[str,
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    found = {key: value for key, value in group.items() if key not in _HOW}
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+    found = {}
+    for key, value in group.items():
+        if key not in _IMPLEMENTATION:
+            found[key] = tuple(value) if isinstance(value, list) else value
+    return found
 
 
 def _step(contents: Contents, states: dict[str, dict[str, str]]) -> float:
-    """Return how many steps all parameters have made: DeepSpeed counts once for all."""
-    counted = contents.read([state["step"] for state in states.values() if "step" in state])
-    steps = {float(tensor) for tensor in counted.values()}
+    """Return the number of optimizer steps; raise an InputError if it differs between parameters."""
+    counts = contents.read([state["step"] for state in states.values() if "step" in state])
+    steps = set(map(float, counts.values()))
     if len(steps) > 1:
         raise InputError(
-            f"parameters have made {min(steps):g} to {max(steps):g} steps, and DeepSpeed counts once for all",
+            f"parameters have {min(steps):g} to {max(steps):g} steps, DeepSpeed requires the same number for all",
             code="checkpoint.optimizer-steps-differ",
             fix="convert --to torch",
         )
     return steps.pop() if steps else float(contents.step)
 
 
-# DeepSpeed's ZeRO files for one stage and number of ranks, as `engine.load_checkpoint` takes them with no option.
-
-
 ALIGNMENT = 2
-"""Stages 1 and 2 make each group a multiple of this times the ranks."""
+"""Stages 1 and 2 pad each group to a multiple of this number times the number of ranks."""
 SUB_GROUP = 1_000_000_000
-"""Stage 3 closes a flat tensor when a rank's part of it has so many elements: `sub_group_size` where it is not set."""
+"""Number of elements per rank after which stage 3 starts a new flat tensor: the default of `sub_group_size`."""
 
 
 def write_ranks(contents: Contents, path: Path, *, stage: int, num_ranks: int) -> list[str]:
-    """Write the files of every rank, one at a time, and return what they cannot hold."""
+    """Write the ZeRO files of every rank, which engine.load_checkpoint loads without options.
+
+    One file is in memory at a time. Returns the contents that the files cannot represent.
+    """
     optimized = DeepSpeedOptimizer.of(contents)
     tag = f"global_step{contents.step}"
-    folder = path / tag
-    folder.mkdir(parents=True)
-    (_write_model_3 if stage == 3 else _write_model)(optimized, folder, num_ranks)
-    for rank in range(num_ranks):  # each in a call of its own, so that one is gone before the next is made
-        _write_rank(optimized, folder, stage, rank, num_ranks)
+    directory = path / tag
+    directory.mkdir(parents=True)
+    left_out = optimized.left_out()
+    if stage == 3:
+        _write_model_3(optimized, directory, num_ranks)
+        # Stage 3 requires a loss scaler in the file and loads it.
+        left_out.append("loss scale of fp16: it would remain 1, so for fp16 load a universal checkpoint")
+    else:
+        _write_model(optimized, directory, num_ranks)
+    for rank in range(num_ranks):  # a call per rank, so that the tensors of one rank are freed before the next
+        _write_rank(optimized, directory, stage, rank, num_ranks)
     write_synced(path / LATEST, tag.encode())
-    for each in (folder, path):
-        sync_folder(each)
-    # Stage 3 refuses a file without a scaler, and takes the one that is there.
-    scale = ["loss scale of fp16: it would stay at 1 from here, so for fp16 load a universal checkpoint"]
-    return [*optimized.left_out(), *(scale if stage == 3 else ())]
+    for each in (directory, path):
+        sync_directory(each)
+    return left_out
 
 
 def host_peak_bytes(contents: Contents, stage: int, num_ranks: int) -> int:
-    """Return about how many bytes of tensors are on the host at once: a rank's file, or all weights below stage 3."""
-    weights = {name: bytes_of(form) for name, form in contents.forms.items() if name.startswith(MODEL)}
-    every = sum(map(bytes_of, contents.forms.values()))
-    # A rank's file, and beside it one parameter with its states.
-    rank = math.ceil(every / num_ranks + max(weights.values(), default=0) * every / max(1, sum(weights.values())))
-    return rank if stage == 3 else max(rank, sum(weights.values()))
+    """Estimate the peak host memory for tensors in bytes: the file of one rank, or all weights below stage 3."""
+    sizes = [bytes_of(contents.forms[name]) for name in contents.weights]
+    total = sum(map(bytes_of, contents.forms.values()))
+    # The file of a rank and one parameter with its states.
+    rank = math.ceil(total / num_ranks + max(sizes, default=0) * total / max(1, sum(sizes)))
+    return rank if stage == 3 else max(rank, sum(sizes))
 
 
-def _write_rank(optimized: DeepSpeedOptimizer, folder: Path, stage: int, rank: int, num_ranks: int) -> None:
-    state = _stage_3(optimized, rank, num_ranks) if stage == 3 else _stage_1_2(optimized, rank, num_ranks)
+def _write_rank(optimized: DeepSpeedOptimizer, directory: Path, stage: int, rank: int, num_ranks: int) -> None:
+    rank_state = _stage_3 if stage == 3 else _stage_1_2
+    state = rank_state(optimized, rank, num_ranks)
     state |= {"zero_stage": stage, "ds_version": VERSION}
     whole = {"optimizer_state_dict": state, "ds_config": {}, "ds_version": VERSION}
-    save(whole, folder / f"zero_pp_rank_{rank}_{OPTIMIZER_STATES}", pickle_module=_PICKLING)
+    save(whole, directory / f"zero_pp_rank_{rank}_{OPTIMIZER_STATES}", pickle_module=_PICKLING)
 
 
-def _write_model(optimized: DeepSpeedOptimizer, folder: Path, num_ranks: int) -> None:
-    """Write all weights in one file, tied ones under all their names."""
-    names = [name for group in optimized.names for name in group]
-    module = {name: optimized.weights(name) for name in names} | optimized.others()
-    module |= {alias: module[name] for alias, name in optimized.contents.tied.items()}
-    save(optimized.model_states(_ordered(optimized, module), num_ranks), folder / MODEL_STATES)
+def _write_model(optimized: DeepSpeedOptimizer, directory: Path, num_ranks: int) -> None:
+    """Write all weights to one file, tied weights under each of their names."""
+    module = optimized.others()
+    for name in optimized.all_names():
+        module[name] = optimized.weights(name)
+    for alias, name in optimized.contents.tied.items():
+        module[alias] = module[name]
+    save(optimized.model_states(_ordered(optimized, module), num_ranks), directory / MODEL_STATES)
 
 
-def _write_model_3(optimized: DeepSpeedOptimizer, folder: Path, num_ranks: int) -> None:
-    """Write for each rank what is not partitioned; in place of parameters stage 3 has empty tensors."""
-    names = [*(name for group in optimized.names for name in group), *optimized.contents.tied]
-    module = {name: torch.empty(0) for name in names} | optimized.others()
-    shapes = [dict(part) for group in optimized.names for part in _flats(optimized, group, num_ranks)]
+def _write_model_3(optimized: DeepSpeedOptimizer, directory: Path, num_ranks: int) -> None:
+    """Write the buffers and frozen weights once per rank; stage 3 has empty tensors for the parameters."""
+    module = optimized.others()
+    for name in [*optimized.all_names(), *optimized.contents.tied]:
+        module[name] = torch.empty(0)
     states = optimized.model_states(_ordered(optimized, module), num_ranks)
-    states["param_shapes"] = [{name: torch.Size(shape) for name, shape in part.items()} for part in shapes]
+    states["param_shapes"] = []
+    for group in optimized.names:
+        states["param_shapes"] += map(optimized.shapes, _flat_groups(optimized, group, num_ranks))
     for rank in range(num_ranks):
-        save(states, folder / f"zero_pp_rank_{rank}_{MODEL_STATES}")
+        save(states, directory / f"zero_pp_rank_{rank}_{MODEL_STATES}")
 
 
 def _ordered(optimized: DeepSpeedOptimizer, module: dict[str, Tensor]) -> dict[str, Tensor]:
-    order = {name.removeprefix(MODEL): place for place, name in enumerate(optimized.contents.forms)}
-    return dict(sorted(module.items(), key=lambda item: order.get(item[0], len(order))))
+    """Return the tensors in the order of the checkpoint, followed by tied weights."""
+    order = [name.removeprefix(MODEL) for name in optimized.contents.forms]
+    names = dict.fromkeys([*order, *module])
+    return {name: module[name] for name in names if name in module}
 
 
 def _stage_1_2(optimized: DeepSpeedOptimizer, rank: int, num_ranks: int) -> dict[str, Any]:
-    """Return a rank's part of groups that lie flat over all ranks, with padding at the end of the last."""
+    """Return the state of a rank: its slice of every group, which is flattened over all ranks and padded at the end."""
     states, weights, paddings, slices = {}, [], [], []
     for number, group in enumerate(optimized.names):
         numel = sum(math.prod(optimized.shape(name)) for name in group)
-        part = math.ceil(numel / (ALIGNMENT * num_ranks)) * ALIGNMENT
-        pieces = _pieces(optimized, group, rank * part, part)
-        flat = _fill(optimized, part, {name: (start, offset, count) for name, start, offset, count in pieces})
-        mine = min(part, max(0, numel - rank * part))
-        whole = flat.pop(WEIGHTS)
-        weights.append(whole if mine == part else whole[:mine].clone())
-        paddings.append(part - mine)
+        slice_numel = math.ceil(numel / (ALIGNMENT * num_ranks)) * ALIGNMENT
+        ranges = _ranges(optimized, group, rank * slice_numel, slice_numel)
+        flat = _fill(optimized, slice_numel, ranges)
+        used = min(slice_numel, max(0, numel - rank * slice_numel))
+        values = flat.pop(WEIGHTS)
+        weights.append(values if used == slice_numel else values[:used].clone())
+        paddings.append(slice_numel - used)
         states[number] = flat | {"step": torch.tensor(optimized.step)}
-        slices.append({name: _fragment(count, start) for name, start, _, count in pieces})
+        slices.append({name: _fragment(count, start) for name, (start, _, count) in ranges.items()})
     return {
         "base_optimizer_state": {"state": states, "param_groups": _groups(optimized, [[n] for n in states])},
         "single_partition_of_fp32_groups": weights,
@@ -263,33 +287,35 @@ def _stage_1_2(optimized: DeepSpeedOptimizer, rank: int, num_ranks: int) -> dict
     }
 
 
-def _pieces(
+def _ranges(
     optimized: DeepSpeedOptimizer, group: Sequence[str], begin: int, length: int
-) -> list[tuple[str, int, int, int]]:
-    """Return which parameters of a group lie in a stretch of it: name, where in the stretch, where in it, how much."""
-    found, place = [], 0
+) -> dict[str, tuple[int, int, int]]:
+    """Return the parameters in a slice of a group: name -> offset in the slice, offset in the parameter, length."""
+    found, start = {}, 0
     for name in group:
-        numel = math.prod(optimized.shape(name))
-        first, last = max(place, begin), min(place + numel, begin + length)
+        end = start + math.prod(optimized.shape(name))
+        first, last = max(start, begin), min(end, begin + length)
         if first < last:
-            found.append((name, first - begin, first - place, last - first))
-        place += numel
+            found[name] = (first - begin, first - start, last - first)
+        start = end
     return found
 
 
 def _stage_3(optimized: DeepSpeedOptimizer, rank: int, num_ranks: int) -> dict[str, Any]:
-    """Return a rank's even share of every parameter, with padding at the end of each."""
+    """Return the state of a rank: its shard of every parameter, each sharded evenly and padded at the end."""
     states: dict[int, dict[str, Tensor]] = {}
     weights, numbers = [], []
     for group in optimized.names:
         numbers.append(list[int]())
-        for part in _flats(optimized, group, num_ranks):
-            places, length = {}, 0
-            for name, shape in part:
-                share = math.ceil(math.prod(shape) / num_ranks)
-                places[name] = (length, rank * share, max(0, min(share, math.prod(shape) - rank * share)))
-                length += share
-            flat = _fill(optimized, length, places)
+        for names in _flat_groups(optimized, group, num_ranks):
+            ranges, length = {}, 0
+            for name in names:
+                numel = math.prod(optimized.shape(name))
+                shard_numel = math.ceil(numel / num_ranks)
+                offset = rank * shard_numel
+                ranges[name] = (length, offset, max(0, min(shard_numel, numel - offset)))
+                length += shard_numel
+            flat = _fill(optimized, length, ranges)
             weights.append(flat.pop(WEIGHTS))
             numbers[-1].append(len(states))
             states[len(states)] = flat | {"step": torch.tensor(optimized.step)}
@@ -303,40 +329,38 @@ def _stage_3(optimized: DeepSpeedOptimizer, rank: int, num_ranks: int) -> dict[s
     }
 
 
-def _flats(
-    optimized: DeepSpeedOptimizer, group: Sequence[str], num_ranks: int
-) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Partition a group into the flat tensors of stage 3."""
-    parts: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+def _flat_groups(optimized: DeepSpeedOptimizer, group: Sequence[str], num_ranks: int) -> list[list[str]]:
+    """Split the parameters of a group into the flat tensors of stage 3."""
+    parts: list[list[str]] = [[]]
     length = 0
     for name in group:
         if length >= SUB_GROUP:
             parts.append([])
             length = 0
-        parts[-1].append((name, optimized.shape(name)))
+        parts[-1].append(name)
         length += math.ceil(math.prod(optimized.shape(name)) / num_ranks)
     return parts
 
 
-def _fill(optimized: DeepSpeedOptimizer, length: int, places: dict[str, tuple[int, int, int]]) -> dict[str, Tensor]:
-    """Return flat tensors with parts of parameters in place: name -> where to, where from, how much."""
+def _fill(optimized: DeepSpeedOptimizer, length: int, ranges: dict[str, tuple[int, int, int]]) -> dict[str, Tensor]:
+    """Return flat tensors of values and states, filled with the given ranges of the parameters (see `_ranges`)."""
     flat = {key: torch.zeros(length) for key in (WEIGHTS, *optimized.keys)}
-    for name, (start, offset, count) in places.items():
+    for name, (start, offset, count) in ranges.items():
         for key, tensor in optimized.read(name).items():
             flat[key][start : start + count] = tensor.reshape(-1)[offset : offset + count]
     return flat
 
 
 def _groups(optimized: DeepSpeedOptimizer, numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    return [settings | {"params": list(mine)} for settings, mine in zip(optimized.settings, numbers, strict=True)]
+    return [settings | {"params": list(params)} for settings, params in zip(optimized.settings, numbers, strict=True)]
 
 
 class _Scaler:
-    """DeepSpeed's scaler that scales by 1, in fp32 and bf16."""
+    """Represents deepspeed's LossScaler with scale 1, for fp32 and bf16."""
 
 
 class _Fragment:
-    """DeepSpeed's address of a piece in a flat tensor."""
+    """Represents deepspeed's fragment_address: the range of a parameter in a flat tensor."""
 
 
 def _scaler() -> _Scaler:
@@ -357,11 +381,11 @@ _NAMES: dict[object, bytes] = {
 }
 
 
-_PLAIN: Any = pickle._Pickler  # noqa: SLF001 - the one in C imports a class to write its name
+_PLAIN: Any = pickle._Pickler  # noqa: SLF001 - the C implementation imports a class to write its name
 
 
-class _Pickler(_PLAIN):  # type: ignore[misc]  # its stubs leave most of it out
-    """Writes the two classes above under DeepSpeed's names, which need not be installed here."""
+class _Pickler(_PLAIN):  # type: ignore[misc]  # the stubs lack most methods
+    """Pickles the two classes above under the names of DeepSpeed's classes, without importing deepspeed."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if isinstance(obj, type) and obj in _NAMES:

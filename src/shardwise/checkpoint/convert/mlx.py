@@ -1,4 +1,4 @@
-"""One file of MLX weights, which Module.load_weights reads: convolutions have their input channels last."""
+"""MLX weight files, which mlx.nn.Module.load_weights reads: convolution weights have their input channels last."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise.checkpoint.convert import hugging_face as convert_hf
-from shardwise.checkpoint.convert.contents import MODEL, Contents
-from shardwise.checkpoint.disk import sync_file
-from shardwise.checkpoint.errors import DamagedError
+from shardwise.checkpoint.convert.contents import MODEL, Contents, short_names
+from shardwise.checkpoint.disk import DamagedError, sync_file
 from shardwise.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardwise.checkpoint.pieces import Form
+    from shardwise.checkpoint.manifest import Form
 
 SUFFIX = ".safetensors"
 _MEAN, _VAR, _COUNT = "running_mean", "running_var", "num_batches_tracked"
 _NOTE = "shardwise"
-"""What MLX has no place for is JSON under this key of the header: batch counts, and what is tied to what."""
+"""Header key of a JSON value with the state that MLX does not store: batch counts and tied weights."""
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -37,76 +36,82 @@ class _Note(msgspec.Struct, frozen=True):
 
 
 def is_mlx(path: Path) -> bool:
-    """Whether MLX wrote a file or a folder: MLX alone writes `null` or `mlx` where others name a format."""
-    files = [path] if path.is_file() else sorted(path.glob(f"*{SUFFIX}"))[:1]
-    return any(file.suffix == SUFFIX and _is_head_of_mlx(_header(file)) for file in files)
+    """Return whether MLX wrote a file or directory; only MLX writes the header format `null` or `mlx`."""
+    file = path if path.is_file() else min(path.glob(f"*{SUFFIX}"), default=None)
+    if file is None or file.suffix != SUFFIX:
+        return False
+    metadata = _header(file).get("__metadata__", {})
+    return metadata is None or (isinstance(metadata, dict) and metadata.get("format") == "mlx")
 
 
 def read(path: Path) -> Contents:
-    """Return the weights in torch's layout; tensors are loaded lazily.
+    """Return the weights in the layout of torch; tensors are read lazily.
 
-    Torch counts the batches of a batch norm, MLX does not: where a file has none, the count is 0.
+    MLX does not count the batches of a batch norm as torch does. If the file has no count, it is 0.
     """
     contents = convert_hf.read(path)
     note = _note(path)
+    counts = {}
+    for name in _missing_counts(contents.forms):
+        counts[name] = torch.tensor(note.counts.get(name.removeprefix(MODEL), 0))
     forms = {name: _torch_form(name, form) for name, form in contents.forms.items()}
-    counts = {MODEL + name: note.counts.get(name, 0) for name in _counted(contents.forms)}
     forms |= dict.fromkeys(counts, ("I64", ()))
 
-    def get(names: Collection[str]) -> dict[str, Tensor]:
+    def read_stored(names: Collection[str]) -> dict[str, Tensor]:
         values = contents.read([name for name in names if name not in counts])
-        found = {name: _to_torch(name, value) for name, value in values.items()}
-        return {name: torch.tensor(counts[name]) if name in counts else found[name] for name in names}
+        found = {}
+        for name in names:
+            found[name] = counts[name] if name in counts else _to_torch(name, values[name])
+        return found
 
     facts = {"tied": note.tied} if note.tied else {}
-    return dataclasses.replace(contents, kind="mlx", forms=forms, facts=facts, read=get)
+    return dataclasses.replace(contents, kind="mlx", forms=forms, facts=facts, read=read_stored)
 
 
 def read_as_saved(path: Path) -> dict[str, Tensor]:
-    """Return the weights in MLX's own layouts, and the batch counts of the header."""
+    """Return the weights in the layout of MLX, and the batch counts in the header."""
     contents = convert_hf.read(path)
-    values = {name.removeprefix(MODEL): value for name, value in contents.read(list(contents.forms)).items()}
-    return values | {name: torch.tensor(count) for name, count in _note(path).counts.items()}
+    values = short_names(contents.read(list(contents.forms)))
+    for name, count in _note(path).counts.items():
+        values[name] = torch.tensor(count)
+    return values
 
 
-def holds(contents: Contents) -> Contents:
-    """Return what a file of MLX weights can hold: no optimizer, no batch counts."""
+def supported(contents: Contents) -> Contents:
+    """Return the contents that an MLX weight file can represent: the weights without batch counts."""
     weights = contents.only_weights()
-    forms = {name: form for name, form in weights.forms.items() if _leaf(name) != _COUNT}
-    return dataclasses.replace(weights, forms=forms)
+    return weights.select([name for name in weights.forms if _leaf(name) != _COUNT])
 
 
 def write(contents: Contents, path: Path) -> list[str]:
-    """Write a new file and return what it cannot hold."""
+    """Write a new weight file and return the contents that it cannot represent."""
     if path.suffix != SUFFIX:
         raise InputError(
-            f"{path.name} is not a name that MLX loads weights from",
+            f"MLX does not load weights from {path.name}",
             code="checkpoint.mlx-file-name",
             fix=f"use {path.stem}{SUFFIX}",
         )
-    kept = holds(contents)
-    small = [name for name, (code, _) in kept.forms.items() if code.startswith("F8")]
-    if small:
-        raise InputError(
-            f"tensor {small[0].removeprefix(MODEL)!r} is fp8, which MLX does not load",
-            code="checkpoint.dtype-unsupported",
-            fix="use bf16",
-        )
-    counts = contents.read([name for name in contents.forms if name.startswith(MODEL) and _leaf(name) == _COUNT])
-    note = _Note({name.removeprefix(MODEL): int(value) for name, value in counts.items()}, contents.tied)
-    values = {name: _to_mlx(name, value) for name, value in contents.read(list(kept.forms)).items()}
-    save_file(
-        {name.removeprefix(MODEL): value.contiguous().clone() for name, value in values.items()},
-        path,
-        metadata={"format": "mlx", _NOTE: msgspec.json.encode(note).decode()},
-    )
+    weights = supported(contents)
+    for name, (code, _) in weights.forms.items():
+        if code.startswith("F8"):
+            raise InputError(
+                f"tensor {name.removeprefix(MODEL)!r} is fp8, which MLX does not load",
+                code="checkpoint.dtype-unsupported",
+                fix="use bf16",
+            )
+    counts = contents.read([name for name in contents.weights if _leaf(name) == _COUNT])
+    note = _Note({name: int(value) for name, value in short_names(counts).items()}, contents.tied)
+    tensors = {}
+    for name, value in short_names(contents.read(list(weights.forms))).items():
+        tensors[name] = _to_mlx(name, value).contiguous().clone()
+    save_file(tensors, path, metadata={"format": "mlx", _NOTE: msgspec.json.encode(note).decode()})
     sync_file(path)
     return convert_hf.left_out(contents, "file")
 
 
-def moved(forms: Mapping[str, Form]) -> tuple[str, ...]:
-    """Return which tensors have their axes moved on the way between torch and MLX, without "model/"."""
-    return tuple(name.removeprefix(MODEL) for name, (_, shape) in forms.items() if _is_convolution(name, len(shape)))
+def permuted_weights(forms: Mapping[str, Form]) -> tuple[str, ...]:
+    """Return the names of the convolution weights, whose axes differ between torch and MLX, without "model/"."""
+    return tuple(name for name, (_, shape) in short_names(forms).items() if _is_convolution(name, len(shape)))
 
 
 def _leaf(name: str) -> str:
@@ -114,7 +119,7 @@ def _leaf(name: str) -> str:
 
 
 def _is_convolution(name: str, num_dims: int) -> bool:
-    """Whether a weight is taken for one of Conv1d to Conv3d: it is called so, and has as many dimensions."""
+    """Return whether a tensor is assumed to be the weight of Conv1d, Conv2d or Conv3d, by its name and dimensions."""
     return num_dims in {3, 4, 5} and _leaf(name) == "weight"
 
 
@@ -131,32 +136,31 @@ def _torch_form(name: str, form: Form) -> Form:
     return (code, (shape[0], shape[-1], *shape[1:-1])) if _is_convolution(name, len(shape)) else form
 
 
-def _counted(names: Collection[str]) -> list[str]:
-    """Return the batch counts that torch has beside the statistics among these names, without "model/"."""
-    norms = [name.removesuffix(_MEAN) for name in names if _leaf(name) == _MEAN]
-    return [
-        (norm + _COUNT).removeprefix(MODEL) for norm in norms if norm + _VAR in names and norm + _COUNT not in names
-    ]
-
-
-def _is_head_of_mlx(header: dict[str, Any]) -> bool:
-    metadata = header.get("__metadata__", {})
-    return metadata is None or (isinstance(metadata, dict) and metadata.get("format") == "mlx")
+def _missing_counts(names: Collection[str]) -> list[str]:
+    """Return the names of the batch counts that torch stores with batch statistics and that `names` lacks."""
+    found = []
+    for name in names:
+        norm = name.removesuffix(_MEAN)
+        if _leaf(name) == _MEAN and norm + _VAR in names and norm + _COUNT not in names:
+            found.append(norm + _COUNT)
+    return found
 
 
 def _note(path: Path) -> _Note:
-    metadata = _header(path).get("__metadata__") if path.is_file() else None
-    text = metadata.get(_NOTE) if isinstance(metadata, dict) else None
+    metadata = _header(path).get("__metadata__")
+    if not isinstance(metadata, dict) or not metadata.get(_NOTE):
+        return _Note()
     try:
-        return msgspec.json.decode(text, type=_Note) if text else _Note()
+        return msgspec.json.decode(metadata[_NOTE], type=_Note)
     except msgspec.MsgspecError as error:
         raise DamagedError(
-            f"{path} holds something else than batch counts and ties ({error})", code="checkpoint.mlx-metadata-invalid"
+            f"the batch counts and tied weights in the header of {path} are invalid ({error})",
+            code="checkpoint.mlx-metadata-invalid",
         ) from None
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file, {} where it has none that can be read."""
+    """Return the header of a safetensors file, or {} if it cannot be read."""
     try:
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")

@@ -1,7 +1,7 @@
-"""The nested state that people save with torch: model, optimizer, step under many names, sorted into ours and back.
+"""Conversion between shardwise tensor names and the nested state dicts that training scripts save with torch.
 
-Torch files and torch.distributed.checkpoint folders hold the same shape: {"model": {name: tensor}, "optimizer":
-{"state": ..., "param_groups": ...}}, perhaps one level deeper, perhaps with the weights on top.
+torch.save files and torch.distributed.checkpoint directories have the same structure: {"model": {name: tensor},
+"optimizer": {"state": ..., "param_groups": ...}}, possibly one level deeper, or with the weights at the top level.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardwise.checkpoint.convert.contents import MODEL, OPTIMIZER, Contents
+from shardwise.checkpoint.convert.contents import MODEL, OPTIMIZER, Contents, short_names
 from shardwise.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,125 +20,145 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardwise.checkpoint.pieces import Form
+    from shardwise.checkpoint.manifest import Form
 
 Key = tuple[str | int, ...]
-"""Where a value is in a nested state."""
+"""The path of keys to a value in a nested state dict."""
 
 MODELS = frozenset({"model", "model_state_dict", "state_dict"})
 OPTIMIZERS = frozenset({"optimizer", "optim", "optimizer_state_dict", "optim_state_dict"})
 STEPS = frozenset({"step", "global_step", "num_steps", "iteration"})
 OURS = "shardwise"
-"""Where we keep what the others have no place for: facts as JSON text, and tensors that are no weights."""
+"""Key of the facts, as JSON, and of tensors that are neither weights nor optimizer states."""
 _ROOTS = MODELS | OPTIMIZERS | {OURS}
 _WRAPPERS = ("module.", "_orig_mod.")
-"""What DDP and torch.compile put before the names of a model's weights."""
+"""Prefixes that DDP and torch.compile add to parameter names."""
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _SHAPED = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"})
-"""Optimizer states that have the shape of their parameter."""
+"""Optimizer states with the shape of their parameter."""
 
 
 @dataclass
-class Sorted:
-    """A nested state taken apart."""
+class ParsedState:
+    """A nested state dict, parsed into shardwise tensor names and facts."""
 
-    places: dict[str, Key] = field(default_factory=dict)
-    """Our names of its tensors -> where they are."""
+    keys: dict[str, Key] = field(default_factory=dict)
+    """Key of each tensor by its shardwise name."""
     step: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
+    def add(self, name: str, key: Key) -> None:
+        """Add a tensor; raise an InputError if another tensor has the same name."""
+        if name in self.keys:
+            raise InputError(
+                f"{dotted(self.keys[name])} and {dotted(key)} both map to {name!r}",
+                code="checkpoint.tensor-name-collision",
+                fix="convert the state dict of a single model",
+            )
+        self.keys[name] = key
 
-def sort_out(
+    def weights(self) -> dict[str, Key]:
+        """Return the keys of the model weights by parameter name."""
+        return short_names({name: key for name, key in self.keys.items() if name.startswith(MODEL)})
+
+
+def dotted(key: Key) -> str:
+    """Return a key as one dotted name."""
+    return ".".join(map(str, key))
+
+
+def parse_state(
     forms: Mapping[Key, Form],
     values: Iterable[Key],
     value_of: Callable[[Key], Any],
     *,
     same: Mapping[Key, Key] | None = None,
-) -> Sorted:
-    """Give the tensors and values of a nested state our names; `value_of` is asked only for values that matter.
+) -> ParsedState:
+    """Parse a nested state dict; `value_of` is called only for values that are needed.
 
-    What has no place in a checkpoint is listed in `left_out`. `same` maps tensors that are an earlier one.
+    Unsupported keys are listed in `left_out`. `same` maps each tensor that shares its memory to an earlier tensor.
     """
-    every = {key: _inner(key) for key in (*forms, *values)}
-    has_model = any(inner[0] in MODELS and len(inner) > 1 for inner in every.values())
-    found = Sorted()
+    inner_keys = {key: _inner(key) for key in (*forms, *values)}
+    has_model = any(inner[0] in MODELS and len(inner) > 1 for inner in inner_keys.values())
+    found = ParsedState()
     states: dict[tuple[str | int, str], Key] = {}
     settings: dict[Key, Key] = {}
-    for key, inner in every.items():
+    for key, inner in inner_keys.items():
         if inner[0] in MODELS and len(inner) > 1 and key in forms:
-            _place(found, MODEL + ".".join(map(str, inner[1:])), key)
+            found.add(MODEL + dotted(inner[1:]), key)
         elif len(inner) == 1 and key in forms and not has_model:
-            _place(found, MODEL + str(inner[0]), key)
-        elif (state := _state(inner)) is not None and key in forms:
-            states[state] = key
-        elif (setting := _setting(inner)) is not None and key not in forms:
+            found.add(MODEL + str(inner[0]), key)
+        elif (state := _optimizer_entry(inner, "state")) is not None and key in forms:
+            states[state[0], str(state[1])] = key
+        elif (setting := _optimizer_entry(inner, "param_groups")) is not None and key not in forms:
             settings[setting] = key
         elif inner[:2] == (OURS, "tensors") and key in forms:
-            _place(found, ".".join(map(str, inner[2:])), key)
+            found.add(dotted(inner[2:]), key)
         elif inner == (OURS, "facts") and key not in forms:
             found.facts = _decode(value_of(key))
         elif len(inner) == 1 and inner[0] in STEPS and key not in forms:
             found.step = _number(value_of(key))
         else:
-            found.left_out.append(f"{'.'.join(map(str, key))}: a checkpoint of ours has no place for it")
-    prefix = _unwrapper(found)
-    found.places = {_renamed(name, prefix): key for name, key in found.places.items()}
+            found.left_out.append(f"{dotted(key)}: not supported by shardwise checkpoints")
+    prefix = _wrapper_prefix(list(found.weights()))
+    found.keys = {_without_prefix(name, prefix): key for name, key in found.keys.items()}
     _tie(found, same or {})
     _name_states(found, states, _groups(found, settings, value_of), forms, prefix)
     return found
 
 
-def _tie(found: Sorted, same: Mapping[Key, Key]) -> None:
-    """Keep weights that are others only as a fact."""
-    names = {key: name.removeprefix(MODEL) for name, key in found.places.items() if name.startswith(MODEL)}
+def _tie(found: ParsedState, same: Mapping[Key, Key]) -> None:
+    """Replace weights that share memory with another weight by an entry in the fact `tied`."""
+    names = {key: name for name, key in found.weights().items()}
     tied = {names[key]: names[other] for key, other in same.items() if key in names and other in names}
     if tied:
         found.facts["tied"] = tied
     known = found.facts.get("tied")
-    for alias in known if isinstance(known, dict) else ():
-        found.places.pop(MODEL + alias, None)
+    if isinstance(known, dict):
+        for alias in known:
+            found.keys.pop(MODEL + alias, None)
 
 
-def gather(kind: str, found: Sorted, forms: Mapping[Key, Form], read: Callable[[Key], Tensor]) -> Contents:
-    """Return the contents of a nested state that was sorted out; `read` returns one of its tensors, whole."""
-    places = found.places
+def contents_of(kind: str, found: ParsedState, forms: Mapping[Key, Form], read: Callable[[Key], Tensor]) -> Contents:
+    """Return the contents of a parsed state dict; `read` returns the unsharded tensor of a key."""
+    keys = found.keys
     contents = Contents(
         kind=kind,
         step=found.step,
-        forms={name: forms[key] for name, key in places.items()},
+        forms={name: forms[key] for name, key in keys.items()},
         facts=found.facts,
-        read=lambda names: {name: read(places[name]) for name in names},
+        read=lambda names: {name: read(keys[name]) for name in names},
         left_out=tuple(found.left_out),
     )
-    return contents if contents.step else dataclasses.replace(contents, step=_counted(contents))
+    return contents if contents.step else dataclasses.replace(contents, step=_optimizer_steps(contents))
 
 
-def _counted(contents: Contents) -> int:
-    """Return how many steps the optimizer has made, as its states hold it; 0 if they do not."""
-    counts = [state["step"] for state in contents.states().values() if "step" in state]
-    steps = [tensor for tensor in contents.read(counts).values() if tensor.numel() == 1]
-    return max((int(tensor.item()) for tensor in steps), default=0)
+def _optimizer_steps(contents: Contents) -> int:
+    """Return the largest step count in the optimizer states, or 0 if they have none."""
+    names = [state["step"] for state in contents.states().values() if "step" in state]
+    steps = [int(tensor.item()) for tensor in contents.read(names).values() if tensor.numel() == 1]
+    return max(steps, default=0)
 
 
 def nest(contents: Contents, tensors: Mapping[str, Tensor], *, numbered: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return the nested state of `contents`, whose tensors are given, and what has no place in it.
+    """Return the nested state dict of `contents` with the given tensors, and the contents that it cannot represent.
 
-    `numbered` writes the optimizer as `torch.optim` does, by position; otherwise by name, as torch's
-    get_optimizer_state_dict does.
+    If `numbered`, optimizer states are keyed by parameter position, as in torch.optim; otherwise by parameter name, as
+    in torch's get_optimizer_state_dict.
     """
-    model = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
-    model |= {alias: model[name] for alias, name in contents.tied.items()}
+    model = short_names({name: tensors[name] for name in contents.weights})
+    for alias, name in contents.tied.items():
+        model[alias] = model[name]
     nested: dict[str, Any] = {"model": model}
     others = {name: tensor for name, tensor in tensors.items() if not name.startswith((MODEL, OPTIMIZER))}
     left_out: list[str] = []
-    states = {
-        parameter: {key: tensors[name] for key, name in state.items()} for parameter, state in contents.states().items()
-    }
+    states = {}
+    for parameter, state in contents.states().items():
+        states[parameter] = {key: tensors[name] for key, name in state.items()}
     if states:
         nested["optimizer"], left_out = _nest_optimizer(contents, states, numbered=numbered)
-    facts = {key: value for key, value in contents.facts.items() if key != "tied"}
-    if facts or others or contents.step:
+    if contents.facts.keys() - {"tied"} or others or contents.step:
         nested["step"] = contents.step
         nested[OURS] = {"facts": msgspec.json.encode(contents.facts).decode(), "tensors": others}
     return nested, left_out
@@ -150,15 +170,17 @@ def _nest_optimizer(
     groups = contents.groups
     if len(groups) == 1 and "params" not in groups[0] and len(states) == len(_parameters(contents.forms)):
         groups[0]["params"] = _parameters(contents.forms)
-    members = [name for group in groups for name in group.get("params", ())]
-    if not groups or not all("params" in group for group in groups) or states.keys() - set(members):
-        reason = f"the checkpoint does not hold which of its {len(groups)} groups each parameter is in"
-        return {"state": states}, [
-            f"groups of the optimizer: {reason}, so its states are under names and without groups"
-        ]
+    num_groups = len(groups)
+    number: dict[str, int] = {}
+    for group in groups:
+        for name in group.get("params", ()):
+            number[name] = len(number)
+    num_named = sum("params" in group for group in groups)
+    if not groups or num_named < num_groups or states.keys() - number.keys():
+        reason = f"the checkpoint does not contain which of its {num_groups} groups each parameter is in"
+        return {"state": states}, [f"parameter groups of the optimizer: {reason}, so states are written without groups"]
     if not numbered:
         return {"state": states, "param_groups": groups}, []
-    number = {name: index for index, name in enumerate(members)}
     by_number = {number[name]: state for name, state in states.items()}
     for group in groups:
         group["param_names"] = group.pop("params")
@@ -167,52 +189,35 @@ def _nest_optimizer(
 
 
 def _inner(key: Key) -> Key:
-    """Drop one outer name, such as the "app" under which a Stateful holds all."""
+    """Remove one outer key, such as the name under which DCP saved a Stateful application object."""
     return key[1:] if len(key) > 2 and key[0] not in _ROOTS and key[1] in _ROOTS else key
 
 
-def _place(found: Sorted, name: str, key: Key) -> None:
-    if name in found.places:
-        both = " and ".join(".".join(map(str, each)) for each in (found.places[name], key))
-        raise InputError(
-            f"{both} are both {name!r}", code="checkpoint.tensor-name-collision", fix="convert a state of one model"
-        )
-    found.places[name] = key
+def _optimizer_entry(inner: Key, part: str) -> Key | None:
+    """Return the last two keys of an entry in the `part` of an optimizer state dict, or None if it is not one.
 
-
-def _state(inner: Key) -> tuple[str | int, str] | None:
-    """Return parameter and key of an optimizer state, nested or flattened by torch's option."""
+    They are a parameter and a state key for "state", and a group and an option for "param_groups". State dicts that
+    torch flattened have one key "PART.PARAMETER.KEY", in which a group is the name of a parameter.
+    """
     if inner[0] not in OPTIMIZERS or len(inner) < 2:
         return None
-    if len(inner) == 4 and inner[1] == "state":
-        return inner[2], str(inner[3])
-    if len(inner) == 2 and str(inner[1]).startswith("state."):
-        parameter, _, key = str(inner[1]).removeprefix("state.").rpartition(".")
-        return parameter, key
-    return None
-
-
-def _setting(inner: Key) -> Key | None:
-    """Return group and key of an optimizer setting: the group is a number, or the name of a parameter."""
-    if inner[0] not in OPTIMIZERS or len(inner) < 2:
-        return None
-    if len(inner) == 4 and inner[1] == "param_groups":
+    if len(inner) == 4 and inner[1] == part:
         return inner[2:]
-    if len(inner) == 2 and str(inner[1]).startswith("param_groups."):
-        parameter, _, key = str(inner[1]).removeprefix("param_groups.").rpartition(".")
+    if len(inner) == 2 and str(inner[1]).startswith(f"{part}."):
+        parameter, _, key = str(inner[1]).removeprefix(f"{part}.").rpartition(".")
         return parameter, key
     return None
 
 
-def _groups(found: Sorted, settings: dict[Key, Key], value_of: Callable[[Key], Any]) -> list[dict[str, Any]]:
-    """Return the parameter groups; of groups listed parameter by parameter, those with the same settings are one."""
+def _groups(found: ParsedState, settings: dict[Key, Key], value_of: Callable[[Key], Any]) -> list[dict[str, Any]]:
+    """Return the parameter groups; in a flattened state dict, parameters with the same options form a group."""
     by_group: dict[str | int, dict[str, Any]] = {}
     for (group, name), key in settings.items():
         value = value_of(key)
         try:
             by_group.setdefault(group, {})[str(name)] = msgspec.json.decode(msgspec.json.encode(value))
         except (TypeError, msgspec.MsgspecError):
-            found.left_out.append(f"{'.'.join(map(str, key))}: {type(value).__name__} is not a plain value")
+            found.left_out.append(f"{dotted(key)}: a {type(value).__name__} cannot be stored as JSON")
     groups: dict[bytes, dict[str, Any]] = {}
     for group, values in by_group.items():
         if isinstance(group, int):
@@ -224,22 +229,22 @@ def _groups(found: Sorted, settings: dict[Key, Key], value_of: Callable[[Key], A
 
 
 def _name_states(
-    found: Sorted,
+    found: ParsedState,
     states: dict[tuple[str | int, str], Key],
     groups: list[dict[str, Any]],
     forms: Mapping[Key, Form],
     prefix: str,
 ) -> None:
-    """Place the optimizer's states, finding the names of parameters that are only numbered."""
+    """Add the optimizer states, resolving the names of numbered parameters."""
     names: dict[str | int, str] = {each: each for each, _ in states if isinstance(each, str)}
     if any(isinstance(each, int) for each, _ in states):
         numbered = _numbered(found, states, groups, forms)
         if numbered is None:
-            found.left_out.append("optimizer: its parameters are numbered, and which is which is not certain")
+            found.left_out.append("optimizer: its parameters are numbered, and their names cannot be determined")
             return
         names |= numbered
     for (parameter, state), key in states.items():
-        _place(found, f"{OPTIMIZER}{names[parameter].removeprefix(prefix)}/{state}", key)
+        found.add(f"{OPTIMIZER}{names[parameter].removeprefix(prefix)}/{state}", key)
     for group in groups:
         group.pop("param_names", None)
         if isinstance(group.get("params"), list):
@@ -249,56 +254,65 @@ def _name_states(
 
 
 def _numbered(
-    found: Sorted, states: dict[tuple[str | int, str], Key], groups: list[dict[str, Any]], forms: Mapping[Key, Form]
+    found: ParsedState,
+    states: dict[tuple[str | int, str], Key],
+    groups: list[dict[str, Any]],
+    forms: Mapping[Key, Form],
 ) -> dict[str | int, str] | None:
-    """Return the name of each numbered parameter: as in the groups, or the weights in order if all shapes agree."""
+    """Return the name of each numbered parameter, or None if it is unknown.
+
+    The names are those in the groups, or else the weights in order if there is one group and all shapes match.
+    """
     named: dict[str | int, str] = {}
     for group in groups:
         if group.get("params") and group.get("param_names"):
             named.update(zip(group["params"], group["param_names"], strict=False))
     if named.keys() >= {each for each, _ in states}:
         return named
-    mine = {name: forms[key] for name, key in found.places.items()}
-    names, numbers = _parameters(mine), groups[0].get("params") if len(groups) == 1 else None
-    if not isinstance(numbers, list) or numbers != list(range(len(names))):
+    found_forms = {name: forms[key] for name, key in found.keys.items()}
+    names = _parameters(found_forms)
+    if len(groups) != 1 or groups[0].get("params") != list(range(len(names))):
         return None
-    for (each, state), key in states.items():
-        if state in _SHAPED and forms[key][1] != mine[MODEL + names[int(each)]][1]:
+    for (parameter, state), key in states.items():
+        if state in _SHAPED and forms[key][1] != found_forms[MODEL + names[int(parameter)]][1]:
             return None
     return dict(enumerate(names))
 
 
 def _parameters(forms: Mapping[str, Form]) -> list[str]:
-    """Return the weights that an optimizer may have, in order: no known buffers and no integers."""
-    return [
-        name.removeprefix(MODEL)
-        for name, (dtype, _) in forms.items()
-        if name.startswith(MODEL) and not name.endswith(_BUFFERS) and "F" in dtype
-    ]
+    """Return the names of the weights that an optimizer may update: floating-point tensors except known buffers."""
+    found = []
+    for name, (dtype, _) in forms.items():
+        if name.startswith(MODEL) and not name.endswith(_BUFFERS) and "F" in dtype:
+            found.append(name.removeprefix(MODEL))
+    return found
 
 
-def _unwrapper(found: Sorted) -> str:
-    """Return the prefix that DDP or torch.compile adds to the names of all weights."""
-    weights = [name.removeprefix(MODEL) for name in found.places if name.startswith(MODEL)]
+def _wrapper_prefix(weights: list[str]) -> str:
+    """Return the prefix that DDP and torch.compile have added to the names of all weights."""
     prefix = ""
-    while weights and (more := next((each for each in _WRAPPERS if weights[0].startswith(prefix + each)), "")):
-        if not all(name.startswith(prefix + more) for name in weights):
+    while weights:
+        longer = [prefix + wrapper for wrapper in _WRAPPERS if weights[0].startswith(prefix + wrapper)]
+        if not longer or not all(name.startswith(longer[0]) for name in weights):
             break
-        prefix += more
+        prefix = longer[0]
     return prefix
 
 
-def _renamed(name: str, prefix: str) -> str:
-    return MODEL + name.removeprefix(MODEL).removeprefix(prefix) if name.startswith(MODEL) else name
+def _without_prefix(name: str, prefix: str) -> str:
+    return MODEL + name.removeprefix(MODEL + prefix) if name.startswith(MODEL) else name
 
 
 def _decode(text: Any) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, TypeError) as error:
-        raise InputError(f"the facts in it are no JSON ({error})", code="checkpoint.facts-invalid") from None
+        raise InputError(
+            f"the facts of the checkpoint are not valid JSON ({error})", code="checkpoint.facts-invalid"
+        ) from None
     return facts
 
 
 def _number(value: Any) -> int:
+    """Return a step count, or 0 if the value is not one."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0

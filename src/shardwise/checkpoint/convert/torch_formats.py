@@ -1,4 +1,4 @@
-"""Formats of torch: a file of torch.save and a torch.distributed.checkpoint folder, read with restricted unpicklers."""
+"""Converts torch.save files and torch.distributed.checkpoint (DCP) directories without unpickling arbitrary objects."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardwise.checkpoint.convert.contents import form_from, form_of
-from shardwise.checkpoint.convert.nested import gather, nest, sort_out
-from shardwise.checkpoint.disk import sync_folder
-from shardwise.checkpoint.errors import CheckpointError, DamagedError
+from shardwise.checkpoint.convert.nested import contents_of, dotted, nest, parse_state
+from shardwise.checkpoint.disk import CheckpointError, DamagedError, sync_directory
 from shardwise.checkpoint.manifest import MAX_BYTES, read_regular
 from shardwise.errors import InputError
-from shardwise.torch_private.runtime import SHARDED_TENSOR_METADATA
+from shardwise.torch_private.distributed import SHARDED_TENSOR_METADATA
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,35 +37,41 @@ if TYPE_CHECKING:
 
 _GLOBAL = re.compile(r"(?:GLOBAL|class|function|global)\s+`?([\w.]+\.[\w.]+)")
 FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, pickle.UnpicklingError)
-"""What torch.load raises at a file that is none, or holds what is not allowed."""
+"""Exceptions of torch.load for an invalid file or one that contains disallowed classes."""
 
 
 def read_file(path: Path) -> Contents:
-    """Return what a torch file holds; its tensors stay in the file until they are used."""
-    # Only files of today's form can be mapped into memory; older ones are read whole.
+    """Return the contents of a torch.save file; its tensors are memory-mapped."""
+    # Only the zip format of torch 1.6 and later can be memory-mapped.
     state = load_plain(path, str(path), mmap=zipfile.is_zipfile(path))
     if not isinstance(state, Mapping):
         raise InputError(
-            f"{path} holds a {type(state).__name__}",
+            f"{path} contains a {type(state).__name__}, expected a dict",
             code="checkpoint.not-state-dict",
-            fix="save a state dict, or a dict of them",
+            fix="save a state dict, or a dict of state dicts",
         )
-    return sort_state("torch", state)
+    return contents_of_state("torch", state)
 
 
-def sort_state(kind: str, state: Mapping[str, Any]) -> Contents:
-    """Return the contents of a nested state whose tensors are at hand."""
+def contents_of_state(kind: str, state: Mapping[str, Any]) -> Contents:
+    """Return the contents of a nested state dict in memory."""
     tensors: dict[Key, Tensor] = {}
     values: dict[Key, Any] = {}
     for key, value in _walk(state, ()):
-        (tensors if isinstance(value, Tensor) else values)[key] = value
-    forms = {key: form_of(".".join(map(str, key)), tensor) for key, tensor in tensors.items()}
-    found = sort_out(forms, values, values.__getitem__, same=_shared(tensors))
-    return gather(kind, found, forms, lambda key: tensors[key].detach())
+        if isinstance(value, Tensor):
+            tensors[key] = value
+        else:
+            values[key] = value
+    forms = {key: form_of(dotted(key), tensor) for key, tensor in tensors.items()}
+    found = parse_state(forms, values, values.__getitem__, same=_shared(tensors))
+    return contents_of(kind, found, forms, lambda key: tensors[key].detach())
 
 
 def write_file(contents: Contents, path: Path) -> list[str]:
-    """Write a new torch file and return what it does not hold: weights alone as a plain state dict, else nested."""
+    """Write a new torch.save file and return the contents that it cannot represent.
+
+    If there are only weights, the file is a plain state dict, otherwise a nested one.
+    """
     tensors = contents.read(list(contents.forms))
     nested, left_out = nest(contents, tensors, numbered=True)
     with path.open("xb") as file:
@@ -74,28 +82,28 @@ def write_file(contents: Contents, path: Path) -> list[str]:
 
 
 def load_plain(source: Path | IO[bytes], name: str, *, mmap: bool = False) -> Any:
-    """Return what torch.load gives for tensors and plain values only; anything else in it is refused by name."""
+    """Load a torch.save file of tensors and plain values; raise an InputError that names any other class in it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickles that torch did not write: they are refused below
+            warnings.simplefilter("ignore")  # about pickles that torch did not write, which raise below
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except FAILURES as error:
         message = " ".join(str(error).split())
-        asked = _GLOBAL.search(message)
-        if asked:
+        required = _GLOBAL.search(message)
+        if required:
             raise InputError(
-                f"{name} asks for {asked[1]}, which is code and not data; nothing of it was run",
+                f"{name} requires {required[1]}, which is code rather than data; it was not executed",
                 code="checkpoint.contains-code",
                 fix="save tensors and plain values only",
             ) from None
         reason = message.partition("WeightsUnpickler error: ")[2].partition(" Check the documentation")[0] or message
         raise InputError(
-            f"{name} cannot be read as a torch file ({reason[:200]})", code="checkpoint.read-failed"
+            f"{name} is not a valid torch.save file ({reason[:200]})", code="checkpoint.read-failed"
         ) from None
 
 
 def _walk(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
-    """Yield what lies at the ends of nested mappings, and of lists of mappings."""
+    """Yield the keys and values of the leaves of nested mappings and lists of mappings."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _walk(inner, (*key, name if isinstance(name, int) else str(name)))
@@ -107,58 +115,52 @@ def _walk(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
 
 
 def _shared(tensors: Mapping[Key, Tensor]) -> dict[Key, Key]:
-    """Return the tensors that are the same memory as an earlier one: torch's files keep what is shared together."""
+    """Map the tensors that share the memory of an earlier tensor to it; torch.save preserves sharing."""
     first: dict[tuple[Any, ...], Key] = {}
     shared = {}
     for key, tensor in tensors.items():
-        where = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        original = first.setdefault(where, key) if tensor.numel() else key
+        if not tensor.numel():
+            continue
+        memory = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        original = first.setdefault(memory, key)
         if original != key:
             shared[key] = original
     return shared
 
 
-# A torch.distributed.checkpoint folder, as plain FSDP2 code writes it, and its pickled metadata read safely.
-
-
-def read_folder(path: Path) -> Contents:
-    """Return what a folder holds; tensors are put together from their pieces when they are asked for."""
+def read_directory(path: Path) -> Contents:
+    """Return the contents of a torch.distributed.checkpoint (DCP) directory; tensors are read lazily."""
     listing = read_listing(path)
-    forms = {
-        key: form_from(".".join(map(str, key)), tensor.dtype, tensor.shape) for key, tensor in listing.tensors.items()
-    }
-    found = sort_out(forms, listing.values, lambda key: _load(path, listing.values[key]))
-    return gather("dcp", found, forms, lambda key: _whole(path, listing.tensors[key]))
+    forms = {key: form_from(dotted(key), tensor.dtype, tensor.shape) for key, tensor in listing.tensors.items()}
+    found = parse_state(forms, listing.values, lambda key: _load(path, listing.values[key]))
+    return contents_of("dcp", found, forms, lambda key: _read_tensor(path, listing.tensors[key]))
 
 
-def write_folder(contents: Contents, path: Path) -> list[str]:
-    """Write a new folder with torch's own writer and return what it does not hold."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
+def write_directory(contents: Contents, path: Path) -> list[str]:
+    """Write a new DCP directory with torch's FileSystemWriter and return the contents that it cannot represent."""
     nested, left_out = nest(contents, contents.read(list(contents.forms)), numbered=False)
     writer = FileSystemWriter(path, sync_files=True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a single process is intended here
+            warnings.simplefilter("ignore")  # about saving in a single process
             save(nested, storage_writer=writer, no_dist=True)
     except CheckpointException as error:  # derives from BaseException
         cause = next(iter(error.failures.values()), (error,))[0]
         raise CheckpointError(f"{path} cannot be written ({cause})", code="checkpoint.write-failed") from error
-    sync_folder(path)
+    sync_directory(path)
     return left_out
 
 
-def _whole(folder: Path, tensor: StoredTensor) -> Tensor:
+def _read_tensor(directory: Path, tensor: StoredTensor) -> Tensor:
     result = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for offsets, shape, where in tensor.chunks:
+    for offsets, shape, stored in tensor.chunks:
         if not math.prod(shape):
             continue
-        chunk = _load(folder, where)
+        chunk = _load(directory, stored)
         if not isinstance(chunk, torch.Tensor) or tuple(chunk.shape) != shape or chunk.dtype != tensor.dtype:
             raise DamagedError(
-                f"{folder / where.file} holds something else at byte {where.offset}", code="checkpoint.chunk-mismatch"
+                f"the chunk at byte {stored.offset} of {directory / stored.file} does not match the metadata",
+                code="checkpoint.chunk-mismatch",
             )
         target = result
         for dim, (offset, length) in enumerate(zip(offsets, shape, strict=True)):
@@ -167,20 +169,17 @@ def _whole(folder: Path, tensor: StoredTensor) -> Tensor:
     return result
 
 
-def _load(folder: Path, where: Stored) -> Any:
-    path = folder / where.file
+def _load(directory: Path, stored: StoredRange) -> Any:
+    path = directory / stored.file
     try:
         with path.open("rb") as file:
-            file.seek(where.offset)
-            data = file.read(where.length)
+            file.seek(stored.offset)
+            data = file.read(stored.length)
     except (OSError, ValueError, OverflowError) as error:
         raise DamagedError(f"{path} cannot be read ({error})", code="checkpoint.read-failed") from None
-    if len(data) != where.length:
-        raise DamagedError(f"{path} ends before byte {where.offset + where.length}", code="checkpoint.file-truncated")
+    if len(data) != stored.length:
+        raise DamagedError(f"{path} ends before byte {stored.offset + stored.length}", code="checkpoint.file-truncated")
     return load_plain(io.BytesIO(data), str(path))
-
-
-# The `.metadata` of a torch.distributed.checkpoint folder, a pickle, read so that it can do nothing but be data.
 
 
 METADATA = ".metadata"
@@ -197,7 +196,7 @@ _RECORDS = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     SHARDED_TENSOR_METADATA: {"TensorProperties"},  # up to torch 2.3
 }
-"""The classes that DCP writes. Each is read as a bare record: nothing of torch's is made or called."""
+"""The classes that DCP pickles. Each is unpickled as a record without methods, so that no code of torch is called."""
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): str,
@@ -209,8 +208,8 @@ _PATHS = {("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib._local", "Pos
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where a piece lies: `length` bytes from `offset` on in one file of the folder, as torch.save wrote them."""
+class StoredRange:
+    """The byte range of a value in one file of the directory, in the format of torch.save."""
 
     file: str
     offset: int
@@ -219,28 +218,28 @@ class Stored:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor, and the boxes that fill it."""
+    """A tensor of a DCP directory and the chunks that it consists of."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], Stored], ...]
-    """Offsets and shape in the whole tensor, and where the values are."""
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], StoredRange], ...]
+    """Offsets and shape of each chunk in the full tensor, and the byte range of its values."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What a folder holds, by its place in the nested state that was saved."""
+    """The tensors and values of a DCP directory, by their key in the saved state dict."""
 
     tensors: dict[Key, StoredTensor]
-    values: dict[Key, Stored]
+    values: dict[Key, StoredRange]
 
 
 class _Record:
-    """Replaces an object of the pickle: its fields, and nothing that could be called."""
+    """Represents an unpickled object, with its attributes but without methods."""
 
 
 class _Properties(_Record):
-    """The properties of a tensor, which pickle as a tuple that begins with the dtype."""
+    """The properties of a tensor, which are pickled as a tuple that starts with the dtype."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype = state[0]
@@ -254,7 +253,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _RECORDS.get(module, ()):
-            # A class of its own for every reading: whatever the pickle does to it ends with it.
+            # A new class per file, so that a pickle that modifies it does not affect other files.
             return self._made.setdefault((module, name), type(name, (_base(name),), {}))
         if (module, name) in _FUNCTIONS:
             return _FUNCTIONS[module, name]
@@ -263,16 +262,16 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         raise InputError(
-            f"{self._origin} has a pickle of {module}.{name}, which a checkpoint may not have; no code was run",
+            f"{self._origin} requires {module}.{name}, which is not allowed in a checkpoint; no code was executed",
             code="checkpoint.contains-code",
-            fix="do not use this folder",
+            fix="do not use this directory",
         )
 
     def persistent_load(self, pid: Any) -> NoReturn:
         raise InputError(
-            f"{self._origin} refers to {pid!r} outside of it",
+            f"{self._origin} refers to the external object {pid!r}",
             code="checkpoint.path-escapes",
-            fix="do not use this folder",
+            fix="do not use this directory",
         )
 
 
@@ -284,35 +283,38 @@ def _join(cls: type[str], *parts: object) -> str:
     return str.__new__(cls, PurePosixPath(*map(str, parts)))
 
 
-def read_listing(folder: Path) -> Listing:
-    """Read and check the `.metadata` of a folder; whatever is wrong with it is a DamagedError or an InputError."""
-    path = folder / METADATA
+def read_listing(directory: Path) -> Listing:
+    """Read and validate the pickled `.metadata` of a DCP directory without executing code from it.
+
+    An invalid file raises a DamagedError, a disallowed class or path an InputError.
+    """
+    path = directory / METADATA
     try:
         data = read_regular(path, MAX_BYTES)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})", code="checkpoint.read-failed") from None
     try:
-        return _listing(folder, _MetadataUnpickler(io.BytesIO(data), path).load())
+        return _listing(directory, _MetadataUnpickler(io.BytesIO(data), path).load())
     except (pickle.UnpicklingError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError(
-            f"{path} is not the metadata of a checkpoint ({type(error).__name__}: {error})",
+            f"{path} is not valid DCP metadata ({type(error).__name__}: {error})",
             code="checkpoint.metadata-invalid",
         ) from None
     except (EOFError, RecursionError, MemoryError, ImportError, AssertionError) as error:
         raise DamagedError(
-            f"{path} is not the metadata of a checkpoint ({type(error).__name__})", code="checkpoint.metadata-invalid"
+            f"{path} is not valid DCP metadata ({type(error).__name__})", code="checkpoint.metadata-invalid"
         ) from None
 
 
-def _listing(folder: Path, metadata: Any) -> Listing:
-    places = metadata.planner_data or {}
-    stored: dict[tuple[str, tuple[int, ...]], Stored] = {}
+def _listing(directory: Path, metadata: Any) -> Listing:
+    keys = metadata.planner_data or {}
+    stored: dict[tuple[str, tuple[int, ...]], StoredRange] = {}
     for index, info in metadata.storage_data.items():
-        offset = tuple(map(int, getattr(index, "offset", None) or ()))  # fields that are None are not written
-        stored[str(index.fqn), offset] = _stored(folder, info)
+        offset = tuple(map(int, getattr(index, "offset", None) or ()))  # attributes that are None are not pickled
+        stored[str(index.fqn), offset] = _stored(directory, info)
     listing = Listing({}, {})
     for name, entry in metadata.state_dict_metadata.items():
-        key = tuple(each if isinstance(each, int) else str(each) for each in places.get(name, (name,)))
+        key = tuple(part if isinstance(part, int) else str(part) for part in keys.get(name, (name,)))
         if hasattr(entry, "chunks"):
             listing.tensors[key] = _tensor(str(name), entry, stored)
         else:
@@ -320,39 +322,37 @@ def _listing(folder: Path, metadata: Any) -> Listing:
     return listing
 
 
-def _stored(folder: Path, info: Any) -> Stored:
+def _stored(directory: Path, info: Any) -> StoredRange:
     file = str(info.relative_path)
     if Path(file).name != file or file in {"", ".", ".."}:
         raise InputError(
-            f"{folder / METADATA} refers to {file!r} outside of it",
+            f"{directory / METADATA} refers to {file!r} outside the directory",
             code="checkpoint.path-escapes",
-            fix="do not use this folder",
+            fix="do not use this directory",
         )
     if getattr(info, "transform_descriptors", None):
         raise InputError(
-            f"{folder / file} is compressed or encrypted by an extension",
+            f"{directory / file} is compressed or encrypted by a DCP extension",
             code="checkpoint.dcp-extension",
-            fix="save it without",
+            fix="save the checkpoint without extensions",
         )
-    return Stored(file, int(info.offset), int(info.length))
+    return StoredRange(file, int(info.offset), int(info.length))
 
 
-def _tensor(name: str, entry: Any, stored: dict[tuple[str, tuple[int, ...]], Stored]) -> StoredTensor:
+def _tensor(name: str, entry: Any, stored: dict[tuple[str, tuple[int, ...]], StoredRange]) -> StoredTensor:
     dtype, shape = entry.properties.dtype, tuple(map(int, entry.size))
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name} has dtype {dtype!r}")
     chunks = []
     for chunk in entry.chunks:
         offsets, sizes = tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
-        if not len(offsets) == len(sizes) == len(shape) or any(
-            offset < 0 or size < 0 or offset + size > whole
-            for offset, size, whole in zip(offsets, sizes, shape, strict=True)
-        ):
-            raise ValueError(f"{name} has a chunk outside of it")
-        where = stored[name, offsets]
-        if where.length < math.prod(sizes) * dtype.itemsize:
-            raise ValueError(f"{name} has a chunk of {where.length} bytes, too few")
-        chunks.append((offsets, sizes, where))
+        for offset, size, length in zip(offsets, sizes, shape, strict=True):  # raises a ValueError for other dimensions
+            if offset < 0 or size < 0 or offset + size > length:
+                raise ValueError(f"{name} has a chunk outside its shape")
+        data = stored[name, offsets]
+        if data.length < math.prod(sizes) * dtype.itemsize:
+            raise ValueError(f"{name} has a chunk of {data.length} bytes, too few for its shape")
+        chunks.append((offsets, sizes, data))
     if sum(math.prod(sizes) for _, sizes, _ in chunks) != math.prod(shape):
-        raise ValueError(f"{name} has chunks that do not add up to it")
+        raise ValueError(f"{name} has chunks that do not cover it")
     return StoredTensor(dtype, shape, tuple(chunks))

@@ -1,4 +1,4 @@
-"""Faults of a drill: each is done to its rank from inside, after so many optimizer steps, and only once."""
+"""Faults of a drill: each is injected once, from inside its rank, after a given number of optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
+from shardwise import checkpoint
 from shardwise.environment import identify
 
 if TYPE_CHECKING:
@@ -22,33 +23,33 @@ if TYPE_CHECKING:
 
 Kind = Literal["kill", "freeze", "slow", "mismatch", "link", "checkpoint", "disk"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-OF_JOBS: tuple[Kind, ...] = ("checkpoint", "disk")
-"""Drills that need checkpoints of ours."""
-_PATIENCE_S = 60.0
-"""How long a checkpoint may take before a fault that must come after it."""
+JOB_KINDS: tuple[Kind, ...] = ("checkpoint", "disk")
+"""Drills that need the checkpoints of a job."""
+_CHECKPOINT_TIMEOUT_S = 60.0
+"""Maximum wait for the checkpoint that must precede the fault."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens to which rank, and when."""
+    """A fault: its kind, its rank and the step after which it is injected."""
 
     kind: Kind
     rank: int
     step: int
-    """Optimizer steps that every rank has done when it is injected, counted from its start."""
+    """Optimizer steps since the process started after which the fault is injected."""
     mark: str
-    """File written when it was injected: into the first processes, not to those of a restart."""
+    """File written when the fault is injected. Its existence disables the fault in restarted processes."""
     checkpoints: str = ""
-    """Folder of checkpoints; empty for a script."""
+    """Directory of checkpoints; empty for a script."""
     saved: int = 0
-    """Step of the checkpoint that is published before; 0 waits for none."""
+    """Step of the checkpoint that must be published before the fault; 0 for none."""
     seconds: float = 0.0
-    """Of sleep: after each step for a slow rank, once after a mismatch."""
+    """Sleep after each step of a slow rank, or once after a mismatch."""
     most_s: float = 0.0
-    """Of sleep in all for a slow rank."""
+    """Maximum total sleep of a slow rank."""
 
 
 class FaultMark(msgspec.Struct, frozen=True, kw_only=True):
-    """That a fault came."""
+    """The record of an injected fault."""
 
     at: float
     """Seconds since the epoch."""
@@ -56,13 +57,13 @@ class FaultMark(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     step: int
     saved: int = 0
-    """Step of the newest checkpoint then; 0 for none."""
+    """Step of the newest checkpoint at that time; 0 if there was none."""
     file: str = ""
-    """Checkpoint that was damaged."""
+    """Name of the damaged checkpoint."""
 
 
 def read_mark(path: Path) -> FaultMark | None:
-    """Read when and where a fault came; None before it has."""
+    """Read the record of an injected fault; return None if the fault has not been injected."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=FaultMark)
     except FileNotFoundError:
@@ -70,18 +71,18 @@ def read_mark(path: Path) -> FaultMark | None:
 
 
 def arm(fault: Fault, rank: int) -> None:
-    """Inject the fault into this process, which is `rank`; imports torch. It is injected once."""
+    """Register hooks that inject the fault once in this process, which runs `rank`; imports torch."""
     from torch.optim import optimizer
 
     if Path(fault.mark).exists():
         return
-    steps = _Steps(partial(_ACTIONS[fault.kind], fault, rank))
+    steps = _StepCounter(partial(_ACTIONS[fault.kind], fault, rank))
     optimizer.register_optimizer_step_pre_hook(steps.begin)
     optimizer.register_optimizer_step_post_hook(steps.end)
 
 
-class _Steps:
-    """Counts optimizer steps, those of an optimizer inside another as one, and reports each."""
+class _StepCounter:
+    """Count optimizer steps and call `on_step` after each; steps of wrapped optimizers count once."""
 
     def __init__(self, on_step: Callable[[int], None]) -> None:
         self._on_step = on_step
@@ -99,70 +100,70 @@ class _Steps:
 
 def _kill(fault: Fault, rank: int, step: int) -> None:
     if (rank, step) == (fault.rank, fault.step):
-        _leave_mark(fault, rank, step, saved=_wait_for_checkpoint(fault))
+        _write_mark(fault, rank, step, saved=_wait_for_checkpoint(fault))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _freeze(fault: Fault, rank: int, step: int) -> None:
     if (rank, step) == (fault.rank, fault.step):
-        _leave_mark(fault, rank, step)
+        _write_mark(fault, rank, step)
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _slow(fault: Fault, rank: int, step: int) -> None:
     if rank == fault.rank and 0 <= (step - fault.step) * fault.seconds <= fault.most_s:
-        _leave_mark(fault, rank, step)
+        _write_mark(fault, rank, step)
         time.sleep(fault.seconds)
 
 
 def _mismatch(fault: Fault, rank: int, step: int) -> None:
-    """One more collective on all ranks, of which one has another dtype; communicates over the default group.
+    """Run one more all-reduce, with a different dtype on one rank. Communicates over the default group.
 
-    Equal in bytes: gloo gives wrong numbers for it, and no error.
+    Both tensors have the same byte size, so gloo does not detect the mismatch and returns wrong values.
     """
     if step != fault.step:
         return
     import torch
     import torch.distributed as dist
 
+    dtype = torch.float32
     if rank == fault.rank:
-        _leave_mark(fault, rank, step, saved=_wait_for_checkpoint(fault))
+        _write_mark(fault, rank, step, saved=_wait_for_checkpoint(fault))
+        dtype = torch.int32
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    dist.all_reduce(torch.ones(4, dtype=torch.int32 if rank == fault.rank else torch.float32, device=device))
+    dist.all_reduce(torch.ones(4, dtype=dtype, device=device))
     time.sleep(fault.seconds)
 
 
 def _link(fault: Fault, rank: int, step: int) -> None:
     if (rank, step) == (fault.rank, fault.step):
-        _leave_mark(fault, rank, step, saved=_wait_for_checkpoint(fault))
-        cut_links(identify().master_port)
+        _write_mark(fault, rank, step, saved=_wait_for_checkpoint(fault))
+        close_connections(identify().master_port)
 
 
-def cut_links(store_port: int | None) -> int:
-    """Shut this process's TCP connections to processes of this machine, save those to the store; returns how many."""
+def close_connections(store_port: int | None) -> int:
+    """Shut down this process's TCP connections to local processes, except to the store; return their number."""
     closed = 0
     for entry in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError):  # closed meanwhile, or listens and has no peer
+        with contextlib.suppress(OSError):  # the socket was closed meanwhile, or it listens and has no peer
             if not str(entry.readlink()).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(entry.name))) as link:
                 if link.family not in {socket.AF_INET, socket.AF_INET6} or link.type != socket.SOCK_STREAM:
                     continue
-                (here, own_port, *_), (there, port, *_) = link.getsockname(), link.getpeername()
-                if here == there and store_port not in {own_port, port}:
+                (address, local_port, *_), (peer, peer_port, *_) = link.getsockname(), link.getpeername()
+                if address == peer and store_port not in {local_port, peer_port}:
                     link.shutdown(socket.SHUT_RDWR)
                     closed += 1
     return closed
 
 
 def _checkpoint(fault: Fault, rank: int, step: int) -> None:
-    """Flip the last byte of the newest checkpoint's largest file, and end as by kill -9."""
+    """Flip the last byte of the newest checkpoint's largest file, then kill this process with SIGKILL."""
     if (rank, step) != (fault.rank, fault.step):
         return
-    from shardwise.checkpoint import CheckpointFolder
-
     saved = _wait_for_checkpoint(fault)
-    newest = CheckpointFolder(fault.checkpoints).latest()
+    newest = checkpoint.CheckpointDirectory(fault.checkpoints).latest()
     if newest is not None:
         largest = max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size)
         with largest.open("r+b") as file:
@@ -170,25 +171,25 @@ def _checkpoint(fault: Fault, rank: int, step: int) -> None:
             last = file.read(1)
             file.seek(-1, os.SEEK_END)
             file.write(bytes([last[0] ^ 0xFF]))
-        _leave_mark(fault, rank, step, saved=saved, file=newest.name)
+        _write_mark(fault, rank, step, saved=saved, file=newest.name)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _disk(fault: Fault, rank: int, step: int) -> None:
-    """Have the next shard that each rank writes end half way for want of space; then there is space again."""
+    """Make the next shard write of each rank fail with ENOSPC after the header; later writes succeed."""
     if step != fault.step:
         return
     saved = _wait_for_checkpoint(fault)
-    saving = importlib.import_module("shardwise.checkpoint.write")
-    real = saving.write_shard
+    writer = importlib.import_module("shardwise.checkpoint.write")
+    write_shard = writer.write_shard
 
-    def full(path: Path, layout: Any, _pieces: Any) -> dict[str, str]:
-        saving.write_shard = real  # type: ignore[attr-defined]
+    def fail_once(path: Path, layout: Any, _pieces: Any) -> dict[str, str]:
+        writer.write_shard = write_shard  # type: ignore[attr-defined]
         path.write_bytes(layout.header)
-        _leave_mark(fault, rank, step, saved=saved)
+        _write_mark(fault, rank, step, saved=saved)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    saving.write_shard = full  # type: ignore[attr-defined]
+    writer.write_shard = fail_once  # type: ignore[attr-defined]
 
 
 _ACTIONS: dict[Kind, Callable[[Fault, int, int], None]] = {
@@ -203,23 +204,20 @@ _ACTIONS: dict[Kind, Callable[[Fault, int, int], None]] = {
 
 
 def _wait_for_checkpoint(fault: Fault) -> int:
-    """Wait until the checkpoint before the fault is published; returns the newest one's step, 0 for none."""
+    """Wait until the checkpoint before the fault is published; return the step of the newest one, 0 for none."""
     if not fault.saved:
         return 0
-    from shardwise.checkpoint import CheckpointFolder
-    from shardwise.checkpoint.errors import parse_name
-
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _CHECKPOINT_TIMEOUT_S
     while True:
-        latest = CheckpointFolder(fault.checkpoints).latest()
-        step, _ = (latest and parse_name(latest.name)) or (0, 0)
+        latest = checkpoint.CheckpointDirectory(fault.checkpoints).latest()
+        step = 0 if latest is None else checkpoint.read_manifest(latest).step
         if step >= fault.saved or time.monotonic() > deadline:
             return step
         time.sleep(0.005)
 
 
-def _leave_mark(fault: Fault, rank: int, step: int, *, saved: int = 0, file: str = "") -> None:
-    """Record that the fault is injected now, unless it has been."""
+def _write_mark(fault: Fault, rank: int, step: int, *, saved: int = 0, file: str = "") -> None:
+    """Record that the fault is injected now, unless a record exists."""
     path = Path(fault.mark)
     if path.exists():
         return

@@ -1,4 +1,4 @@
-"""The result of a drill: who was named, after how long, and whether the run recovered; pure decisions."""
+"""The result of a drill: the reported verdict, its delay, and whether the run recovered; pure functions."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from shardwise.diagnosis.run.facts import Event
 
 LOSS_LIMIT = 1e-5
-"""How far a loss may be from that of the undisturbed run, relative: a few steps, sums in any order."""
+"""Relative tolerance of a loss compared with the undisturbed run: sums of a few steps in any order."""
 _SIGNS: Mapping[Kind, str] = {
     "kill": r"(?P<who>rank {rank}) failed first: SIGKILL",
     "freeze": r"waits? in .*; (?P<who>rank {rank}) is stopped by a signal",
     "slow": r"(?P<who>rank {rank}) is slow",
     "mismatch": r"ranks differ in the dtype .*(?P<who>rank {rank}): all_reduce #\d+ .* at \S+:\d+",
     "link": r"(?P<who>rank \d+) failed first: (?=.*(?:{lost}))",
-    "checkpoint": r"passed over: .*(?P<who>{file})",
-    "disk": r"not saved: .* failed on (?P<who>rank \d+) .*No space left on device",
+    "checkpoint": r"skipped checkpoint: .*(?P<who>{file})",
+    "disk": r"(?P<who>rank \d+)\b.*No space left on device",
 }
-"""What must be reported of each fault. Of a link either end may be named: none of them is to blame."""
+"""Pattern of the message that must be reported for each fault. For a link, either end may be named."""
 _SENTENCES: Mapping[Kind, str] = {
     "kill": "rank {rank} was killed after step {step}",
     "freeze": "rank {rank} was frozen after step {step}",
-    "slow": "rank {rank} slept from step {step} on",
-    "mismatch": "rank {rank} had another dtype after step {step}",
+    "slow": "rank {rank} slept from step {step} onward",
+    "mismatch": "rank {rank} used a different dtype after step {step}",
     "link": "rank {rank} lost its connections after step {step}",
-    "checkpoint": "{file} was damaged, and rank {rank} killed, after step {step}",
-    "disk": "the disk was full in the save after step {step}",
+    "checkpoint": "{file} was damaged and rank {rank} was killed after step {step}",
+    "disk": "the disk was full during the save after step {step}",
 }
 _RESTARTS: tuple[Kind, ...] = ("kill", "link", "checkpoint")
 _CONTINUES: tuple[Kind, ...] = ("freeze", "slow", "disk")
@@ -46,62 +46,62 @@ _CONTINUES: tuple[Kind, ...] = ("freeze", "slow", "disk")
 
 @dataclass(frozen=True, kw_only=True)
 class DrillEvidence:
-    """What a drilled run left behind."""
+    """The evidence by which a drilled run is judged."""
 
     mark: FaultMark | None
-    """None if the fault never came."""
+    """The record of the fault; None if the fault was never injected."""
     events: Sequence[Event]
-    """Of launcher, guard and ranks, by time."""
+    """Events of the launcher, the guard and the ranks, sorted by time."""
     failure: str = ""
-    """Why it did not come to its end; empty if it did."""
+    """Why the run did not complete; empty if it did."""
     left: Sequence[int] = ()
-    """Processes that outlived it."""
+    """Processes that were still running after the run."""
     sound: Sequence[int] = ()
-    """Steps of whole checkpoints after the end."""
+    """Steps of the undamaged checkpoints after the run."""
     damages: Sequence[str] = ()
-    """What is wrong with checkpoints newer than the newest whole one, after the end."""
+    """Damage of checkpoints that are newer than the newest undamaged one, after the run."""
 
 
 class DrillResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One drill: the fault, what was reported of it, how the run recovered, and what went wrong."""
+    """The result of one drill: the fault, its detection, the recovery and all problems."""
 
     drill: str
     fault: str
     who: str = ""
-    """Who or what was named; empty if nothing was."""
+    """The rank or file that was reported; empty if the fault was not reported."""
     said: str = ""
     detected_s: float | None = None
-    """From the fault until it was named."""
+    """Seconds from the fault until it was reported."""
     recovery: str = ""
     recovered_s: float | None = None
-    """From the fault until the step after it was done; of a script, until its end."""
+    """Seconds from the fault until the next step completed; for a script, until it ended."""
     problems: tuple[str, ...] = ()
     run: str = ""
-    """Its run directory."""
+    """The run directory."""
 
     @property
     def passed(self) -> bool:
-        """Whether detection and recovery work."""
+        """Whether the fault was detected and the run recovered."""
         return not self.problems
 
     @property
     def status(self) -> str:
-        """The verdict in a word."""
+        """`passed` or `failed`."""
         return "passed" if self.passed else "failed"
 
 
 class DrillReport(Report, frozen=True, kw_only=True):
-    """What `shardwise doctor drill` answers."""
+    """The report of `shardwise doctor drill`."""
 
     drills: tuple[DrillResult, ...]
     passed: bool
 
     def to_text(self) -> str:
-        """Return a table of the drills, and below it what went wrong."""
+        """Return a table of the drills, followed by the problems."""
         rows = [("drill", "fault", "named", "after", "recovery", "after", "")]
         problems = []
         for result in self.drills:
-            named, back = result.who or "nobody", result.recovery or "no"
+            named, back = result.who or "nothing", result.recovery or "no"
             times = _in_seconds(result.detected_s), _in_seconds(result.recovered_s)
             rows.append((result.drill, result.fault, named, times[0], back, times[1], result.status))
             problems += [f"{result.drill}: {problem}" for problem in result.problems]
@@ -116,17 +116,18 @@ def _in_seconds(seconds: float | None) -> str:
 
 
 @dataclass(frozen=True)
-class _Story:
-    """The events of a drilled run, from the fault on."""
+class _EventsAfterFault:
+    """The events of a drilled run since the fault."""
 
     events: Sequence[Event]
     mark: FaultMark
 
     def after(self, *kinds: str) -> Iterator[Event]:
+        """Return the events of the given kinds since the fault."""
         return (event for event in self.events if event.kind in kinds and event.at >= self.mark.at)
 
     def messages(self) -> Iterator[tuple[float, str]]:
-        """Yield each message, and how long after the fault."""
+        """Yield the seconds since the fault and the text of each message."""
         for event in self.after("verdict", "note", "restart"):
             yield event.at - self.mark.at, str(event.fields.get("text") or event.fields.get("cause") or "")
 
@@ -139,119 +140,142 @@ class _Recovery:
 
 
 def judge(kind: Kind, evidence: DrillEvidence, reference: Mapping[int, float] | None, *, run: str = "") -> DrillResult:
-    """Return whether a fault was named and the run recovered; `reference` are the losses of the undisturbed run.
+    """Return whether the fault was reported and the run recovered.
 
-    None for a script, whose losses are not known.
+    `reference` contains the losses of the undisturbed run; None for a script, whose losses are unknown.
     """
     mark = evidence.mark
     if mark is None:
-        never = "the fault never came: the run had too few optimizer steps, or ended before"
-        problems = (never, *((evidence.failure,) if evidence.failure else ()))
-        return DrillResult(drill=kind, fault="none", problems=problems, run=run)
-    story = _Story(evidence.events, mark)
-    facts = {"rank": mark.rank, "step": mark.step, "file": mark.file}
-    signs = ((at, text, find_sign(kind, mark, text)) for at, text in story.messages())
-    detected_s, message, who = next((each for each in signs if each[2]), (None, "", ""))
-    recovery = _recovery(kind, story, evidence, reference)
-    unseen = [] if who else [f"it was not reported that {_SENTENCES[kind].format(**facts)}"]
+        problems = ["the fault was never injected: the run had too few optimizer steps, or ended too early"]
+        if evidence.failure:
+            problems.append(evidence.failure)
+        return DrillResult(drill=kind, fault="none", problems=tuple(problems), run=run)
+    after = _EventsAfterFault(evidence.events, mark)
+    fault = _SENTENCES[kind].format(rank=mark.rank, step=mark.step, file=mark.file)
+    detected_s, message, who = _find_report(kind, after)
+    recovery = _recovery(kind, after, evidence, reference)
+    problems = recovery.problems
+    if not who:
+        problems = [f"the fault was not reported: {fault}", *problems]
     return DrillResult(
         drill=kind,
-        fault=_SENTENCES[kind].format(**facts),
+        fault=fault,
         who=who,
         said=message,
         detected_s=detected_s,
         recovery=recovery.text,
         recovered_s=recovery.seconds,
-        problems=(*unseen, *recovery.problems),
+        problems=tuple(problems),
         run=run,
     )
 
 
+def _find_report(kind: Kind, after: _EventsAfterFault) -> tuple[float | None, str, str]:
+    """Return the seconds until the fault was reported, the message, and the rank or file that it names."""
+    for seconds, text in after.messages():
+        who = find_sign(kind, after.mark, text)
+        if who:
+            return seconds, text, who
+    return None, "", ""
+
+
 def find_sign(kind: Kind, mark: FaultMark, text: str) -> str:
-    """Return whom or what a sentence names as it should name this fault; empty if it is about something else."""
+    """Return the rank or file that `text` reports for this fault; empty if `text` does not report it."""
     sign = _SIGNS[kind].format(rank=mark.rank, file=re.escape(mark.file), lost=PEER_LOST.pattern)
     found = re.search(sign, text, re.DOTALL)
     return found["who"] if found else ""
 
 
 def read_losses(events: Sequence[Event]) -> list[tuple[float, int, float]]:
-    """Return when each loss was published, its step and its value, in order; steps done again are there again."""
-    published = [event for event in events if event.kind == "steps" and event.rank == 0]
-    return [
-        (event.at, number, math.nan if loss is None else float(loss))
-        for event in published
-        for number, loss in enumerate(event.fields["losses"], event.fields["first"])
-    ]
+    """Return the publication time, step and value of each loss, in order; repeated steps are included."""
+    losses = []
+    for event in events:
+        if event.kind != "steps" or event.rank != 0:
+            continue
+        for number, loss in enumerate(event.fields["losses"], event.fields["first"]):
+            losses.append((event.at, number, math.nan if loss is None else float(loss)))
+    return losses
 
 
-def _recovery(kind: Kind, story: _Story, evidence: DrillEvidence, reference: Mapping[int, float] | None) -> _Recovery:
-    """Return how the run recovered, and what went wrong."""
-    if evidence.failure:
-        return _Recovery(problems=[f"it did not come to its end: {evidence.failure}", *_leftovers(evidence)])
-    resumed, is_job = _resumed(story), reference is not None
-    text, seconds = _way_back(story, resumed, is_job=is_job), _back_after(story, is_job=is_job)
+def _recovery(
+    kind: Kind, after: _EventsAfterFault, evidence: DrillEvidence, reference: Mapping[int, float] | None
+) -> _Recovery:
+    """Return how the run recovered, with all problems."""
     problems = _leftovers(evidence)
-    was_started = any(story.after("attempt"))
-    if was_started and kind in _CONTINUES:
-        problems.append("it was restarted, and should have continued")
-    if not was_started and kind in _RESTARTS:
-        problems.append("it was not restarted")
+    if evidence.failure:
+        return _Recovery(problems=[f"the run did not complete: {evidence.failure}", *problems])
+    resumed, is_job = _resumed_step(after), reference is not None
+    was_restarted = any(after.after("attempt"))
+    if was_restarted and kind in _CONTINUES:
+        problems.append("the ranks were restarted, but should have continued")
+    if not was_restarted and kind in _RESTARTS:
+        problems.append("the ranks were not restarted")
     if reference is not None:
-        if was_started:
-            problems += _wrong_resume(story.mark, resumed)
-        problems += _other_losses(evidence, reference)
-        if kind == "disk" and story.mark.saved not in evidence.sound:
-            problems.append(f"the checkpoint of step {story.mark.saved}, saved before, is gone")
-        if not any(step > story.mark.step for step in evidence.sound):
-            problems.append(f"no whole checkpoint was saved after step {story.mark.step}")
-    return _Recovery(text=text, seconds=seconds, problems=problems)
+        if was_restarted:
+            problems += _wrong_resume(after.mark, resumed)
+        problems += _loss_differences(evidence, reference)
+        if kind == "disk" and after.mark.saved not in evidence.sound:
+            problems.append(f"the checkpoint of step {after.mark.saved}, saved before the fault, is missing")
+        if max(evidence.sound, default=0) <= after.mark.step:
+            problems.append(f"no undamaged checkpoint was saved after step {after.mark.step}")
+    text = "continued"
+    if was_restarted:
+        text = _restart_text(resumed) if is_job else "restarted"
+    return _Recovery(text=text, seconds=_recovery_seconds(after, is_job=is_job), problems=problems)
 
 
-def _resumed(story: _Story) -> int | None:
-    """Return the step of the checkpoint that the run resumed from after the fault, None if from none."""
-    found = (re.search(r"resumed from .* at step (\d+)", text) for _, text in story.messages())
-    return next((int(match[1]) for match in found if match), None)
+def _resumed_step(after: _EventsAfterFault) -> int | None:
+    """Return the step of the checkpoint that the run resumed from after the fault; None if it did not resume."""
+    for _, text in after.messages():
+        match = re.search(r"resumed from .* at step (\d+)", text)
+        if match:
+            return int(match[1])
+    return None
 
 
-def _way_back(story: _Story, resumed: int | None, *, is_job: bool) -> str:
-    if not any(story.after("attempt")):
-        return "continued"
+def _restart_text(resumed: int | None) -> str:
+    return "restarted from the beginning" if resumed is None else f"restarted, resumed at step {resumed}"
+
+
+def _recovery_seconds(after: _EventsAfterFault, *, is_job: bool) -> float | None:
+    """Return the seconds until the last started ranks published a later step; for a script, until it ended."""
     if not is_job:
-        return "restarted"
-    return f"restarted, resumed at step {resumed}" if resumed is not None else "restarted from the beginning"
-
-
-def _back_after(story: _Story, *, is_job: bool) -> float | None:
-    """Return seconds until a later step was published, by the ranks that were started last; of a script to the end."""
-    if not is_job:
-        return next((event.at - story.mark.at for event in story.after("finish")), None)
-    since = max((event.at for event in story.after("attempt")), default=story.mark.at)
-    times = (at for at, number, _ in read_losses(story.events) if at >= since and number >= story.mark.step)
-    return next((at - story.mark.at for at in times), None)
+        return next((event.at - after.mark.at for event in after.after("finish")), None)
+    restarted_at = max((event.at for event in after.after("attempt")), default=after.mark.at)
+    for at, number, _ in read_losses(after.events):
+        if at >= restarted_at and number >= after.mark.step:
+            return at - after.mark.at
+    return None
 
 
 def _wrong_resume(mark: FaultMark, resumed: int | None) -> list[str]:
-    """Return a problem when the run resumed from another checkpoint than the newest whole one."""
+    """Return a problem if the run did not resume from the newest undamaged checkpoint."""
     if resumed is None:
-        return [f"it began anew, though step {mark.saved} was saved"] if mark.saved else ["nothing was saved before"]
+        if not mark.saved:
+            return ["no checkpoint was saved before the fault"]
+        return [f"the run restarted from the beginning, although step {mark.saved} was saved"]
     if mark.file and resumed >= mark.saved:
-        return [f"it took the damaged checkpoint of step {mark.saved}"]
+        return [f"the run loaded the damaged checkpoint of step {mark.saved}"]
     if not mark.file and resumed < mark.saved:
-        return [f"it resumed from step {resumed}, though step {mark.saved} was saved"]
+        return [f"the run resumed from step {resumed}, although step {mark.saved} was saved"]
     return []
 
 
-def _other_losses(evidence: DrillEvidence, reference: Mapping[int, float]) -> list[str]:
-    """Return where losses first differ from the undisturbed run, and whether steps are missing."""
-    found = read_losses(evidence.events)
-    for _, step, loss in found:
-        wanted = reference.get(step, math.inf)
-        if not (math.isclose(loss, wanted, rel_tol=LOSS_LIMIT) or (math.isnan(loss) and math.isnan(wanted))):
-            return [f"the loss of step {step} is {loss:.6g}, undisturbed {wanted:.6g}"]
-    missing = sorted(set(reference) - {step for _, step, _ in found})
-    return [f"step {missing[0]} is missing"] if missing else []
+def _loss_differences(evidence: DrillEvidence, reference: Mapping[int, float]) -> list[str]:
+    """Return the first loss that differs from the undisturbed run, or the first missing step."""
+    missing = set(reference)
+    for _, step, loss in read_losses(evidence.events):
+        missing.discard(step)
+        expected = reference.get(step, math.inf)
+        if not (math.isclose(loss, expected, rel_tol=LOSS_LIMIT) or (math.isnan(loss) and math.isnan(expected))):
+            return [f"the loss of step {step} is {loss:.6g}, undisturbed {expected:.6g}"]
+    return [f"step {min(missing)} is missing"] if missing else []
 
 
 def _leftovers(evidence: DrillEvidence) -> list[str]:
-    left = [f"processes were left running: {', '.join(map(str, evidence.left))}"] if evidence.left else []
-    return left + [f"a torn checkpoint is the newest: {damage}" for damage in evidence.damages[:1]]
+    problems = []
+    if evidence.left:
+        problems.append(f"processes are still running: {', '.join(map(str, evidence.left))}")
+    if evidence.damages:
+        problems.append(f"the newest checkpoint is damaged: {evidence.damages[0]}")
+    return problems

@@ -1,7 +1,8 @@
-"""What a drill runs: a described job, a few steps long, as `train` launches it, or a script as `launch` does."""
+"""The program under test of a drill, a job or a script, and the entry point of its ranks, which arms the fault."""
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - the Spec reads its annotations
@@ -9,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from shardwise.diagnosis.drill.faults import KINDS, OF_JOBS, Kind
-from shardwise.engines.engine import engine_named
+from shardwise.diagnosis.drill.faults import JOB_KINDS, KINDS, Fault, Kind, arm
+from shardwise.engines.engine import engine_named, require_supported
+from shardwise.environment import identify
 from shardwise.errors import InputError
 from shardwise.job import load_job
 from shardwise.job.job import LENGTHS
 from shardwise.launcher.local.attempts import LocalLaunch
-from shardwise.launcher.local.target import Script, check_target
+from shardwise.launcher.local.target import Module, Script, check_target, set_main
 from shardwise.launcher.spec import DeviceSpec
-from shardwise.parallel.support import require_supported
 from shardwise.planner.settle import local_device, settle, split_settings
 from shardwise.runner.local import PRELOAD, worker_launch, write_run_inputs
 from shardwise.spec import NonNegativeFloat, Spec, argument, option
@@ -29,86 +30,86 @@ if TYPE_CHECKING:
     from shardwise.runs import RunDirectory
 
 SAVES = 5
-"""Checkpoints in a run: two before the fault, one that a full disk spoils, one that reports it, one after."""
+"""Checkpoints per run: two before the fault, one that a full disk fails, one that reports it, one after."""
 _STEPS = 40
 
 
 class DrillSpec(Spec, frozen=True, kw_only=True):
-    """What `shardwise doctor drill` is asked."""
+    """The request of `shardwise doctor drill`."""
 
     job: Annotated[str, argument("JOB.py[:NAME]|SCRIPT.py")]
     arguments: Annotated[tuple[str, ...], argument("[ARGUMENTS]...")] = ()
-    """Of a script."""
+    """Arguments of a script."""
     drills: Annotated[tuple[Literal[Kind, "all"], ...], option("--drill")] = ()
     """Fault to inject; may be repeated (default: all)."""
     nproc: Annotated[int, msgspec.Meta(ge=2), option("--nproc", "--nproc-per-node")] = 2
-    """Ranks."""
+    """Number of ranks."""
     plan: str | None = None
-    """Of a job: auto, preset, product or .toml file (default: auto)."""
+    """Plan of a job: auto, preset, product or .toml file (default: auto)."""
     settings: Annotated[tuple[str, ...], option("--set", metavar="KEY=VALUE")] = ()
     """Override a field of the job or the plan."""
     steps: Annotated[int, msgspec.Meta(ge=10)] | None = None
-    """Of a job: optimizer steps of each run (default: 40)."""
+    """Optimizer steps of a job in each run (default: 40)."""
     device: Literal["cpu", "cuda"] | None = None
-    """Of a job (default: cuda where there is one)."""
+    """Device of a job (default: cuda if available)."""
     backend: str | None = None
-    """Of a job: gloo, nccl or cpu:gloo,cuda:nccl (default: by device)."""
+    """Backend of a job: gloo, nccl or cpu:gloo,cuda:nccl (default: by device)."""
     hang_after: Annotated[NonNegativeFloat, option(metavar="SECONDS")] = 3.0
-    """Seconds after which a rank that others wait for is reported; 0 reports no hang."""
+    """Seconds after which a rank that blocks other ranks is reported; 0 disables hang detection."""
     run_dir: Path | None = None
-    """Folder that keeps all runs (default: a temporary one)."""
+    """Directory of all runs (default: a temporary directory)."""
     script: bool = False
-    """It is not a job: run it as launch does, with its arguments."""
+    """Run a script with its arguments, like launch, instead of a job."""
 
     def kinds(self) -> list[Kind]:
-        """Return the faults to inject, each once."""
-        asked = [kind for kind in KINDS if kind in self.drills]
-        for kind in asked:
-            if self.script and kind in OF_JOBS:
+        """Return the faults to inject, without duplicates."""
+        requested = [kind for kind in KINDS if kind in self.drills]
+        for kind in requested:
+            if self.script and kind in JOB_KINDS:
                 raise InputError(
-                    f"--drill {kind} is about checkpoints of a job, and --script has its own",
+                    f"--drill {kind} requires the checkpoints of a job, but --script runs a script",
                     code="cli.option-not-applicable",
-                    fix="drill a job, or leave it out",
+                    fix="drill a job, or remove the option",
                 )
-        if asked and "all" not in self.drills:
-            return asked
-        return [kind for kind in KINDS if not self.script or kind not in OF_JOBS]
+        if requested and "all" not in self.drills:
+            return requested
+        return [kind for kind in KINDS if not self.script or kind not in JOB_KINDS]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrillTarget:
-    """What is drilled: a job of a known length, or a script."""
+    """The program under test: a job with a known number of steps, or a script."""
 
     name: str
     launch: Callable[[RunDirectory], LocalLaunch]
-    """Writes the inputs of a run directory, and returns what is launched in it."""
+    """Writes the inputs of a run directory and returns the launch request for it."""
     steps: int = 0
     """Optimizer steps of a job; 0 for a script."""
 
     @property
     def save_interval(self) -> int:
-        """Steps between checkpoints."""
+        """The number of steps between checkpoints."""
         return self.steps // SAVES
 
 
 def make_target(spec: DrillSpec) -> DrillTarget:
-    """Return the job or script of a Spec, checked; nothing has started yet."""
+    """Check the job or script of `spec` and return it as a target, without starting a process."""
     return _script_target(spec) if spec.script else _job_target(spec)
 
 
 def _job_target(spec: DrillSpec) -> DrillTarget:
     if spec.arguments:
         raise InputError(
-            f"{spec.job} is a job and takes no argument {spec.arguments[0]!r}",
+            f"{spec.job} is a job and does not accept the argument {spec.arguments[0]!r}",
             code="cli.unexpected-argument",
             fix="put options before it, or add --script",
         )
     for text in spec.settings:
         if text.partition("=")[0].strip() in LENGTHS:
             raise InputError(
-                f"--set {text} is the length of the job",
+                f"--set {text} sets the length of the job",
                 code="doctor.drill-length-set",
-                fix="use --steps for that of a drill",
+                fix="set the length of a drill with --steps",
             )
     steps = spec.steps or _STEPS
     reference, overrides = split_settings(spec.job, (*spec.settings, f"steps={steps}"))
@@ -135,21 +136,45 @@ def _job_target(spec: DrillSpec) -> DrillTarget:
 
 
 def _script_target(spec: DrillSpec) -> DrillTarget:
-    of_a_job = {
+    job_options = {
         "--plan": spec.plan,
         "--set": spec.settings,
         "--steps": spec.steps,
         "--device": spec.device,
         "--backend": spec.backend,
     }
-    for flag, value in of_a_job.items():
+    for flag, value in job_options.items():
         if value:
             raise InputError(
-                f"{flag} is for a job, and --script says that {spec.job} is none",
+                f"{flag} applies to a job, but --script runs {spec.job} as a script",
                 code="cli.option-not-applicable",
-                fix="leave one of them out",
+                fix="remove one of them",
             )
     target = Script(spec.job, spec.arguments)
     check_target(target)
     local = LocalLaunch(target=target, nproc=spec.nproc, preload=PRELOAD)
     return DrillTarget(name=target.name, launch=lambda _: local)
+
+
+class DrillRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The fault and the program that the launcher passes to a rank of a drill."""
+
+    fault: Fault
+    target: Script | Module
+
+
+def drill_target(fault: Fault, target: Script | Module) -> Module:
+    """Return a module to launch in place of `target` that injects the fault and then runs `target`."""
+    request = msgspec.json.encode(DrillRequest(fault=fault, target=target)).decode()
+    return Module(__name__, (request,))
+
+
+def main() -> None:
+    """Run the rank described by the environment with the request on the command line."""
+    request = msgspec.json.decode(sys.argv[1], type=DrillRequest)
+    arm(request.fault, identify().rank)
+    exec(set_main(request.target), sys.modules["__main__"].__dict__)  # noqa: S102 - running the script is the job
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The hang verdict: who waits for whom, in which collective, and what the missing ranks do instead; pure decisions."""
+"""The hang verdict: which ranks wait in which collective, and what the missing ranks execute; pure functions."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from typing import TYPE_CHECKING
 
 from shardwise.diagnosis.guard.stacks import DATA, Activity
 from shardwise.runs.call_reader import Call  # noqa: TC001 - read at run time by msgspec
-from shardwise.runs.calls import MEETINGS, GroupKey, call_words
+from shardwise.runs.calls import STARTUP_GROUP, GroupKey, describe_call
 from shardwise.runs.console import name_ranks, short
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-BUSY = 30
-"""How many times the limit is waited for a rank that is seen to be busy: at the default limit five minutes. Nothing
-tells an evaluation that computes in one place from a loop without an end, and to stop a healthy run costs more than to
-stop a stuck one late; a note names the rank after the limit in any case."""
+BUSY_FACTOR = 30
+"""Factor on the hang limit for a rank that is visibly busy: five minutes at the default limit. A long evaluation cannot
+be distinguished from an endless loop, and stopping a healthy run costs more than stopping a stuck run late. A note
+names the rank after the limit in any case."""
 KNOWN_S = 300.0
-"""What a rank gets at least that is busy with something known: how long one compiles is not a matter of the limit."""
-_CORES = 0.1
-"""Processors from which on a rank counts as computing: one that sleeps uses hundredths, and machines are shared."""
-_BYTES_PER_S = 1 << 14
-"""Bytes from which on a rank counts as reading or writing: more than a progress bar or a log prints."""
+"""Minimum limit for a rank in a known long activity: the time of a compilation does not depend on the hang limit."""
+_MIN_CORES = 0.1
+"""CPU cores above which a rank is computing; a sleeping rank uses hundredths of a core."""
+_MIN_BYTES_PER_S = 1 << 14
+"""Bytes per second above which a rank is reading or writing; a progress bar or a log prints less."""
 _PHASES = {"save": "saves a checkpoint", "evaluate": "evaluates", "start": "starts", "end": "ends"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """A rank inside a call."""
+    """A call that a rank is waiting in."""
 
     call: Call
     for_s: float
     by_torch: bool = False
-    """Issued by C++: counted by torch's flight recorder, not by us."""
+    """Whether the call was issued from C++ and counted by torch's flight recorder instead of our recorder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankProgress:
-    """How many calls of a channel a rank has issued."""
+    """The number of calls that a rank has issued on one channel."""
 
     group: GroupKey
     channel: str
@@ -48,179 +48,204 @@ class RankProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """One rank at one moment; durations instead of times, since clocks of machines differ."""
+    """The state of one rank at one moment. Clocks of machines differ, so it contains durations instead of times."""
 
     rank: int
     state: str = "running"
-    """Or "stopped", or "gone"."""
+    """`running`, `stopped` or `gone`."""
     waits: tuple[Wait, ...] = ()
     progress: tuple[RankProgress, ...] = ()
     newest: Call | None = None
     quiet_s: float = 0.0
-    """Since the last sign: a call issued or left, a batch that came."""
+    """Seconds since the last sign of progress: a call issued or completed, a batch received."""
     first_batch: bool = False
-    """It loads, and has had no batch yet."""
+    """Whether the rank is loading its first batch."""
     loads: bool = False
-    """It is inside a data loader."""
+    """Whether the rank is inside a data loader."""
     phase: str = ""
-    """Of a training that marks its phases."""
+    """Phase of the training, if the script marks phases."""
     activity: Activity | None = None
     holds_interpreter: bool = False
-    """C code has kept all its Python threads from running."""
+    """Whether C code blocks all Python threads of the rank."""
 
     def has_entered(self, wait: Wait) -> bool:
-        """Whether this rank has issued that call, or a later one."""
-        call = wait.call
-        return any(
-            mine.sequence >= call.sequence
-            for mine in self.progress
-            if mine.by_torch == wait.by_torch and (mine.group, mine.channel) == call.channel
-        )
+        """Return whether this rank has issued the call of `wait`, or a later one on the same channel."""
+        for issued in self.progress:
+            is_same_channel = issued.by_torch == wait.by_torch and (issued.group, issued.channel) == wait.call.channel
+            if is_same_channel and issued.sequence >= wait.call.sequence:
+                return True
+        return False
 
-    def patience_s(self, limit_s: float) -> float:
-        """Return the seconds that others should wait for this rank."""
+    def wait_limit_s(self, limit_s: float) -> float:
+        """Return the seconds that other ranks may wait for this rank before it counts as hanging."""
         doing = self.activity
         if self.state != "running" or self.waits:
             return limit_s
         is_known = self.phase in _PHASES or self.first_batch or (doing is not None and doing.kind not in {"", DATA})
         if is_known:
-            return max(BUSY * limit_s, KNOWN_S)
-        return BUSY * limit_s if doing is not None and _gets_on(doing) else limit_s
+            return max(BUSY_FACTOR * limit_s, KNOWN_S)
+        if doing is not None and _is_busy(doing):
+            return BUSY_FACTOR * limit_s
+        return limit_s
 
 
-def _gets_on(doing: Activity) -> bool:
-    """Whether a rank is seen to do something; a data loader that polls its workers moves, and does nothing."""
-    if doing.cores >= _CORES or doing.bytes_per_s >= _BYTES_PER_S:
+def _is_busy(doing: Activity) -> bool:
+    """Return whether a rank makes progress. A data loader that polls its workers moves without progress."""
+    if doing.cores >= _MIN_CORES or doing.bytes_per_s >= _MIN_BYTES_PER_S:
         return True
     return doing.is_moving and doing.kind != DATA
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """Ranks that wait for others."""
+    """Ranks that wait in a call for ranks that have not entered it."""
 
     waiting: tuple[tuple[int, Wait], ...]
     missing: tuple[RankStatus, ...]
-    """Members that have not come; those that are to blame first."""
+    """Members of the group that have not entered the call, the cause first."""
     is_verdict: bool
-    """Nobody should wait for them any longer; else it is only worth a note."""
+    """Whether the wait limit of the missing ranks has passed; otherwise the stall is only a note."""
     network: str = ""
-    """Which nodes have lost each other, if that is why; nobody is missing then."""
+    """The pair of nodes that cannot reach each other, if that is the cause; `missing` is empty then."""
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The same while nothing changes."""
+        """Identity of the call that the ranks wait in."""
         call = self.waiting[0][1].call
         return call.group, call.what.channel, call.sequence, self.waiting[0][1].by_torch
 
     @property
     def text(self) -> str:
         """The verdict in one line: which ranks wait in which collective, and which ranks are missing."""
-        parts = [*_waiting_words(self.waiting), *(_missing_words(status) for status in self.missing)]
-        return "; ".join([*parts, *([self.network] if self.network else [])])
+        parts = [*_describe_waiting(self.waiting), *map(_describe_missing, self.missing)]
+        if self.network:
+            parts.append(self.network)
+        return "; ".join(parts)
 
 
 def waiting_ranks(ranks: Mapping[int, RankStatus], limit_s: float) -> list[tuple[int, Wait]]:
-    """Return who is inside a call for longer than the limit, the longest first."""
-    found = [(rank, wait) for rank, wait in _every_wait(ranks) if wait.for_s >= limit_s]
+    """Return the ranks that have been in a call for at least `limit_s`, the longest wait first."""
+    found = [item for item in _all_waits(ranks) if item[1].for_s >= limit_s]
     return sorted(found, key=lambda item: -item[1].for_s)
 
 
-def _every_wait(ranks: Mapping[int, RankStatus]) -> list[tuple[int, Wait]]:
+def _all_waits(ranks: Mapping[int, RankStatus]) -> list[tuple[int, Wait]]:
     return [(rank, wait) for rank, status in ranks.items() for wait in status.waits]
 
 
 def missing_ranks(ranks: Mapping[int, RankStatus], rank: int, wait: Wait) -> list[RankStatus]:
-    """Return the members that rank `rank` waits for; of members that are not in `ranks` nothing is known."""
+    """Return the group members that `rank` waits for. Members without an entry in `ranks` are ignored."""
     what, members = wait.call.what, wait.call.group.members
     if what.is_message or what.peer >= 0:
-        members = (what.peer,)  # below 0 where anybody may send
-    known = [ranks[member] for member in members if member in ranks and member != rank]
-    return [status for status in known if not status.has_entered(wait) or status.state == "stopped"]
+        members = (what.peer,)  # negative if any rank may send
+    missing = []
+    for member in members:
+        status = ranks.get(member)
+        if status is None or member == rank:
+            continue
+        if not status.has_entered(wait) or status.state == "stopped":
+            missing.append(status)
+    return missing
 
 
 def decide(ranks: Mapping[int, RankStatus], limit_s: float, network: str = "") -> Stall | None:
-    """Return the stall that explains the others, None where everybody gets on or waits for nobody in particular.
+    """Return the stall that causes all others, or None if no rank waits too long for a specific rank.
 
-    `network` names nodes that get no answer from each other: whoever waits then waits for that.
+    `network` names nodes that cannot reach each other; if set, it is the cause of every wait.
     """
     waiting = waiting_ranks(ranks, limit_s)
     if waiting and network:
-        return Stall(waiting=_same(ranks, *waiting[0]), missing=(), is_verdict=True, network=network)
+        return Stall(waiting=_in_same_call(ranks, *waiting[0]), missing=(), is_verdict=True, network=network)
     found: list[tuple[bool, float, Stall]] = []
     for rank, wait in waiting:
         missing = missing_ranks(ranks, rank, wait)
-        if not missing:
-            continue
-        blamed = [status for status in missing if not status.waits or status.state == "stopped"]
-        # Those that wait are asked too: a checkpoint that a thread writes may be waited for while training goes on.
+        # Missing ranks that wait elsewhere count too: training may continue while a thread writes a checkpoint.
         quiet_s = min([wait.for_s, *(status.quiet_s for status in missing)])
-        if quiet_s < limit_s:
+        if not missing or quiet_s < limit_s:
             continue
-        patience_s = min((status.patience_s(limit_s) for status in blamed), default=limit_s)
+        causes: list[RankStatus] = []
+        others: list[RankStatus] = []
+        for status in missing:
+            is_cause = not status.waits or status.state == "stopped"
+            (causes if is_cause else others).append(status)
+        wait_limit_s = min((status.wait_limit_s(limit_s) for status in causes), default=limit_s)
         stall = Stall(
-            waiting=_same(ranks, rank, wait),
-            missing=(*blamed, *(status for status in missing if status not in blamed)),
-            is_verdict=quiet_s >= patience_s,
+            waiting=_in_same_call(ranks, rank, wait),
+            missing=(*causes, *others),
+            is_verdict=quiet_s >= wait_limit_s,
         )
-        found.append((bool(blamed), wait.for_s, stall))
-    # One that waits for somebody who waits for nobody explains those who wait for waiting ranks.
-    return max(found, key=lambda item: item[:2])[2] if found else None
+        found.append((bool(causes), wait.for_s, stall))
+    if not found:
+        return None
+    # A rank that waits for a rank that does not wait explains all ranks that wait for waiting ranks.
+    return max(found, key=lambda item: item[:2])[2]
 
 
-def _same(ranks: Mapping[int, RankStatus], rank: int, wait: Wait) -> tuple[tuple[int, Wait], ...]:
-    """Return all who wait in the same call; at the two ends of a message, the one that waits."""
+def _in_same_call(ranks: Mapping[int, RankStatus], rank: int, wait: Wait) -> tuple[tuple[int, Wait], ...]:
+    """Return all ranks that wait in the same collective; for a point-to-point call, only the rank that waits."""
     call = wait.call
     if call.what.is_message:
         return ((rank, wait),)
-    waits = sorted(_every_wait(ranks), key=lambda item: item[0])
-    wanted = (call.channel, call.sequence, wait.by_torch)
-    return tuple(
-        (other, theirs)
-        for other, theirs in waits
-        if (theirs.call.channel, theirs.call.sequence, theirs.by_torch) == wanted
-    )
+    waits = sorted(_all_waits(ranks), key=lambda item: item[0])
+    same = []
+    for other, theirs in waits:
+        if (theirs.call.channel, theirs.call.sequence, theirs.by_torch) == (call.channel, call.sequence, wait.by_torch):
+            same.append((other, theirs))
+    return tuple(same)
 
 
-def _waiting_words(waiting: Sequence[tuple[int, Wait]]) -> list[str]:
-    """One clause for each place in which ranks wait."""
-    places: dict[tuple[str, str], list[tuple[int, Wait]]] = {}
+def _describe_waiting(waiting: Sequence[tuple[int, Wait]]) -> list[str]:
+    """Return one clause for each source line at which ranks wait."""
+    by_site: dict[tuple[str, str], dict[int, Wait]] = {}
     for rank, wait in waiting:
-        places.setdefault((wait.call.what.name, wait.call.site), []).append((rank, wait))
-    return [
-        f"{name_ranks([rank for rank, _ in here])} {'waits' if len(here) == 1 else 'wait'} in"
-        f" {call_words(here[0][1].call)} for {max(wait.for_s for _, wait in here):.0f} s"
-        for here in places.values()
-    ]
+        by_site.setdefault((wait.call.what.name, wait.call.site), {})[rank] = wait
+    clauses = []
+    for waits in by_site.values():
+        longest = max(waits.values(), key=lambda wait: wait.for_s)
+        verb = "waits" if len(waits) == 1 else "wait"
+        clauses.append(f"{name_ranks(list(waits))} {verb} in {describe_call(longest.call)} for {longest.for_s:.0f} s")
+    return clauses
 
 
 def describe_ends(ranks: Sequence[RankStatus]) -> str:
-    """Return where ranks were when they ended; empty if none has made a call."""
+    """Return the last recorded collective of each rank that ended; empty if no rank recorded one."""
     parts = []
     for status in ranks:
         inside = max((wait.call for wait in status.waits), key=lambda call: call.entered, default=None)
         if inside is not None:
-            parts.append(f"rank {status.rank} was in {call_words(inside)}")
-        elif status.newest is not None and status.newest.group.name != MEETINGS:
-            parts.append(f"rank {status.rank} had left {call_words(status.newest)}")
+            parts.append(f"rank {status.rank} was in {describe_call(inside)}")
+        elif status.newest is not None and status.newest.group.name != STARTUP_GROUP:
+            parts.append(f"rank {status.rank} had left {describe_call(status.newest)}")
     return "; ".join(parts)
 
 
-def _missing_words(status: RankStatus) -> str:
+def _describe_missing(status: RankStatus) -> str:
     name, for_s = f"rank {status.rank}", f" for {status.quiet_s:.0f} s"
+    last_call = ""
+    if status.newest is not None:
+        last_call = f", its last call was {describe_call(status.newest)}"
     if status.state == "gone":
-        return f"{name} has ended" + (f", its last call was {call_words(status.newest)}" if status.newest else "")
+        return f"{name} has ended{last_call}"
     if status.state == "stopped":
         return f"{name} is stopped by a signal (kill -CONT continues it)"
     if status.waits:
         wait = max(status.waits, key=lambda wait: wait.for_s)
-        return f"{name} waits in {call_words(wait.call)} for {wait.for_s:.0f} s"
+        return f"{name} waits in {describe_call(wait.call)} for {wait.for_s:.0f} s"
+    kind = _describe_kind(status)
     doing = status.activity
-    kind = _PHASES.get(status.phase) or (doing.kind if doing else "") or (DATA if status.loads else "")
     if doing is None:
-        last = f", its last call was {call_words(status.newest)}" if status.newest else ""
-        return f"{name} {kind or 'has not come'}{for_s}{last}"
-    function = "" if doing.function == "<module>" else f"in {doing.function} "
-    where = f"in {doing.inside}, called {function}" if doing.inside and not kind else function
+        return f"{name} {kind or 'has not arrived'}{for_s}{last_call}"
+    where = "" if doing.function == "<module>" else f"in {doing.function} "
+    if doing.inside and not kind:
+        where = f"in {doing.inside}, called {where}"
     in_c = ", in C code that holds the interpreter," if status.holds_interpreter else ""
     return f"{name} {kind or 'is'} {where}at {short(doing.place)}{in_c}{for_s}"
+
+
+def _describe_kind(status: RankStatus) -> str:
+    """Return the phase or activity of a rank as a verb; empty if unknown."""
+    if status.phase in _PHASES:
+        return _PHASES[status.phase]
+    if status.activity is not None and status.activity.kind:
+        return status.activity.kind
+    return DATA if status.loads else ""

@@ -1,11 +1,11 @@
-"""The mismatch guard: the calls of all ranks, compared by their number in the group as they come in."""
+"""Mismatch detection: the calls of all ranks of a group, compared by sequence number as they arrive."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from shardwise.runs.call_reader import UNKNOWN
-from shardwise.runs.calls import call_words, describe_difference, differ
+from shardwise.runs.calls import describe_call, describe_difference, differ
 from shardwise.runs.console import short
 
 if TYPE_CHECKING:
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from shardwise.runs.calls import GroupKey
 
 
-_KEPT, _KEPT_LATE = 512, 8192
-"""Calls by channel that are kept for who comes late: behind by less than a look, or by the looks of two nodes."""
+_MAX_CALLS, _MAX_CALLS_NODES = 512, 8192
+"""Calls stored per channel for ranks that are behind: by one poll on one node, by the polls of two nodes otherwise."""
 
 
 class CallComparison:
-    """Finds calls that should be the same on all members of their group, and are not; each channel's first."""
+    """Detects calls that differ between members of a group; reports the first difference of each channel."""
 
     def __init__(self, *, late: bool = False) -> None:
-        """Begin with no calls; `late` if those of other nodes will come too."""
-        self._kept = _KEPT_LATE if late else _KEPT
+        """Start without calls; `late` if calls of other nodes arrive too."""
+        self._max_calls = _MAX_CALLS_NODES if late else _MAX_CALLS
         self._calls: dict[tuple[GroupKey, str], dict[int, dict[int, Call]]] = {}
         self._suspects: dict[tuple[GroupKey, str], int] = {}
-        """The first number at which a channel differs."""
-        self._odd: set[tuple[GroupKey, str]] = set()
-        """Channels in which ranks made equal calls from different lines."""
+        """The first sequence number at which a channel differs."""
+        self._site_differences: set[tuple[GroupKey, str]] = set()
+        """Channels in which ranks issued equal calls from different source lines."""
         self._done: set[tuple[GroupKey, str]] = set()
-        self._seen_once: set[tuple[GroupKey, str]] = set()
+        self._polled_once: set[tuple[GroupKey, str]] = set()
 
     def feed(self, rank: int, calls: Iterable[Call]) -> None:
-        """Take in new calls of a rank."""
+        """Add new calls of a rank."""
         for call in calls:
             channel = call.channel
             if channel in self._done or call.what == UNKNOWN:
@@ -46,24 +46,24 @@ class CallComparison:
                     first = self._suspects.get(channel, call.sequence)
                     self._suspects[channel] = min(first, call.sequence)
                 elif call.site != other.site and not call.what.is_message:
-                    self._odd.add(channel)
+                    self._site_differences.add(channel)
             there[rank] = call
-            if len(numbers) > self._kept:
-                del numbers[next(iter(numbers))]  # the one that came first
+            if len(numbers) > self._max_calls:
+                del numbers[next(iter(numbers))]  # the oldest
 
     def findings(self, *, last: bool = False) -> list[str]:
-        """Return what is new, as sentences; `last` if no more will come.
+        """Return new findings as sentences; `last` if no more calls will arrive.
 
-        A difference is reported when all members have made that call, or one look later.
+        A difference is reported when all members have issued the call, or one poll later.
         """
         found = []
         for channel, number in list(self._suspects.items()):
             there = self._calls[channel].get(number, {})
-            if len(there) >= len(channel[0].members) or last or channel in self._seen_once:
+            if len(there) >= len(channel[0].members) or last or channel in self._polled_once:
                 found.append(describe_difference(there))
                 self._finish(channel)
-            self._seen_once.add(channel)
-        for channel in list(self._odd - self._done):
+            self._polled_once.add(channel)
+        for channel in list(self._site_differences - self._done):
             text = describe_order(self._calls[channel])
             if text:
                 found.append(text)
@@ -71,81 +71,83 @@ class CallComparison:
         return found
 
     def _finish(self, channel: tuple[GroupKey, str]) -> None:
-        """Report no more of a channel: what follows a difference is its consequence."""
+        """Stop checking a channel: later differences follow from the first one."""
         self._done.add(channel)
         self._suspects.pop(channel, None)
-        self._odd.discard(channel)
+        self._site_differences.discard(channel)
         self._calls.pop(channel, None)
 
 
-# Equal calls in another order: found by their source lines, where operations and shapes give nothing away.
+# Equal calls in a different order: detected by their source lines if operations and shapes are the same.
 
 
-_SHIFTED = 8
-"""Calls in a row that must fit another rank's, one or more further, for a skipped call to be named."""
-_FURTHEST = 4
-_CROSSED = 3
-"""Times that two ranks must have met crosswise, and never otherwise, for an exchange to be named."""
+_MIN_SHIFTED = 8
+"""Consecutive calls that must match those of another rank, shifted by one or more, to report a skipped call."""
+_MAX_SHIFT = 4
+_MIN_CROSSED = 3
+"""Times that two ranks must have issued two calls in opposite order, without exception, to report it."""
 
 
 def describe_order(numbers: dict[int, dict[int, Call]]) -> str:
-    """Return which rank skipped a call or exchanged two; empty where lines differ for a reason, as branches may.
+    """Return which rank skipped a call or swapped two; empty if the lines differ for a legitimate reason.
 
-    `numbers` holds the calls of one channel by number and rank.
+    `numbers` contains the calls of one channel by sequence number and rank.
     """
-    ranks = sorted({rank for there in numbers.values() for rank in there})
-    for other in ranks[1:]:
-        pairs = [
-            (n, there[ranks[0]], there[other])
-            for n, there in sorted(numbers.items())
-            if len({ranks[0], other} & set(there)) == 2
-        ]
-        found = _shift(pairs, ranks[0], other) or _exchange(pairs, ranks[0], other)
+    ranks: set[int] = set()
+    for calls in numbers.values():
+        ranks.update(calls)
+    first, *others = sorted(ranks)
+    for other in others:
+        pairs = []
+        for number, calls in sorted(numbers.items()):
+            if first in calls and other in calls:
+                pairs.append((number, calls[first], calls[other]))
+        found = _find_skipped(pairs, first, other) or _find_swapped(pairs, first, other)
         if found:
             return found
     return ""
 
 
-def _shift(pairs: list[tuple[int, Call, Call]], one: int, other: int) -> str:
-    """A rank whose calls have been those of the other, some further, ever since the two first differed."""
+def _find_skipped(pairs: list[tuple[int, Call, Call]], one: int, other: int) -> str:
+    """Detect a rank whose calls equal those of the other rank, shifted by a constant since the first difference."""
     start = next((i for i, (_, mine, theirs) in enumerate(pairs) if mine.site != theirs.site), 0)
     if start == 0:
-        return ""  # without a common past, nobody knows what was skipped
+        return ""  # without common calls before, the skipped call is unknown
     mine = [call.site for _, call, _ in pairs]
     theirs = [call.site for _, _, call in pairs]
     usual = {mine[i + 1] for i in range(start - 1) if mine[i] == mine[start - 1]}
-    for by in range(1, _FURTHEST + 1):
-        if len(mine) - start < _SHIFTED + by or len(set(mine[start:])) == 1:
+    for by in range(1, _MAX_SHIFT + 1):
+        if len(mine) - start < _MIN_SHIFTED + by or len(set(mine[start:])) == 1:
             return ""
-        # Of two that take turns, each is the other one further: the one that broke with the past has skipped.
+        # If two calls alternate, both shifts match: the rank that deviates from the earlier order has skipped a call.
         if mine[start + by :] == theirs[start:-by] and theirs[start] not in usual:
-            return _skipped(other, pairs[start][1], pairs[start][2], by)
+            return _describe_skipped(other, pairs[start][1], pairs[start][2], by)
         if theirs[start + by :] == mine[start:-by] and mine[start] not in usual:
-            return _skipped(one, pairs[start][2], pairs[start][1], by)
+            return _describe_skipped(one, pairs[start][2], pairs[start][1], by)
     return ""
 
 
-def _skipped(rank: int, skipped: Call, instead: Call, by: int) -> str:
+def _describe_skipped(rank: int, skipped: Call, instead: Call, by: int) -> str:
     more = "" if by == 1 else f" and {by - 1} more"
     return (
-        f"rank {rank} skipped {call_words(skipped)}{more}: it called {instead.what.name} at {short(instead.site)}"
-        " instead, and since then its calls meet those of other lines: results are wrong"
+        f"rank {rank} skipped {describe_call(skipped)}{more}: it called {instead.what.name} at {short(instead.site)}"
+        " instead, and since then its calls match calls from other lines, so results are wrong"
     )
 
 
-def _exchange(pairs: list[tuple[int, Call, Call]], one: int, other: int) -> str:
-    """Two lines that the ranks reach in opposite order, always."""
-    met: dict[tuple[str, str], list[tuple[Call, Call]]] = {}
+def _find_swapped(pairs: list[tuple[int, Call, Call]], one: int, other: int) -> str:
+    """Detect two source lines that the ranks always reach in opposite order."""
+    by_sites: dict[tuple[str, str], list[tuple[Call, Call]]] = {}
     for _, mine, theirs in pairs:
-        met.setdefault((mine.site, theirs.site), []).append((mine, theirs))
-    for (here, there), found in met.items():
+        by_sites.setdefault((mine.site, theirs.site), []).append((mine, theirs))
+    for (site, their_site), found in by_sites.items():
         if "root" in found[0][0].what.match:
-            continue  # who is the root may take another branch
-        back = met.get((there, here), [])
-        alike = (here, here) in met or (there, there) in met
-        if here != there and len(found) >= _CROSSED and len(back) >= _CROSSED and not alike:
+            continue  # the root may take a different branch
+        swapped = by_sites.get((their_site, site), [])
+        is_sometimes_equal = (site, site) in by_sites or (their_site, their_site) in by_sites
+        if site != their_site and min(len(found), len(swapped)) >= _MIN_CROSSED and not is_sometimes_equal:
             return (
-                f"ranks {one} and {other} make two calls in opposite order: where rank {one} is in"
-                f" {call_words(found[0][0])}, rank {other} is in {call_words(found[0][1])}: results are wrong"
+                f"ranks {one} and {other} make two calls in opposite order: while rank {one} is in"
+                f" {describe_call(found[0][0])}, rank {other} is in {describe_call(found[0][1])}, so results are wrong"
             )
     return ""

@@ -1,4 +1,4 @@
-"""Replica drift of any script from recorded fingerprints, and nodes that lost each other; seen from outside."""
+"""Replica drift of any script, from recorded fingerprints, and network partitions, from TCP connections of ranks."""
 
 from __future__ import annotations
 
@@ -22,54 +22,55 @@ if TYPE_CHECKING:
     from shardwise.runs.drift import Replica, ReplicaSpec
 
 
-_LOOK_S = 0.5
-_MOST_OPEN = 64
-"""Checks that wait for ranks which are behind, or have ended; older ones are given up."""
+_POLL_S = 0.5
+_MAX_OPEN = 64
+"""Maximum number of steps that wait for fingerprints of ranks that are behind or have ended."""
 
 Check = dict[str, Any]
 
 
 class ReplicaWatch:
-    """An observer of the launcher: compares the ranks of this machine, and gives one verdict."""
+    """An observer of the launcher that compares the replicas of this machine's ranks and reports the first drift."""
 
     def __init__(self, run: RunDirectory, spec: ReplicaSpec, report: Callable[[str], None], node: int = 0) -> None:
-        """Watch ranks that are named by `follow`; what is found is reported and written to the events of this node."""
+        """Observe the ranks passed to `follow`; a drift is passed to `report` and written to this node's events."""
         self._run, self._spec, self._report = run, spec, report
         self._log_path = run.launcher_events(node)
-        self._next_look = 0.0
+        self._next_poll = 0.0
         self.follow(range(0))
 
     def follow(self, ranks: range) -> None:
-        """Watch these ranks from now on."""
+        """Observe these ranks from now on."""
         self.verdict = ""
-        """Empty while replicas are equal."""
+        """The reported drift; empty while replicas are equal."""
         self._unreported = ""
-        """The verdict, until the launcher has heard it: ranks that are started again are not stopped for it."""
+        """The verdict until `tick` has returned it, so that restarted ranks are not stopped for it."""
         self._tails = {rank: Tail(self._run.replicas(rank)) for rank in ranks}
         self._tensors: dict[tuple[int, int], Check] = {}
         self._open: dict[tuple[int, int], dict[int, Check]] = {}
         self._last_equal: dict[int, int] = {}
 
     def tick(self) -> str:
-        """Check now, if it is due; returns the verdict if it is to stop the ranks, once, else nothing."""
+        """Check the replicas if a check is due; return the verdict once if the ranks must be stopped, otherwise ''."""
         now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + _LOOK_S
-            with contextlib.suppress(OSError):  # a full disk or a folder that was removed must not end a launch
-                self._look()
+        if now >= self._next_poll:
+            self._next_poll = now + _POLL_S
+            with contextlib.suppress(OSError):  # a full disk or a removed directory must not end a launch
+                self._poll()
         verdict, self._unreported = self._unreported, ""
         return verdict if self._spec.stops else ""
 
     def places(self) -> str:
-        """Replicas add nothing about where ranks were."""
+        """Return nothing: replicas do not know the last collective of a rank."""
         return ""
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for rank, tail in self._tails.items():
             for event in tail.events():
                 key = event["optimizer"], event.get("step", 0)
-                if event["kind"] == "tensors":  # once by process: what an earlier one wrote counts no more
-                    self.verdict = "" if (rank, key[0]) in self._tensors else self.verdict
+                if event["kind"] == "tensors":  # once per process: data of an earlier process is obsolete
+                    if (rank, key[0]) in self._tensors:
+                        self.verdict = ""
                     self._tensors[rank, key[0]] = event
                     for checks in self._open.values():
                         checks.pop(rank, None)
@@ -78,7 +79,7 @@ class ReplicaWatch:
         for key in sorted(self._open):
             if len(self._open[key]) == len(self._tails):
                 self._compare(key, self._open.pop(key))
-        while len(self._open) > _MOST_OPEN:
+        while len(self._open) > _MAX_OPEN:
             del self._open[min(self._open, key=lambda key: key[1])]
 
     def _compare(self, key: tuple[int, int], checks: Mapping[int, Check]) -> None:
@@ -98,7 +99,7 @@ class ReplicaWatch:
 
 
 def judge(step: int, checks: Mapping[int, Check], tensors: Mapping[int, Check], last_equal: int | None) -> Drift | None:
-    """Return the drift that the checks of one step show, with the tensors of each rank; None where all are equal."""
+    """Return the drift in the fingerprints of one step, or None if all replicas are equal."""
     if step == 1:
         start = find_drift(0, None, _prints(checks, tensors, "before"), lambda _: DriftEvidence(at_start=True))
         if start is not None:
@@ -108,7 +109,7 @@ def judge(step: int, checks: Mapping[int, Check], tensors: Mapping[int, Check], 
 
 
 def _evidence(step: int, checks: Mapping[int, Check], copies: Copies, last_equal: int | None) -> DriftEvidence:
-    """Return what was recorded around the step on the ranks that hold the copies."""
+    """Return the records of the steps around the drift, of the ranks that store the copies."""
     equal = {}
     for what in ("before", "gradients", "settings"):
         equal[what] = len({str(checks[rank][what]) for rank in copies.prints}) == 1
@@ -121,7 +122,7 @@ def _evidence(step: int, checks: Mapping[int, Check], copies: Copies, last_equal
 
 
 def _prints(checks: Mapping[int, Check], tensors: Mapping[int, Check], what: str) -> dict[int, dict[Replica, int]]:
-    """Return the fingerprints of each rank by tensor, taken before or after the step."""
+    """Return the fingerprints of each rank by tensor, from before or after the step."""
     found = {}
     for rank, check in checks.items():
         groups = [tuple(ranks) for ranks in tensors[rank]["groups"]]
@@ -130,70 +131,71 @@ def _prints(checks: Mapping[int, Check], tensors: Mapping[int, Check], what: str
     return found
 
 
-# Nodes that have lost each other while both still reach node 0: seen in the TCP connections of the ranks
-# themselves.
+# Network partitions between nodes that can still reach node 0, found in the TCP connections of the ranks.
 #
-# A collective over a broken link neither fails nor ends: TCP sends again for a quarter of an hour. Every rank is
-# inside the call, so nobody is missing, and the heartbeats, which go to node 0 alone, all arrive. What is left is
-# the kernel's own state of each connection: data that was sent again and again and never acknowledged. It costs no
-# packet and no port.
+# A collective over a broken link neither fails nor completes: TCP retransmits for 15 minutes. Every rank is inside the
+# call, so no rank is missing, and heartbeats are only sent to node 0, so they all arrive. The kernel's state of each
+# connection shows data that was retransmitted and never acknowledged. Reading it needs no packet and no port.
 
 
-_REPEATS = 3
-"""Times that TCP must have sent the same data again: 1.4 s without an answer at its shortest intervals."""
+_MIN_RETRANSMITS = 3
+"""Retransmissions of the same data that count as unanswered: 1.4 s without an answer at the shortest intervals."""
 _STATES, _RETRANSMITS = ("01", "02"), "01"
-"""Of a connection, established or being made, and what its timer waits for, in /proc/net/tcp."""
+"""Values in /proc/net/tcp: established or connecting, and a pending retransmission timer."""
 _INODE = re.compile(r"socket:\[(\d+)\]")
 
 
 class Links(msgspec.Struct, frozen=True, tag="links"):
-    """One node, and the addresses that its ranks get no answer from."""
+    """One node and the addresses that do not answer its ranks."""
 
     node: int
     host: str
     addresses: tuple[str, ...]
-    """Its own: by which its launcher reaches node 0, and those of its ranks' connections."""
+    """Addresses of this node: of its launcher's connection to node 0 and of its ranks' connections."""
     unanswered: tuple[str, ...] = ()
 
 
 class Connection(msgspec.Struct, frozen=True):
-    """One TCP connection of a rank."""
+    """A TCP connection of a rank."""
 
     local: str
     remote: str
     is_answered: bool
 
 
-def look_at_links(node: int, address: str, pids: Iterable[int]) -> Links:
-    """Return what the connections of these ranks show; nothing unanswered where the kernel does not report it."""
+def read_links(node: int, address: str, pids: Iterable[int]) -> Links:
+    """Return the state of the ranks' connections; none is unanswered if the kernel does not report retransmissions."""
     found: list[Connection] = []
     for pid in pids:
         inodes = _sockets(pid)
         for table in ("tcp", "tcp6"):
             found += find_connections(_lines(f"/proc/{pid}/net/{table}"), inodes)
-    local = {each.local for each in found if not ipaddress.ip_address(each.local).is_loopback}
-    unanswered = {each.remote for each in found if not each.is_answered}
-    others = tuple(sorted(local - {address}))
-    return Links(node, socket.gethostname(), (address, *others), tuple(sorted(unanswered)))
+    local, unanswered = set(), set()
+    for connection in found:
+        if not ipaddress.ip_address(connection.local).is_loopback and connection.local != address:
+            local.add(connection.local)
+        if not connection.is_answered:
+            unanswered.add(connection.remote)
+    return Links(node, socket.gethostname(), (address, *sorted(local)), tuple(sorted(unanswered)))
 
 
 def describe_partition(found: Sequence[Links]) -> str:
-    """Name the pairs of nodes that get no answer from each other; empty where there are none.
+    """Return the pairs of nodes that cannot reach each other as text; empty if there are none.
 
-    Addresses of no node are left out: a rank may talk to a tracker or a storage, which stops no collective.
+    Addresses outside the nodes are ignored: a connection to a tracker or a storage service does not block collectives.
     """
     by_address = {address: links for links in found for address in links.addresses}
-    pairs: dict[frozenset[int], tuple[Links, Links]] = {}
+    texts: dict[frozenset[int], str] = {}
     for links in sorted(found, key=lambda links: links.node):
         for address in links.unanswered:
             other = by_address.get(address, links)
             if other is not links:
-                pairs.setdefault(frozenset((links.node, other.node)), (links, other))
-    return "; ".join(
-        f"{_name(one)} gets no answer from {_name(other)} over the connections of its ranks, though its launcher"
-        " reaches node 0: check the network between the two"
-        for one, other in pairs.values()
-    )
+                text = (
+                    f"{_name(links)} gets no answer from {_name(other)} over the connections of its ranks, although"
+                    " its launcher reaches node 0: check the network between the two nodes"
+                )
+                texts.setdefault(frozenset((links.node, other.node)), text)
+    return "; ".join(texts.values())
 
 
 def _name(links: Links) -> str:
@@ -203,40 +205,42 @@ def _name(links: Links) -> str:
 def find_connections(table: Sequence[str], inodes: Container[str]) -> list[Connection]:
     """Return the connections in the lines of /proc/net/tcp; see proc_pid_net(5) for its columns.
 
-    `inodes` are those of the sockets to look at: the table has the whole machine's.
+    `inodes` selects the sockets: the table lists all sockets of the machine.
     """
-    rows = [line.split() for line in table[1:]]
-    return [
-        Connection(_address(row[1]), _address(row[2]), not _is_unanswered(row))
-        for row in rows
-        if len(row) > 9 and row[9] in inodes and row[3] in _STATES
-    ]
+    connections = []
+    for line in table[1:]:
+        row = line.split()
+        if len(row) > 9 and row[9] in inodes and row[3] in _STATES:
+            connections.append(Connection(_address(row[1]), _address(row[2]), not _is_unanswered(row)))
+    return connections
 
 
 def _is_unanswered(row: Sequence[str]) -> bool:
-    """Whether a connection waits for an acknowledgement that does not come."""
+    """Return whether a connection waits for an overdue acknowledgement."""
     timer, _, _ = row[5].partition(":")
-    return timer == _RETRANSMITS and int(row[6], 16) >= _REPEATS
+    return timer == _RETRANSMITS and int(row[6], 16) >= _MIN_RETRANSMITS
 
 
 def _sockets(pid: int) -> set[str]:
-    """Return the inodes of the sockets that a process holds."""
+    """Return the inodes of the open sockets of a process."""
     found = set()
     try:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             match = _INODE.match(str(entry.readlink()))
             if match is not None:
                 found.add(match[1])
-    except OSError:  # gone, or a descriptor was closed meanwhile
+    except OSError:  # the process has ended, or a descriptor was closed meanwhile
         return found
     return found
 
 
 def _address(text: str) -> str:
-    """Return the IP address of ADDRESS:PORT: words of four bytes, each in the order of this machine."""
+    """Return the IP address of ADDRESS:PORT, which consists of 4-byte groups in host byte order."""
     digits = text.partition(":")[0]
-    words = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]
-    address = ipaddress.ip_address(b"".join(words))
+    packed = b""
+    for start in range(0, len(digits), 8):
+        packed += bytes.fromhex(digits[start : start + 8])[::-1]
+    address = ipaddress.ip_address(packed)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)
 

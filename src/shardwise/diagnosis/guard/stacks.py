@@ -1,4 +1,4 @@
-"""What a rank is busy with, from the stacks that it writes down when a signal asks for them."""
+"""The activity of a rank, from stacks that it writes when it receives a signal."""
 
 from __future__ import annotations
 
@@ -28,47 +28,47 @@ _FILES = (
     (r"/(shutil|tarfile|zipfile)\.py$|/(fsspec|s3fs|gcsfs|botocore|boto3|huggingface_hub)/", "copies files"),
     (r"/subprocess\.py$", "waits for a program it started"),
 )
-"""Files that show what a stack is about."""
+"""Patterns of file names in a stack, and the activity that they indicate."""
 _FUNCTIONS = (
     (r"_*(run_|do_)?(eval|evaluate|evaluation|validate|validation)(_\w+)?", "evaluates"),
     (r"_*(run_|do_)?(save|upload|export)(_\w+)?", _SAVES),
 )
-"""Names of the user's functions that do: a pause inside of them is meant to be there."""
+"""Patterns of the user's function names that indicate an activity in which a long pause is expected."""
 _CLOCK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a rank: the stack of its main thread, and what it has used so far, its children included."""
+    """The stack of a rank's main thread, and the CPU time and I/O of the rank and its children so far."""
 
     stack: Stack
     cpu_s: float
     at: float
     io_bytes: int = 0
-    """Read and written: files, pipes and terminals, not sockets."""
+    """Bytes read and written to files, pipes and terminals, without sockets."""
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a rank was seen to be doing, over some samples."""
+    """The activity of a rank over several samples."""
 
     function: str
     place: str
     """FILE:LINE of the user's innermost frame."""
     inside: str
-    """Function that this line called, if that is not the user's own; else empty."""
+    """Library function that this line called; empty if the innermost frame is the user's."""
     kind: str = ""
-    """Of a known kind: "compiles", "saves or loads a checkpoint", "waits for data", "evaluates" and the like."""
+    """A known activity, such as "compiles", "saves or loads a checkpoint", "waits for data" or "evaluates"."""
     is_moving: bool = False
-    """It was found in different places."""
+    """Whether the samples have different stacks."""
     cores: float = 0.0
-    """Processors that it and its children kept busy."""
+    """CPU cores used by the rank and its children."""
     bytes_per_s: float = 0.0
-    """That it and its children read and wrote."""
+    """Bytes per second that the rank and its children read and wrote."""
 
 
-def request_stacks(pid: int, number: int) -> bool:
-    """Ask a process for its stacks; False if it has no handler for the signal, which would end it."""
+def send_stacks_signal(pid: int, number: int) -> bool:
+    """Signal a process to write its stacks; return False if it has no handler, because the signal would end it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         found = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
@@ -81,22 +81,28 @@ def request_stacks(pid: int, number: int) -> bool:
 
 
 def describe_activity(samples: Sequence[Sample]) -> Activity | None:
-    """Return what a rank does, from samples in the order they were taken; None where no stack was seen."""
-    seen = [sample for sample in samples if sample.stack]
-    if not seen:
+    """Return the activity of a rank from samples in chronological order; None if no sample contains a stack."""
+    samples = [sample for sample in samples if sample.stack]
+    if not samples:
         return None
-    stack = seen[-1].stack
+    first, last = samples[0], samples[-1]
+    stack = last.stack
     user = user_frame(stack) or stack[0]
-    elapsed = seen[-1].at - seen[0].at
-    kinds = [_kind(sample.stack) for sample in seen]
+    kinds = {_kind(sample.stack) for sample in samples}
+    positions = {_position(sample.stack) for sample in samples}
+    elapsed_s = last.at - first.at
+    cores = bytes_per_s = 0.0
+    if elapsed_s > 0:
+        cores = (last.cpu_s - first.cpu_s) / elapsed_s
+        bytes_per_s = (last.io_bytes - first.io_bytes) / elapsed_s
     return Activity(
         function=user.function,
         place=f"{user.file}:{user.line}",
         inside=stack[0].function if stack[0] is not user else "",
-        kind=kinds[-1] if len(set(kinds)) == 1 else "",
-        is_moving=len({_shape(sample.stack) for sample in seen}) > 1,
-        cores=(seen[-1].cpu_s - seen[0].cpu_s) / elapsed if elapsed > 0 else 0.0,
-        bytes_per_s=(seen[-1].io_bytes - seen[0].io_bytes) / elapsed if elapsed > 0 else 0.0,
+        kind=kinds.pop() if len(kinds) == 1 else "",
+        is_moving=len(positions) > 1,
+        cores=cores,
+        bytes_per_s=bytes_per_s,
     )
 
 
@@ -104,51 +110,51 @@ def _kind(stack: Stack) -> str:
     for pattern, kind in _FILES:
         if any(re.search(pattern, frame.file) for frame in stack):
             return kind
-    own = [frame.function for frame in stack if frame.is_users]
     for pattern, kind in _FUNCTIONS:
-        if any(re.fullmatch(pattern, name) for name in own):
+        if any(frame.is_users and re.fullmatch(pattern, frame.function) for frame in stack):
             return kind
     return ""
 
 
-def _shape(stack: Stack) -> tuple[object, ...]:
-    """What must change for a stack to have moved: a loop that spins in one function stays where it is."""
+def _position(stack: Stack) -> tuple[object, ...]:
+    """Return the parts of a stack that change if the rank makes progress: a loop within one function does not."""
     return (stack[0].file, stack[0].function, *stack[1:])
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the processor time that a process and its living descendants have used; 0 where it cannot be seen."""
-    return sum(_own_cpu(one) for one in _family(pid))
+    """Return the CPU time used by a process and its running descendants; 0 if it is not accessible."""
+    return sum(map(_process_cpu, _descendants(pid)))
 
 
 def io_bytes(pid: int) -> int:
-    """Return the bytes that a process and its living descendants have read and written; 0 where it cannot be seen."""
-    return sum(_own_io(one) for one in _family(pid))
+    """Return the bytes read and written by a process and its running descendants; 0 if they are not accessible."""
+    return sum(map(_process_io, _descendants(pid)))
 
 
-def _family(pid: int) -> Iterable[int]:
-    waiting = [pid]
-    while waiting:
-        one = waiting.pop()
-        yield one
+def _descendants(pid: int) -> Iterable[int]:
+    """Yield the process and all its descendants."""
+    pending = [pid]
+    while pending:
+        process = pending.pop()
+        yield process
         try:
-            for task in Path(f"/proc/{one}/task").iterdir():
-                waiting += [int(pid) for pid in (task / "children").read_text().split()]
+            for task in Path(f"/proc/{process}/task").iterdir():
+                pending += map(int, (task / "children").read_text().split())
         except OSError:
             continue
 
 
-def _own_cpu(pid: int) -> float:
+def _process_cpu(pid: int) -> float:
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) * _CLOCK_S if fields else 0.0
 
 
-def _own_io(pid: int) -> int:
+def _process_io(pid: int) -> int:
     try:
         text = Path(f"/proc/{pid}/io").read_text()
-    except OSError:  # another user's, or gone
+    except OSError:  # the process belongs to another user, or has ended
         return 0
-    return sum(int(count) for count in re.findall(r"^[rw]char: (\d+)", text, re.MULTILINE))
+    return sum(map(int, re.findall(r"^[rw]char: (\d+)", text, re.MULTILINE)))
 
 
 def process_state(pid: int) -> str:

@@ -1,4 +1,4 @@
-"""Stragglers: which rank comes last to collectives, and whether oversubscribed cores explain it."""
+"""Stragglers: the rank that arrives last at collectives, unless oversubscribed CPU cores explain its lag."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ if TYPE_CHECKING:
     from shardwise.runs.calls import GroupKey
 
 
-_FEWEST = 10
-_SHARE, _OWN = 0.2, 0.7
-"""A rank is slow if the others wait for it this part of the time, and it is behind this part of all waiting."""
-_SINGLE = 3
-"""Long lags in a window that mean nothing yet: a first batch, a checkpoint, an evaluation."""
-_KEPT = 2048
+_MIN_CALLS = 10
+_MIN_SHARE, _MIN_SHARE_OF_LAG = 0.2, 0.7
+"""A rank is slow if other ranks wait for it this share of the time, and it causes this share of all waiting."""
+_OUTLIERS = 3
+"""Long lags per window that are ignored: a first batch, a checkpoint, an evaluation."""
+_MAX_OPEN = 2048
 
 
 class Skew:
-    """Collects when ranks arrive at the same call, and names one that keeps the others waiting; each rank once."""
+    """Compares when ranks enter the same collective and reports each rank that other ranks wait for, once."""
 
     def __init__(self, *, window_s: float, windows: int = 1) -> None:
-        """Judge over windows of so many seconds; a rank must be slow in so many of them in a row."""
+        """Measure over windows of `window_s` seconds; a rank must be slow in `windows` consecutive windows."""
         self._window_s, self._windows = window_s, windows
         self._open: dict[tuple[GroupKey, str, int], dict[int, Call]] = {}
         self._slow: dict[int, int] = {}
-        """In how many windows in a row each rank was slow."""
+        """Number of consecutive windows in which each rank was slow."""
         self._data: Mapping[int, float] = {}
-        self._crowding = Crowding()
-        self._looked_at = 0.0
-        self._begin()
+        self._core_load = CoreLoad()
+        self._window_start = 0.0
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._lags: dict[int, list[float]] = {}
-        """By rank, how late it was wherever it came last."""
+        """Lag of each rank in the collectives that it entered last."""
         self._places: dict[int, Call] = {}
         self._times: list[float] = []
 
     def feed(self, rank: int, calls: Iterable[Call]) -> None:
-        """Take in new calls of a rank."""
+        """Add new calls of a rank."""
         for call in calls:
             members = call.group.members
             if call.what.is_message or len(members) < 2:
@@ -55,115 +55,122 @@ class Skew:
             there = self._open.setdefault(key, {})
             there[rank] = call
             if len(there) == len(members):
-                self._take(self._open.pop(key))
-        while len(self._open) > _KEPT:
+                self._measure(self._open.pop(key))
+        while len(self._open) > _MAX_OPEN:
             del self._open[next(iter(self._open))]
 
-    def _take(self, there: dict[int, Call]) -> None:
-        last = max(there, key=lambda rank: there[rank].entered)
-        lag = there[last].entered - statistics.median([call.entered for rank, call in there.items() if rank != last])
+    def _measure(self, calls: dict[int, Call]) -> None:
+        """Add the lag of the rank that entered a collective last."""
+        *others, last = sorted(calls, key=lambda rank: calls[rank].entered)
+        lag = calls[last].entered - statistics.median([calls[rank].entered for rank in others])
         lags = self._lags.setdefault(last, [])
         if lag > max(lags, default=0.0):
-            self._places[last] = there[last]
+            self._places[last] = calls[last]
         lags.append(lag)
-        self._times.append(there[last].entered)
+        self._times.append(calls[last].entered)
 
-    def findings(self, data_s: Mapping[int, float], now: float, crowding: Crowding | None = None) -> list[str]:
-        """Return who is slow, as a sentence, once a window is over; `data_s` is how long ranks have waited for data.
+    def findings(self, data_s: Mapping[int, float], now: float, core_load: CoreLoad | None = None) -> list[str]:
+        """Return a sentence for each slow rank at the end of a window.
 
-        `now` is in seconds, by any clock. `crowding` is how short of cores the ranks are now: one that is late because
-        others had its core is not slow, and every rank takes its turn at that.
+        `data_s` is the total time that each rank has waited for data; `now` is in seconds of any clock. A rank that is
+        late because other threads used its core, according to `core_load`, is not slow.
         """
-        crowding = crowding or Crowding()
+        core_load = core_load or CoreLoad()
         if not self._data:
-            self._data, self._crowding, self._looked_at = data_s, crowding, now
-        span_s = max(self._times) - min(self._times) if self._times else 0.0
-        if span_s < self._window_s or len(self._times) < _FEWEST:
+            self._data, self._core_load, self._window_start = data_s, core_load, now
+        if len(self._times) < _MIN_CALLS:
             return []
-        late = {rank: _usual_sum(lags) / span_s for rank, lags in self._lags.items()}
-        slow = {rank for rank, share in late.items() if share >= _SHARE and share >= _OWN * sum(late.values())}
-        slow -= {rank for rank in slow if self._lacks_cores(rank, late[rank] * span_s, data_s, now, crowding)}
-        self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
-        found = [
-            self._describe(rank, late[rank], data_s, now)
-            for rank, times in self._slow.items()
-            if times == self._windows
-        ]
-        self._begin()
-        self._data, self._crowding, self._looked_at = data_s, crowding, now
+        span_s = max(self._times) - min(self._times)
+        if span_s < self._window_s:
+            return []
+        shares = {rank: _typical_sum(lags) / span_s for rank, lags in self._lags.items()}
+        min_share = max(_MIN_SHARE, _MIN_SHARE_OF_LAG * sum(shares.values()))
+        slow, found = {}, []
+        for rank, share in shares.items():
+            if share < min_share or self._lacks_cores(rank, share * span_s, data_s, now, core_load):
+                continue
+            slow[rank] = self._slow.get(rank, 0) + 1
+            if slow[rank] == self._windows:
+                found.append(self._describe(rank, share, data_s, now))
+        self._slow = slow
+        self._reset()
+        self._data, self._core_load, self._window_start = data_s, core_load, now
         return found
 
     def _lacks_cores(
-        self, rank: int, lag_s: float, data_s: Mapping[int, float], now: float, crowding: Crowding
+        self, rank: int, lag_s: float, data_s: Mapping[int, float], now: float, core_load: CoreLoad
     ) -> bool:
-        by_data = self._waits_for_data(rank, lag_s / max(now - self._looked_at, lag_s), data_s, now)
-        return crowding.explains(self._crowding, rank, lag_s, by_data=by_data)
+        by_data = self._waits_for_data(rank, lag_s / max(now - self._window_start, lag_s), data_s, now)
+        return core_load.explains(self._core_load, rank, lag_s, by_data=by_data)
 
     def _waits_for_data(self, rank: int, share: float, data_s: Mapping[int, float], now: float) -> bool:
-        """Whether a rank is late for that share of the time because it waits longer for batches than others."""
-        waited = {other: data_s[other] - self._data.get(other, 0.0) for other in data_s}
-        usual = statistics.median([seconds for other, seconds in waited.items() if other != rank] or [0.0])
-        return waited.get(rank, 0.0) - usual > share / 2 * (now - self._looked_at)
+        """Return whether a rank is late for `share` of the time because it waits longer for batches than others."""
+        waited = {other: seconds - self._data.get(other, 0.0) for other, seconds in data_s.items()}
+        own_s = waited.pop(rank, 0.0)
+        median_s = statistics.median(waited.values()) if waited else 0.0
+        return own_s - median_s > share / 2 * (now - self._window_start)
 
     def _describe(self, rank: int, share: float, data_s: Mapping[int, float], now: float) -> str:
         by_data = self._waits_for_data(rank, share, data_s, now)
         why = "it waits longer for data" if by_data else "it computes longer"
-        call, lag_s = self._places[rank], _usual(self._lags[rank])
-        where = f" at {short(call.site)}" if call.site else ""
+        call, lag_s = self._places[rank], _typical_max(self._lags[rank])
+        where = call.what.name
+        if call.site:
+            where += f" at {short(call.site)}"
         return (
-            f"rank {rank} is slow: the others wait for it {share:.0%} of the time, most in"
-            f" {call.what.name}{where} ({lag_s * 1e3:.1f} ms each time): {why}"
+            f"rank {rank} is slow: other ranks wait for it {share:.0%} of the time, most in {where}"
+            f" ({lag_s * 1e3:.1f} ms each time): {why}"
         )
 
 
-def _usual(lags: list[float]) -> float:
-    """Return the longest lag that is not a single one; most calls of a slow rank's step have none at all."""
-    return sorted(lags)[-1 - _SINGLE] if len(lags) > _SINGLE else 0.0
+def _typical_max(lags: list[float]) -> float:
+    """Return the longest lag without outliers; most calls in a step of a slow rank have no lag."""
+    return sorted(lags)[-1 - _OUTLIERS] if len(lags) > _OUTLIERS else 0.0
 
 
-def _usual_sum(lags: list[float]) -> float:
-    """Sum lags of which single long ones count as much as the usual."""
-    most = _usual(lags)
-    return sum(min(lag, most) for lag in lags)
+def _typical_sum(lags: list[float]) -> float:
+    """Return the sum of lags, with outliers reduced to the longest typical lag."""
+    longest = _typical_max(lags)
+    return sum(min(lag, longest) for lag in lags)
 
 
-# Cores that too many want: how long ranks were ready to run and did not, from the kernel's own counters.
+# Oversubscribed CPU cores, from the kernel's counters of the time that threads were ready to run but not running.
 
 
-_EXPLAINS = 0.5
-"""Part of the lag of a rank that lack of cores must cover, for the rank not to be blamed."""
-_CROWDED = 1.5
-"""Threads that want to run for each core, from which on data loading is slow everywhere."""
+_MIN_EXPLAINED = 0.5
+"""Fraction of a rank's lag that missing CPU time must cover for the rank not to be reported."""
+_OVERSUBSCRIBED = 1.5
+"""Runnable threads per core above which data loading is slow on all ranks."""
 _STEAL = 8
-"""Place of the stolen time in the first line of /proc/stat."""
+"""Index of the stolen time in the first line of /proc/stat."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crowding:
-    """The cores of this machine at one moment; times count from the start of the machine or the rank."""
+class CoreLoad:
+    """The load of this machine's CPU cores at one moment; times are totals since the machine or rank started."""
 
     queued_s: Mapping[int, float] = field(default_factory=dict)
-    """By rank, seconds that its main thread was ready and waited for a core."""
+    """Seconds that the main thread of each rank was ready and waited for a core."""
     stolen_s: float = 0.0
-    """Seconds that the host of this virtual machine took from a core, on average over the cores."""
+    """Seconds that the hypervisor took from this virtual machine, averaged over the cores."""
     runnable_per_core: float = 0.0
-    """Threads that run or want to, for each core."""
+    """Running and runnable threads per core."""
 
-    def explains(self, before: Crowding, rank: int, lag_s: float, *, by_data: bool) -> bool:
-        """Whether lack of cores since `before` is why `rank` was late by `lag_s` in all.
+    def explains(self, before: CoreLoad, rank: int, lag_s: float, *, by_data: bool) -> bool:
+        """Return whether missing CPU time since `before` explains the total lag of `rank`.
 
-        `by_data` if it was late because it waited for data, which other processes load.
+        `by_data` is True if the rank was late because it waited for data, which other processes load.
         """
         queued_s = self.queued_s.get(rank, 0.0) - before.queued_s.get(rank, 0.0)
         stolen_s = self.stolen_s - before.stolen_s
-        if by_data and min(self.runnable_per_core, before.runnable_per_core) >= _CROWDED:
+        if by_data and min(self.runnable_per_core, before.runnable_per_core) >= _OVERSUBSCRIBED:
             return True
-        return queued_s + stolen_s >= _EXPLAINS * lag_s
+        return queued_s + stolen_s >= _MIN_EXPLAINED * lag_s
 
 
-def look_at_cores(pids: Mapping[int, int]) -> Crowding:
-    """Return how crowded the cores are, for these processes by rank; zeros where the kernel does not report it."""
-    return Crowding(
+def read_core_load(pids: Mapping[int, int]) -> CoreLoad:
+    """Return the load of the CPU cores for processes by rank; zeros if the kernel does not report it."""
+    return CoreLoad(
         queued_s={rank: _queued_s(pid) for rank, pid in pids.items()},
         stolen_s=_stolen_s(),
         runnable_per_core=_runnable() / (os.cpu_count() or 1),
@@ -182,7 +189,7 @@ def _stolen_s() -> float:
 
 
 def _runnable() -> int:
-    """Return the threads that run now or want to, without the one that asks."""
+    """Return the number of running and runnable threads, excluding the calling thread."""
     fields = _read("/proc/loadavg").split()
     return max(0, int(fields[3].partition("/")[0]) - 1) if len(fields) > 3 else 0
 

@@ -1,1 +1,1 @@
-"""One machine: facts observed once, and what they mean for a job."""
+"""Facts about a machine, observed once, and checks of these facts."""

@@ -1,10 +1,11 @@
-"""What the facts of a machine and its network interfaces mean for a job; pure."""
+"""Checks of a machine: each returns a verdict from observed facts; pure functions."""
 
 from __future__ import annotations
 
 import datetime as dt
 import ipaddress
 import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from shardwise.diagnosis.verdicts import Verdict, fail, ok, warn
@@ -16,107 +17,120 @@ if TYPE_CHECKING:
     from shardwise.diagnosis.machine.facts import Interface, Machine, Network
 
 
-# Which interfaces gloo and NCCL take, by their own rules; pure.
+# The network interfaces that gloo and NCCL select by default.
 
 
 _NCCL_ORDER = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
-"""What NCCL tries in turn where no interface is named (src/misc/socket.cc)."""
+"""Patterns that NCCL tries in this order if NCCL_SOCKET_IFNAME is not set (src/misc/socket.cc)."""
 
 
 def nccl_matches(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the interfaces that NCCL_SOCKET_IFNAME means: prefixes, = for exact names, ^ for all others."""
-    excluded = pattern.startswith("^")
-    rest = pattern.removeprefix("^")
-    exact = rest.startswith("=")
-    wanted = [prefix for prefix in rest.removeprefix("=").split(",") if prefix]
+    """Return the interfaces selected by NCCL_SOCKET_IFNAME: prefixes, `=` for exact names, `^` to exclude."""
+    is_excluding = pattern.startswith("^")
+    pattern = pattern.removeprefix("^")
+    is_exact = pattern.startswith("=")
+    prefixes = tuple(filter(None, pattern.removeprefix("=").split(",")))
     found = []
     for name in names:
-        hit = any(name == prefix if exact else name.startswith(prefix) for prefix in wanted)
-        if hit != excluded:
+        is_match = name in prefixes if is_exact else name.startswith(prefixes)
+        if is_match != is_excluding:
             found.append(name)
     return found
 
 
 def nccl_choice(interfaces: Iterable[Interface]) -> list[str]:
-    """Return the interfaces that NCCL takes by itself."""
-    names = [one.name for one in interfaces if one.up and one.addresses]
-    return next((found for pattern in _NCCL_ORDER if (found := nccl_matches(pattern, names))), [])
+    """Return the interfaces that NCCL selects by default."""
+    names = [interface.name for interface in _usable(interfaces)]
+    for pattern in _NCCL_ORDER:
+        found = nccl_matches(pattern, names)
+        if found:
+            return found
+    return []
+
+
+def _usable(interfaces: Iterable[Interface]) -> list[Interface]:
+    return [interface for interface in interfaces if interface.up and interface.addresses]
 
 
 def gloo_choice(network: Network) -> str:
-    """Return the interface that gloo takes by itself: that of the host name's address, else loopback."""
+    """Return the interface that gloo selects by default: that of the host name's address, otherwise loopback."""
     for address in network.addresses:
         for interface in network.interfaces:
             if address in interface.addresses:
                 return interface.name
-    return next((interface.name for interface in network.interfaces if interface.loopback), "")
+    for interface in network.interfaces:
+        if interface.loopback:
+            return interface.name
+    return ""
 
 
-# What the interfaces and names of a machine mean for a job; pure.
+# Checks of the network.
 
 
 _EFA = "efa"
 
 
 def check_interfaces(machine: Machine) -> Verdict:
-    """Interfaces with an address, and which of them gloo and NCCL would take."""
-    usable = [one for one in machine.network.interfaces if one.up and one.addresses]
-    shown = ", ".join(f"{one.name} {one.addresses[0]}" for one in usable)
-    if not any(one.loopback for one in usable):
-        return fail("interfaces", shown or "none is up", "bring loopback up: ip link set lo up")
-    taken = f"gloo takes {gloo_choice(machine.network)}, NCCL {', '.join(nccl_choice(usable))}"
+    """Check that an interface is usable, and report which interfaces gloo and NCCL select."""
+    usable = _usable(machine.network.interfaces)
+    shown = ", ".join(f"{interface.name} {interface.addresses[0]}" for interface in usable)
+    if not any(interface.loopback for interface in usable):
+        return fail("interfaces", shown or "no interface is up", "bring loopback up: ip link set lo up")
+    selected = f"gloo uses {gloo_choice(machine.network)}, NCCL {', '.join(nccl_choice(usable))}"
     if len(usable) == 1:
-        fix = "one machine alone needs no other; for several, bring an interface up and give it an address"
-        return warn("interfaces", f"{shown} only; {taken}", fix)
-    return ok("interfaces", f"{shown}; {taken}")
+        fix = "for training on several machines, bring up an interface with an address"
+        return warn("interfaces", f"{shown} only; {selected}", fix)
+    return ok("interfaces", f"{shown}; {selected}")
 
 
 def check_host_name(machine: Machine) -> Verdict:
-    """A host name that other machines could use: it means an address of this one, and that address means the name."""
+    """Check that other machines can use the host name: it resolves to this machine, and its address back to it."""
     network = machine.network
-    interfaces = [one for one in network.interfaces if not one.loopback]
-    own = {address for one in interfaces for address in one.addresses}
-    one_machine = "matters only for several machines: use --local-addr or GLOO_SOCKET_IFNAME, or correct /etc/hosts"
+    local: set[str] = set()
+    for interface in network.interfaces:
+        if not interface.loopback:
+            local.update(interface.addresses)
+    fix = "only needed on several machines: use --local-addr or GLOO_SOCKET_IFNAME, or correct /etc/hosts"
     if not network.addresses:
-        return warn("host name", f"{network.hostname} means no address", one_machine)
+        return warn("host name", f"{network.hostname} does not resolve to an address", fix)
     shown = f"{network.hostname} is {', '.join(network.addresses)}"
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in network.addresses):
-        return warn("host name", f"{shown}, which other machines cannot reach", one_machine)
-    if not own & set(network.addresses):
+        return warn("host name", f"{shown}, which other machines cannot reach", fix)
+    if local.isdisjoint(network.addresses):
         return fail("host name", f"{shown}, which is not an address of this machine", "correct /etc/hosts or DNS")
     back = network.back_name
     if back.partition(".")[0] != network.hostname.partition(".")[0]:
-        called = f"called {back}" if back else "without a name"
-        return warn("host name", f"{shown}, and that address is {called}", "correct /etc/hosts or the reverse zone")
+        name = back or "no name"
+        return warn("host name", f"{shown}, but that address resolves to {name}", "correct /etc/hosts or reverse DNS")
     return ok("host name", f"{shown}, and back")
 
 
 def check_rdma(machine: Machine) -> Verdict:
-    """InfiniBand, RoCE or EFA that NCCL can use."""
+    """Check the InfiniBand, RoCE and EFA devices that NCCL can use."""
     devices = machine.network.rdma
     if not devices:
-        return ok("rdma", "no InfiniBand, RoCE or EFA: between machines NCCL uses sockets")
+        return ok("rdma", "no InfiniBand, RoCE or EFA device: NCCL uses sockets between machines")
     idle = [device.name for device in devices if not device.active]
     shown = ", ".join(f"{device.name} ({device.driver or 'unknown driver'})" for device in devices)
     if idle:
-        fact = f"{shown}; no active port on {', '.join(idle)}"
-        return warn("rdma", fact, "see ibstat; leave dead ones out with NCCL_IB_HCA=^" + ",".join(idle))
+        fact = f"{shown}; {', '.join(idle)} has no active port"
+        return warn("rdma", fact, "see ibstat; exclude them with NCCL_IB_HCA=^" + ",".join(idle))
     if any(device.driver == _EFA for device in devices) and not machine.network.net_plugins:
-        fix = "install aws-ofi-nccl and put its folder into LD_LIBRARY_PATH: NCCL falls back to sockets without it"
-        return warn("rdma", f"{shown}, and no libnccl-net.so was found", fix)
+        fix = "install aws-ofi-nccl and add its directory to LD_LIBRARY_PATH; without it NCCL falls back to sockets"
+        return warn("rdma", f"{shown}, but libnccl-net.so was not found", fix)
     return ok("rdma", shown)
 
 
 _OLDEST_TORCH = (2, 11)
 _IDLE_GPU_BYTES = GIB
-"""What a driver and a desktop may hold of a GPU before it counts as in use."""
+"""GPU memory that the driver and a desktop may use before a GPU counts as in use."""
 _CONTAINER_SHM = 64 * MIB
-"""What Docker and Kubernetes give a container that does not ask."""
+"""Default size of /dev/shm in Docker and Kubernetes."""
 _SMALL_SHM = GIB
 _SMALL_MEMORY, _LITTLE_MEMORY = GIB, 4 * GIB
-"""A rank needs about half a GiB before its first tensor."""
+"""Host memory below which a check fails or warns; a rank needs about 0.5 GiB before its first tensor."""
 _FEW_FILES, _SOME_FILES = 512, 4096
-"""Ranks, data loaders and sockets of one launch together."""
+"""Open files below which a check fails or warns; ranks, data loaders and sockets of one launch count."""
 _FEW_PROCESSES = 1024
 _SMALL_DISK, _LITTLE_DISK = GIB, 20 * GIB
 _SLOW_DISK = 20e6
@@ -124,101 +138,105 @@ _FAR_CLOCK_S = 2.0
 
 
 def check_gpus(machine: Machine) -> Verdict:
-    """GPUs that processes see."""
+    """Check the visible GPUs."""
     if machine.driver.error:
         fact = f"the NVIDIA driver does not answer ({machine.driver.error})"
         return fail("gpus", fact, "reboot, or reload the driver; in a container, start it with --gpus all")
     if machine.hidden_gpus and not machine.gpus:
         fact = f"CUDA_VISIBLE_DEVICES hides all {machine.hidden_gpus} GPUs"
-        return warn("gpus", fact, "unset CUDA_VISIBLE_DEVICES, unless ranks are meant for the CPU")
+        return warn("gpus", fact, "unset CUDA_VISIBLE_DEVICES, unless ranks should train on the CPU")
     if not machine.gpus:
         return ok("gpus", "none: ranks run on the CPU with gloo")
-    names = [gpu.name for gpu in machine.gpus]
-    shown = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    hidden = f"; CUDA_VISIBLE_DEVICES hides {machine.hidden_gpus} more" if machine.hidden_gpus else ""
-    if len(set(names)) > 1:
-        return warn("gpus", f"{shown}{hidden}: the slowest sets the pace", "choose equal ones by CUDA_VISIBLE_DEVICES")
-    return ok("gpus", shown + hidden)
+    counts = Counter(gpu.name for gpu in machine.gpus)
+    shown = ", ".join(f"{count} x {name}" for name, count in counts.items())
+    if machine.hidden_gpus:
+        shown += f"; CUDA_VISIBLE_DEVICES hides {machine.hidden_gpus} more"
+    if len(counts) > 1:
+        fact = f"{shown}: the slowest GPU limits the speed"
+        return warn("gpus", fact, "select equal GPUs with CUDA_VISIBLE_DEVICES")
+    return ok("gpus", shown)
 
 
 def check_gpu_memory(machine: Machine) -> Verdict:
-    """GPUs that somebody else fills."""
+    """Check that other processes do not use the memory of the GPUs."""
     used = [index for index, gpu in enumerate(machine.gpus) if gpu.used_bytes > _IDLE_GPU_BYTES]
     if used:
-        most = max(machine.gpus[index].used_bytes for index in used) / GIB
-        fact = f"GPU {', '.join(map(str, used))} in use already, up to {most:.1f} GiB"
-        return warn("gpu memory", fact, "see who with nvidia-smi; processes left by a crash can be ended")
+        most = max(gpu.used_bytes for gpu in machine.gpus) / GIB
+        fact = f"GPU {', '.join(map(str, used))} is already in use, up to {most:.1f} GiB"
+        return warn("gpu memory", fact, "find the processes with nvidia-smi; end those left by a crash")
     return ok("gpu memory", "free" if machine.gpus else "no GPU")
 
 
 def check_driver(machine: Machine) -> Verdict:
-    """A driver that is new enough for torch's CUDA."""
+    """Check that the driver is new enough for torch's CUDA version."""
     driver, built = machine.driver, machine.torch.cuda
     if not driver.version:
         return ok("driver", "none")
     newest = ".".join(map(str, driver.cuda))
     shown = f"{driver.version}, up to CUDA {newest}"
     if built and int(built.partition(".")[0]) > driver.cuda[0]:
-        fact = f"{shown}, and torch is built for CUDA {built}"
+        fact = f"{shown}, but torch is built for CUDA {built}"
         return fail("driver", fact, f"install a newer driver, or a torch for CUDA {driver.cuda[0]}")
     return ok("driver", shown)
 
 
 def check_torch(machine: Machine) -> Verdict:
-    """A torch that can be imported and is new enough."""
+    """Check that torch can be imported and is new enough."""
     torch = machine.torch
     if torch.error:
-        return fail("torch", f"cannot be imported: {torch.error}", "install it again: pip install torch")
+        return fail("torch", f"cannot be imported: {torch.error}", "reinstall it: pip install torch")
     found = re.match(r"(\d+)\.(\d+)", torch.version)
     if found is None or (int(found[1]), int(found[2])) < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         return fail("torch", f"{torch.version} is too old", f"pip install 'torch>={oldest}'")
-    return ok("torch", f"{torch.version}, " + (f"for CUDA {torch.cuda}" if torch.cuda else "a CPU build"))
+    return ok("torch", f"{torch.version}, for CUDA {torch.cuda}" if torch.cuda else f"{torch.version}, a CPU build")
 
 
 def check_cuda(machine: Machine) -> Verdict:
-    """A torch that sees the GPUs which the driver shows."""
+    """Check that torch can use the GPUs that the driver reports."""
     torch, num_gpus = machine.torch, len(machine.gpus)
-    if torch.error or not num_gpus:
-        return ok("cuda", "no GPU to use" if not num_gpus else "not asked: torch cannot be imported")
+    if not num_gpus:
+        return ok("cuda", "no GPU")
+    if torch.error:
+        return ok("cuda", "not checked: torch cannot be imported")
     if not torch.cuda:
-        fact = f"{num_gpus} GPUs, and torch is a CPU build"
-        return warn("cuda", fact, "pip install a CUDA build of torch, unless ranks are meant for the CPU")
+        fact = f"the machine has {num_gpus} GPUs, but torch is a CPU build"
+        return warn("cuda", fact, "install a CUDA build of torch, unless ranks should train on the CPU")
     if torch.num_gpus != num_gpus:
-        why = f" ({torch.cuda_error})" if torch.cuda_error else ""
-        fact = f"the driver shows {num_gpus} GPUs and torch sees {torch.num_gpus}{why}"
-        return fail("cuda", fact, "check CUDA_VISIBLE_DEVICES and that driver and torch fit each other")
-    return ok("cuda", f"torch sees {num_gpus}")
+        fact = f"the driver reports {num_gpus} GPUs, but torch detects {torch.num_gpus}"
+        if torch.cuda_error:
+            fact += f" ({torch.cuda_error})"
+        return fail("cuda", fact, "check CUDA_VISIBLE_DEVICES and that the driver supports torch's CUDA version")
+    return ok("cuda", f"torch detects {num_gpus}")
 
 
 def check_nccl(machine: Machine) -> Verdict:
-    """NCCL, where there are GPUs to connect."""
+    """Check that torch has NCCL if the machine has several GPUs."""
     torch, num_gpus = machine.torch, len(machine.gpus)
     if torch.error:
-        return ok("nccl", "not asked: torch cannot be imported")
+        return ok("nccl", "not checked: torch cannot be imported")
     if torch.nccl:
         return ok("nccl", f"{torch.nccl}, built into torch")
     if num_gpus > 1:
-        return fail(
-            "nccl", f"torch is built without NCCL, and there are {num_gpus} GPUs", "install a CUDA build of torch"
-        )
-    return ok("nccl", "torch is built without NCCL; gloo connects ranks")
+        fact = f"torch is built without NCCL, but the machine has {num_gpus} GPUs"
+        return fail("nccl", fact, "install a CUDA build of torch")
+    return ok("nccl", "torch is built without NCCL; ranks use gloo")
 
 
 def check_shared_memory(machine: Machine) -> Verdict:
-    """Capacity of /dev/shm for data loaders and NCCL."""
+    """Check the capacity of /dev/shm for data loaders and NCCL."""
     total, free = machine.memory.shm_total_bytes, machine.memory.shm_free_bytes
     shown = f"{format_bytes(free, 3)} of {format_bytes(total, 3)} free in /dev/shm"
     fix = "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm"
     if total <= _CONTAINER_SHM:
         return fail("shared memory", shown, fix)
     if free < _SMALL_SHM:
-        return warn("shared memory", shown, f"remove files that a crash left there, or {fix}")
+        return warn("shared memory", shown, f"remove files left by a crash, or {fix}")
     return ok("shared memory", shown)
 
 
 def check_memory(machine: Machine) -> Verdict:
-    """Host memory that is still there."""
+    """Check the available host memory."""
     memory = machine.memory
     shown = f"{format_bytes(memory.available_bytes, 3)} of {format_bytes(memory.total_bytes, 3)} available"
     if memory.available_bytes < _LITTLE_MEMORY:
@@ -228,75 +246,77 @@ def check_memory(machine: Machine) -> Verdict:
 
 
 def check_limits(machine: Machine) -> Verdict:
-    """Limits on files, processes and locked memory."""
+    """Check the limits on open files, processes and locked memory."""
     limits = machine.limits
-    shown = (
-        f"open files {_count(limits.nofile)}, processes {_count(limits.nproc)},"
-        f" locked memory {'unlimited' if limits.memlock_bytes is None else format_bytes(limits.memlock_bytes, 3)}"
-    )
+    locked = "unlimited" if limits.memlock_bytes is None else format_bytes(limits.memlock_bytes, 3)
+    shown = f"open files {_count(limits.nofile)}, processes {_count(limits.nproc)}, locked memory {locked}"
     if machine.network.rdma and limits.memlock_bytes is not None:
         fix = "ulimit -l unlimited (docker run --ulimit memlock=-1): RDMA cannot register memory otherwise"
         return fail("limits", shown, fix)
     if limits.nofile is not None and limits.nofile < _SOME_FILES:
-        return (fail if limits.nofile < _FEW_FILES else warn)("limits", shown, "ulimit -n 65536")
+        state = fail if limits.nofile < _FEW_FILES else warn
+        return state("limits", shown, "ulimit -n 65536")
     if limits.nproc is not None and limits.nproc < _FEW_PROCESSES:
         return warn("limits", shown, "ulimit -u unlimited")
     return ok("limits", shown)
 
 
 def check_cores(machine: Machine) -> Verdict:
-    """Cores that ranks may use."""
+    """Check that ranks have enough CPU cores."""
     cpu, num_gpus = machine.cpu, len(machine.gpus)
-    usable = len(cpu.allowed) if cpu.quota is None else min(len(cpu.allowed), cpu.quota)
+    usable: float = len(cpu.allowed)
+    if cpu.quota is not None:
+        usable = min(usable, cpu.quota)
     shown = f"{usable:g} of {cpu.cores} cores"
-    if cpu.quota is not None and cpu.quota < len(cpu.allowed):
-        shown += f" (the cgroup gives {cpu.quota:g})"
+    if usable < len(cpu.allowed):
+        shown += f" (limited to {usable:g} by the cgroup)"
     if usable < max(1, num_gpus):
-        return warn("cores", f"{shown} for {num_gpus or 1} ranks", "ask for more cores, at least one for every GPU")
+        return warn("cores", f"{shown} for {num_gpus or 1} ranks", "request more cores, at least one per GPU")
     return ok("cores", shown)
 
 
 def check_numa(machine: Machine) -> Verdict:
-    """NUMA nodes that this process is kept from."""
+    """Check that this process may use all NUMA nodes."""
     cpu = machine.cpu
-    allowed = set(cpu.allowed)
-    reached = [index for index, node in enumerate(cpu.nodes) if allowed & set(node)]
+    reached = [index for index, node in enumerate(cpu.nodes) if not set(node).isdisjoint(cpu.allowed)]
     if len(cpu.nodes) < 2:
         return ok("numa", "one node")
     if len(reached) < len(cpu.nodes) and len(machine.gpus) > 1:
-        fact = f"bound to node {', '.join(map(str, reached))} of {len(cpu.nodes)}: GPUs of the others are far"
-        return warn(
-            "numa", fact, "let the launcher have all cores (srun --cpu-bind=none, docker without --cpuset-cpus)"
-        )
-    return ok("numa", f"{len(cpu.nodes)} nodes, {len(reached)} in reach")
+        fact = f"bound to node {', '.join(map(str, reached))} of {len(cpu.nodes)}: GPUs of other nodes are remote"
+        fix = "allow the launcher to use all cores (srun --cpu-bind=none, docker without --cpuset-cpus)"
+        return warn("numa", fact, fix)
+    return ok("numa", f"{len(cpu.nodes)} nodes, {len(reached)} usable")
 
 
 def check_disk(machine: Machine) -> Verdict:
-    """Capacity and speed of the disk under the current folder, where run directories go."""
+    """Check the capacity and speed of the disk of the current directory, which contains run directories."""
     disk = machine.disk
     shown = f"{format_bytes(disk.free_bytes, 3)} of {format_bytes(disk.total_bytes, 3)} free in {disk.path}"
     if disk.error:
-        return fail("disk", f"{disk.path} cannot be written ({disk.error})", "go to another folder, or use --run-dir")
+        fact = f"{disk.path} cannot be written ({disk.error})"
+        return fail("disk", fact, "change to a different directory, or use --run-dir")
     if disk.free_bytes < _LITTLE_DISK:
         judge = fail if disk.free_bytes < _SMALL_DISK else warn
-        return judge("disk", shown, "remove old runs and checkpoints, or use --run-dir on another disk")
-    shown += f", {disk.write_bytes_s / 1e6:.0f} MB/s written through"
+        return judge("disk", shown, "remove old runs and checkpoints, or use --run-dir on a different disk")
+    shown += f", {disk.write_bytes_s / 1e6:.0f} MB/s with fsync"
     if disk.write_bytes_s < _SLOW_DISK:
         return warn("disk", shown, "put checkpoints on a faster disk with --run-dir")
     return ok("disk", shown)
 
 
 def check_clock(machine: Machine) -> Verdict:
-    """A clock that others can agree with."""
+    """Check that the clock is plausible and synchronized."""
     clock = machine.clock
     shown = dt.datetime.fromtimestamp(clock.now, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     if clock.now < clock.newest_file - _FAR_CLOCK_S:
         return fail("clock", f"{shown}, earlier than files of this installation", "set the clock: chronyc makestep")
     if abs(clock.disk_skew_s) > _FAR_CLOCK_S:
-        fact = f"{shown}, and a file written now is dated {clock.disk_skew_s:+.1f} s: the file server has another time"
-        return warn("clock", fact, "let both follow the same time server")
+        fact = (
+            f"{shown}, but a new file has a timestamp {clock.disk_skew_s:+.1f} s off: the file server's clock differs"
+        )
+        return warn("clock", fact, "synchronize both with the same time server")
     if clock.synchronised is False:
-        return warn("clock", f"{shown}, not synchronised", "start chrony or ntpd; one machine alone needs none")
+        return warn("clock", f"{shown}, not synchronized", "start chrony or ntpd; not needed on a single machine")
     return ok("clock", shown)
 
 
@@ -318,11 +338,11 @@ CHECKS: tuple[Callable[[Machine], Verdict], ...] = (
     check_disk,
     check_clock,
 )
-"""Every check of a machine, in the order of the report."""
+"""All checks of a machine, in the order of the report."""
 
 
 def check_machine(machine: Machine) -> list[Verdict]:
-    """Return the verdict of every check on `machine`."""
+    """Return the verdicts of all checks."""
     return [check(machine) for check in CHECKS]
 
 

@@ -1,4 +1,4 @@
-"""What is known of this machine: plain facts, each observed once, for checks to judge."""
+"""Facts about this machine, observed once and read by the checks."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import msgspec
 
 
 class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU as the driver describes it."""
+    """A GPU as reported by the driver."""
 
     name: str
     total_bytes: int
     used_bytes: int
-    """By anybody, before a job of ours starts."""
+    """Memory in use by any process, before a job starts."""
 
 
 class Driver(msgspec.Struct, frozen=True, kw_only=True):
     """The NVIDIA driver."""
 
     version: str = ""
-    """Empty: there is none."""
+    """Version of the driver; empty if none is installed."""
     cuda: tuple[int, int] = (0, 0)
-    """Newest CUDA that it runs."""
+    """Newest CUDA version that the driver supports."""
     error: str = ""
-    """Why it does not answer although it is there."""
+    """Error of an installed driver that does not respond."""
 
 
 class Torch(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,20 +30,20 @@ class Torch(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str = ""
     cuda: str = ""
-    """CUDA that it was built for; empty for CPU builds."""
+    """CUDA version that torch was built for; empty for a CPU build."""
     nccl: str = ""
-    """Version of NCCL; empty: built without."""
+    """Version of NCCL; empty if torch was built without NCCL."""
     gloo: bool = False
     num_gpus: int = 0
-    """That CUDA shows it."""
+    """Number of GPUs that torch detects."""
     cuda_error: str = ""
-    """Its message when CUDA cannot be used."""
+    """Warning of torch if CUDA cannot be used."""
     error: str = ""
-    """Why it cannot be imported."""
+    """Error of `import torch`; empty if it succeeded."""
 
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
-    """One network interface."""
+    """A network interface."""
 
     name: str
     up: bool
@@ -53,16 +53,16 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RdmaDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """One InfiniBand, RoCE or EFA device."""
+    """An InfiniBand, RoCE or EFA device."""
 
     name: str
     driver: str
     active: bool
-    """Whether one of its ports is."""
+    """Whether a port of the device is active."""
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """Interfaces, and who this machine is on the network."""
+    """Network interfaces and devices, and the name of this machine."""
 
     interfaces: tuple[Interface, ...] = ()
     rdma: tuple[RdmaDevice, ...] = ()
@@ -70,13 +70,13 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     """Libraries that NCCL could load as network plugins."""
     hostname: str = ""
     addresses: tuple[str, ...] = ()
-    """What the host name means here; empty: nothing."""
+    """Addresses that the host name resolves to; empty if it does not resolve."""
     back_name: str = ""
-    """What the first of these addresses is called."""
+    """Name that the first of these addresses resolves to."""
 
 
 class ProcessLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Soft limits of this process; None is unlimited."""
+    """Soft limits of this process; None if unlimited."""
 
     nofile: int | None
     memlock_bytes: int | None
@@ -88,32 +88,32 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     total_bytes: int
     available_bytes: int
-    """What the kernel and the cgroup still give."""
+    """Memory available within the limits of the machine and the cgroup."""
     shm_total_bytes: int
     shm_free_bytes: int
 
 
 class Cpu(msgspec.Struct, frozen=True, kw_only=True):
-    """Cores and NUMA nodes."""
+    """CPU cores and NUMA nodes."""
 
     cores: int
-    """Of the machine."""
+    """Number of cores of the machine."""
     allowed: tuple[int, ...]
     """Cores that this process may run on."""
     quota: float | None = None
-    """Cores' worth of time that the cgroup gives; None: no limit."""
+    """CPU quota of the cgroup in cores; None if unlimited."""
     nodes: tuple[tuple[int, ...], ...] = ()
     """Cores of each NUMA node."""
 
 
 class Disk(msgspec.Struct, frozen=True, kw_only=True):
-    """The disk under the current folder."""
+    """The disk of the current directory."""
 
     path: str
     total_bytes: int
     free_bytes: int
     write_bytes_s: float = 0.0
-    """Of a few MiB with fsync; 0: it could not be written."""
+    """Write rate of a few MiB with fsync; 0 if the disk is not writable."""
     error: str = ""
 
 
@@ -123,19 +123,19 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
     now: float
     """Seconds since the epoch."""
     newest_file: float
-    """When the newest of our own files was installed: the clock cannot be behind it."""
+    """Modification time of the newest file of this installation; a correct clock is not earlier."""
     synchronised: bool | None = None
-    """Whether the kernel reports so; None: unknown."""
+    """Whether the kernel reports a synchronized clock; None if unknown."""
     disk_skew_s: float = 0.0
-    """How far a file written now is ahead of the clock: another machine's clock on a shared disk."""
+    """Timestamp of a new file minus the clock: the skew of a file server's clock."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it."""
+    """All facts about this machine."""
 
     gpus: tuple[GpuFacts, ...]
     hidden_gpus: int
-    """That CUDA_VISIBLE_DEVICES hides."""
+    """Number of GPUs hidden by CUDA_VISIBLE_DEVICES."""
     driver: Driver
     torch: Torch
     network: Network

@@ -1,4 +1,4 @@
-"""Looking at this machine: the driver through NVML, torch in a process of its own, the rest in /proc and /sys."""
+"""Observation of this machine: the driver through NVML, torch in a subprocess, everything else from /proc and /sys."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-_TORCH_S = 120.0
-"""A cold disk may take a minute to bring torch in."""
+_TORCH_TIMEOUT_S = 120.0
+"""Time limit of `import torch`, which may take a minute from a cold disk."""
 _PROBE_BYTES = 4 << 20
 _TIME_ERROR = 5
-"""adjtimex: the clock is not synchronised."""
-_ASK_TORCH = """
+"""Return value of adjtimex if the clock is not synchronized."""
+_TORCH_PROBE = """
 import json, warnings
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -70,11 +70,11 @@ print(json.dumps({
 
 
 class MachineSpec(Spec, frozen=True, kw_only=True):
-    """What `shardwise doctor` is asked: nothing but to check this machine."""
+    """The request of `shardwise doctor`, which has no options."""
 
 
 class MachineReport(VerdictReport, frozen=True, kw_only=True):
-    """What `shardwise doctor` answers."""
+    """The report of `shardwise doctor`."""
 
     facts: Machine
 
@@ -87,9 +87,9 @@ def doctor(_spec: MachineSpec) -> MachineReport:
 
 
 def observe_machine() -> Machine:
-    """Return the facts of this machine; starts one process, which imports torch, and writes one small file."""
+    """Return the facts about this machine. Starts a process that imports torch, and writes a small file."""
     driver, gpus, hidden = observe_gpus()
-    here = Path.cwd()
+    directory = Path.cwd()
     return Machine(
         gpus=gpus,
         hidden_gpus=hidden,
@@ -99,25 +99,26 @@ def observe_machine() -> Machine:
         limits=observe_limits(),
         memory=observe_memory(),
         cpu=observe_cpu(),
-        disk=observe_disk(here),
-        clock=observe_clock(here),
+        disk=observe_disk(directory),
+        clock=observe_clock(directory),
     )
 
 
 def observe_gpus() -> tuple[Driver, tuple[GpuFacts, ...], int]:
-    """Return the driver, the visible GPUs, and how many CUDA_VISIBLE_DEVICES hides; CUDA is not started."""
+    """Return the driver, the visible GPUs, and the number of hidden GPUs, without initializing CUDA."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        absent = isinstance(error, pynvml.NVMLError_LibraryNotFound | pynvml.NVMLError_DriverNotLoaded)
-        return Driver(error="" if absent else str(error)), (), 0
+        if isinstance(error, pynvml.NVMLError_LibraryNotFound | pynvml.NVMLError_DriverNotLoaded):
+            return Driver(), (), 0
+        return Driver(error=str(error)), (), 0
     try:
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         driver = Driver(version=_text(pynvml.nvmlSystemGetDriverVersion()), cuda=(cuda // 1000, cuda % 1000 // 10))
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        handles = list(map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount())))
         uuids = tuple(_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
-        shown = select_visible(uuids, visible_cuda_devices())
-        return driver, tuple(_gpu(handles[index]) for index in shown), len(handles) - len(shown)
+        visible = select_visible(uuids, visible_cuda_devices())
+        return driver, tuple(_gpu(handles[index]) for index in visible), len(handles) - len(visible)
     except pynvml.NVMLError as error:
         return Driver(error=str(error)), (), 0
     finally:
@@ -136,21 +137,21 @@ def _text(given: str | bytes) -> str:
 
 
 def observe_torch() -> Torch:
-    """Return what a fresh process that imports torch reports: one that cannot be imported may end that process."""
+    """Return the facts that a subprocess reports after importing torch; a failing import may end the subprocess."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_S, check=False
+            [sys.executable, "-c", _TORCH_PROBE], capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return Torch(error=f"importing it took more than {_TORCH_S:.0f} s")
+        return Torch(error=f"the import took more than {_TORCH_TIMEOUT_S:.0f} s")
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
-        return Torch(error=lines[-1] if lines else f"importing it ended with {done.returncode}")
+        return Torch(error=lines[-1] if lines else f"the import exited with {done.returncode}")
     return Torch(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def observe_limits() -> ProcessLimits:
-    """Return this process's soft limits."""
+    """Return the soft limits of this process."""
 
     def soft(which: int) -> int | None:
         value = resource.getrlimit(which)[0]
@@ -164,7 +165,7 @@ def observe_limits() -> ProcessLimits:
 
 
 def observe_memory(shm: Path = Path("/dev/shm")) -> HostMemory:  # noqa: S108 - read, not written
-    """Return host memory and shared memory; a machine without /dev/shm has none."""
+    """Return the host memory and the shared memory, which is 0 without /dev/shm."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     usage = shutil.disk_usage(shm) if shm.is_dir() else (0, 0, 0)
     return HostMemory(
@@ -176,27 +177,31 @@ def observe_memory(shm: Path = Path("/dev/shm")) -> HostMemory:  # noqa: S108 - 
 
 
 def observe_cpu() -> Cpu:
-    """Return cores, affinity, the cgroup's quota and NUMA nodes."""
+    """Return the cores, the CPU affinity, the cgroup quota and the NUMA nodes."""
     membership = Path("/proc/self/cgroup")
     nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"), key=lambda path: path.parts[-2])
     cores = os.cpu_count() or 1
+    allowed = set(range(cores))
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        allowed = os.sched_getaffinity(0)
     return Cpu(
         cores=cores,
-        # macOS has no affinity.
-        allowed=tuple(sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(cores)),
+        allowed=tuple(sorted(allowed)),
         quota=cgroup_quota(Path("/sys/fs/cgroup"), membership.read_text() if membership.exists() else ""),
         nodes=tuple(read_cpulist(path.read_text()) for path in nodes),
     )
 
 
 def read_cpulist(text: str) -> tuple[int, ...]:
-    """Read the kernel's list of cores, such as 0-3,8."""
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
-    return tuple(core for low, high in ranges for core in range(int(low), int(high or low) + 1))
+    """Parse a list of cores in the kernel's format, such as 0-3,8."""
+    cores: list[int] = []
+    for low, high in re.findall(r"(\d+)(?:-(\d+))?", text):
+        cores += range(int(low), int(high or low) + 1)
+    return tuple(cores)
 
 
 def observe_disk(folder: Path) -> Disk:
-    """Return the capacity of a folder, and how fast a few MiB get there; the file is removed again."""
+    """Return the capacity and the write rate of a directory, measured with a temporary file."""
     usage = shutil.disk_usage(folder)
     disk = Disk(path=str(folder), total_bytes=usage.total, free_bytes=usage.free)
     try:
@@ -212,7 +217,7 @@ def observe_disk(folder: Path) -> Disk:
 
 
 def observe_clock(folder: Path) -> Clock:
-    """Return the time, whether the kernel calls the clock synchronised, and that of a new file in `folder`."""
+    """Return the time, whether the clock is synchronized, and the timestamp skew of a new file in `folder`."""
     skew = 0.0
     with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=folder, prefix=".shardwise-doctor-") as file:
         skew = Path(file.name).stat().st_mtime - time.time()
@@ -228,29 +233,29 @@ def _is_synchronised() -> bool | None:
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None, use_errno=True)
-    buffer = ctypes.create_string_buffer(512)  # struct timex has 208 bytes; zero modes ask and change nothing
+    buffer = ctypes.create_string_buffer(512)  # struct timex has 208 bytes; zero modes only query
     state = library.adjtimex(buffer)
     return None if state < 0 else state != _TIME_ERROR
 
 
-# Looking at the network of this machine: interfaces, RDMA devices, NCCL's plugins, names both ways.
+# Observation of the network: interfaces, RDMA devices, NCCL plugins, name resolution in both directions.
 
 
 T = TypeVar("T")
 
 _UP, _LOOPBACK = 0x1, 0x8
 """Flags of an interface (net/if.h)."""
-_LOOKUP_S = 5.0
-"""A name server that does not answer is no answer."""
+_LOOKUP_TIMEOUT_S = 5.0
+"""Time limit of a query to the resolver."""
 _PLUGIN_FOLDERS = ("/opt/amazon/ofi-nccl/lib", "/opt/amazon/ofi-nccl/lib64", "/opt/aws-ofi-nccl/lib", "/usr/lib")
 
 
 def observe_network() -> Network:
-    """Return the interfaces of this machine and what its name means; asks the resolver."""
+    """Return the interfaces of this machine and the addresses of its name. Queries the resolver."""
     name = socket.gethostname()
-    nothing: tuple[str, ...] = ()
-    addresses = _within(lambda: _addresses_of(name), nothing)
-    back = _within(lambda: socket.gethostbyaddr(addresses[0])[0] if addresses else "", "")
+    unresolved: tuple[str, ...] = ()
+    addresses = _resolve(lambda: _addresses_of(name), unresolved)
+    back = _resolve(lambda: socket.gethostbyaddr(addresses[0])[0], "") if addresses else ""
     return Network(
         interfaces=observe_interfaces(),
         rdma=tuple(observe_rdma()),
@@ -262,23 +267,27 @@ def observe_network() -> Network:
 
 
 def observe_interfaces(root: Path = Path("/sys/class/net")) -> tuple[Interface, ...]:
-    """Return every interface with its state and addresses."""
-    found, known = own_addresses(), _ipv6()
+    """Return all network interfaces with their state and addresses."""
+    ipv4, ipv6 = own_addresses(), _ipv6_addresses()
     interfaces = []
     for _, name in socket.if_nameindex():
         flags = int(_read(root / name / "flags") or "0", 16)
-        own = (*([found[name]] if name in found else []), *known.get(name, ()))
+        addresses = ipv6.get(name, ())
+        if name in ipv4:
+            addresses = (ipv4[name], *addresses)
         mtu = int(_read(root / name / "mtu") or "0")
         interfaces.append(
-            Interface(name=name, up=bool(flags & _UP), loopback=bool(flags & _LOOPBACK), mtu=mtu, addresses=own)
+            Interface(name=name, up=bool(flags & _UP), loopback=bool(flags & _LOOPBACK), mtu=mtu, addresses=addresses)
         )
     return tuple(interfaces)
 
 
 def observe_rdma(root: Path = Path("/sys/class/infiniband")) -> Iterator[RdmaDevice]:
-    """Yield every RDMA device: InfiniBand and RoCE cards, and AWS's EFA."""
-    for device in sorted(root.iterdir()) if root.is_dir() else ():
-        states = [_read(path) for path in device.glob("ports/*/state")]
+    """Yield all RDMA devices: InfiniBand and RoCE cards, and AWS EFA."""
+    if not root.is_dir():
+        return
+    for device in sorted(root.iterdir()):
+        states = map(_read, device.glob("ports/*/state"))
         driver = device / "device" / "driver"
         yield RdmaDevice(
             name=device.name,
@@ -288,14 +297,14 @@ def observe_rdma(root: Path = Path("/sys/class/infiniband")) -> Iterator[RdmaDev
 
 
 def _plugins() -> Iterator[str]:
-    """Yield the network plugins that NCCL would find: in LD_LIBRARY_PATH and where AWS puts them."""
+    """Yield the network plugins that NCCL can load, from LD_LIBRARY_PATH and the directories that AWS uses."""
     named = variables("LD_LIBRARY_PATH").get("LD_LIBRARY_PATH", "").split(":")
     for folder in dict.fromkeys([*filter(None, named), *_PLUGIN_FOLDERS]):
         with contextlib.suppress(OSError):
-            yield from (str(path) for path in sorted(Path(folder).glob("libnccl-net*.so")))
+            yield from map(str, sorted(Path(folder).glob("libnccl-net*.so")))
 
 
-def _ipv6() -> dict[str, tuple[str, ...]]:
+def _ipv6_addresses() -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for line in _read(Path("/proc/net/if_inet6")).splitlines():
         digits, *_, name = line.split()
@@ -310,18 +319,18 @@ def _addresses_of(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
-def _within(ask: Callable[[], T], otherwise: T) -> T:
-    """Return the answer of the resolver, `otherwise` where it does not know or does not answer in time."""
+def _resolve(query: Callable[[], T], default: T) -> T:
+    """Return the result of a resolver query, or `default` if it fails or exceeds the time limit."""
     answers: list[T] = []
 
-    def look_up() -> None:
+    def run() -> None:
         with contextlib.suppress(OSError, UnicodeError):
-            answers.append(ask())
+            answers.append(query())
 
-    thread = threading.Thread(target=look_up, daemon=True)  # one that never returns must not keep us
+    thread = threading.Thread(target=run, daemon=True)  # a query that never returns must not block the exit
     thread.start()
-    thread.join(_LOOKUP_S)
-    return answers[0] if answers else otherwise
+    thread.join(_LOOKUP_TIMEOUT_S)
+    return answers[0] if answers else default
 
 
 def _read(path: Path) -> str:

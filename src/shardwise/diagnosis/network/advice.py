@@ -1,4 +1,4 @@
-"""What is wrong with hosts, their names and clocks, and the launch line for those that work; pure."""
+"""Checks of hosts, their names, clocks and storage, and the launch command for the hosts that pass; pure functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from shardwise.diagnosis.network.facts import count_hosts, cut_pairs, lost_pairs, name_few, name_hosts
+from shardwise.diagnosis.network.facts import blocked_pairs, count_hosts, lossy_pairs, name_few, name_hosts
 from shardwise.diagnosis.network.link_checks import (
     check_exposure,
     check_links,
@@ -20,163 +20,163 @@ from shardwise.diagnosis.network.link_checks import (
 from shardwise.diagnosis.verdicts import Verdict, fail, ok, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from shardwise.diagnosis.network.facts import NetFacts, StorageFacts
 
 
-# What is wrong with hosts: who lets us in, which versions, clocks and folders they have; pure.
-
-
 LATE_S, VERY_LATE_S = 0.5, 10.0
-"""Clocks apart by so much mix up what happened when; by the second, torchrun drops a node as dead (3 beats of 5 s)."""
+"""Clock offsets above which a check warns or fails: timestamps mislead, or torchrun drops a node (3 beats of 5 s)."""
 
 
 def check_login(found: NetFacts) -> list[Verdict]:
-    """Every host lets us in without a prompt, and no two names are one machine."""
+    """Check that every host accepts a login without a prompt, and that no two names are the same machine."""
     bad = [fail("login", problem.fact, problem.fix) for problem in found.problems.values()]
-    seen: dict[tuple[str, ...], str] = {}
-    for host, its in found.facts.items():
-        addresses = tuple(sorted(its.addresses))
-        if addresses and addresses in seen:
-            fact = f"hosts {seen[addresses]} and {host} are one machine, which has {', '.join(addresses)}"
-            bad.append(fail("login", fact, "name it once, or correct what one of the names resolves to"))
-        seen[addresses] = host
-    return bad or [ok("login", f"{count_hosts(found.hosts)} let us in without a prompt")]
+    by_addresses: dict[tuple[str, ...], str] = {}
+    for host, facts in found.facts.items():
+        addresses = tuple(sorted(facts.addresses))
+        if addresses and addresses in by_addresses:
+            fact = f"hosts {by_addresses[addresses]} and {host} are the same machine with {', '.join(addresses)}"
+            bad.append(fail("login", fact, "list it once, or correct the address of one of the names"))
+        by_addresses[addresses] = host
+    return bad or [ok("login", f"{count_hosts(found.hosts)} accept a login without a prompt")]
 
 
 def check_versions(found: NetFacts) -> list[Verdict]:
-    """Python, shardwise, torch and NCCL are there, and the same on all hosts."""
+    """Check that Python, shardwise, torch and NCCL are installed with the same version on all hosts."""
     bad, versions = [], []
     for name in ("Python", "shardwise", "torch", "NCCL"):
         by_version: dict[str, list[str]] = {}
-        for host, its in found.facts.items():
-            by_version.setdefault(_compared(name, its.versions.get(name, "")), []).append(host)
-        lacking = by_version.get("", [])
-        if lacking and (name != "NCCL" or len(by_version) > 1):
-            there = next(version for version in [*by_version, ""] if version or len(by_version) == 1)
-            where = found.facts[lacking[0]].executable
-            fact = f"{name_hosts(lacking)} {_has(lacking)} no {name} in {where}" + (
-                f", others {there}" if there else ""
-            )
-            bad.append(fail("versions", fact, f"install {name} {there}".strip() + " there"))
+        for host, facts in found.facts.items():
+            by_version.setdefault(_comparable(name, facts.versions.get(name, "")), []).append(host)
+        lacking = by_version.pop("", [])
+        if lacking and (name != "NCCL" or by_version):
+            bad.append(_missing_version(found, name, lacking, next(iter(by_version), "")))
         elif len(by_version) > 1:
             most = max(by_version, key=lambda version: len(by_version[version]))
             by_host = [f"{name_hosts(hosts)} {_has(hosts)} {version}" for version, hosts in by_version.items()]
-            bad.append(fail("versions", f"{name} differs: {', '.join(by_host)}", f"install {name} {most} on all"))
+            bad.append(fail("versions", f"{name} differs: {', '.join(by_host)}", f"install {name} {most} on all hosts"))
         else:
-            versions.append(f"{name} {next(iter(by_version), '') or 'not installed, as with CPU builds of torch'}")
-    return bad or [ok("versions", f"the same everywhere: {', '.join(versions)}")]
+            versions.append(f"{name} {next(iter(by_version), 'not installed, as with CPU builds of torch')}")
+    return bad or [ok("versions", f"the same on all hosts: {', '.join(versions)}")]
+
+
+def _missing_version(found: NetFacts, name: str, lacking: Sequence[str], version: str) -> Verdict:
+    """Return the verdict on hosts without a package; `version` is that of other hosts, empty if none has it."""
+    fact = f"{name_hosts(lacking)} {_has(lacking)} no {name} in {found.facts[lacking[0]].executable}"
+    if not version:
+        return fail("versions", fact, f"install {name} there")
+    return fail("versions", f"{fact}, other hosts have {version}", f"install {name} {version} there")
 
 
 def check_clocks(found: NetFacts) -> list[Verdict]:
-    """All clocks show the same time, as far as the latency of the link lets us measure."""
+    """Check that all clocks agree, within the error of the measurement over the network."""
     if not found.clocks:
         return []
-    usual_s = statistics.median(clock.offset_s for clock in found.clocks.values())
+    median_s = statistics.median(clock.offset_s for clock in found.clocks.values())
     bad = []
+    widest_s = 0.0
     for host, clock in found.clocks.items():
-        off_s = clock.offset_s - usual_s
-        sure_s = abs(off_s) - clock.error_s
-        if sure_s > LATE_S:
-            way = "ahead of" if off_s > 0 else "behind"
-            judge = fail if sure_s > VERY_LATE_S else warn
-            fact = f"the clock of {host} is {abs(off_s):.1f} s {way} the others"
-            bad.append(judge("clocks", fact, f"run chronyd or ntpd there; see: ssh {host} timedatectl"))
-    widest_s = max(abs(clock.offset_s - usual_s) + clock.error_s for clock in found.clocks.values())
-    return bad or [ok("clocks", f"apart by less than {1e3 * widest_s:.3g} ms")]
+        offset_s = clock.offset_s - median_s
+        widest_s = max(widest_s, abs(offset_s) + clock.error_s)
+        certain_s = abs(offset_s) - clock.error_s
+        if certain_s > LATE_S:
+            direction = "ahead of" if offset_s > 0 else "behind"
+            state = fail if certain_s > VERY_LATE_S else warn
+            fact = f"the clock of {host} is {abs(offset_s):.1f} s {direction} the other clocks"
+            bad.append(state("clocks", fact, f"run chronyd or ntpd there; see: ssh {host} timedatectl"))
+    return bad or [ok("clocks", f"differ by less than {1e3 * widest_s:.3g} ms")]
 
 
 def check_storage(found: NetFacts) -> list[Verdict]:
-    """Every folder asked for is there on all hosts, and the same one."""
-    return [_check_folder(found, one) for one in found.storage]
+    """Check that every requested directory exists on all hosts and is shared storage."""
+    return [_check_folder(found, storage) for storage in found.storage]
 
 
-def _check_folder(found: NetFacts, one: StorageFacts) -> Verdict:
-    if one.missing:
-        there = "share it, or copy it to the same path"
-        return fail("storage", f"{name_hosts(one.missing)} {_has(one.missing)} no folder {one.folder}", there)
-    if not one.writer:
-        fact = f"{one.folder} cannot be compared: no host can write there ({one.refusal})"
-        return warn("storage", fact, "name a folder that can be written with --folder")
-    others = [host for host in found.usable if host not in one.readers]
-    if others:
-        whose = f"{one.folder} of {name_hosts(others)}"
-        fact = f"{whose} is not the storage of {one.writer}: what one writes, others do not see"
-        return warn("storage", fact, "keep checkpoints and runs on storage that all share; data may be copied to each")
-    return ok("storage", f"{one.folder} is the same on {count_hosts(found.usable)}")
+def _check_folder(found: NetFacts, storage: StorageFacts) -> Verdict:
+    folder = storage.folder
+    if storage.missing:
+        fact = f"{name_hosts(storage.missing)} {_has(storage.missing)} no directory {folder}"
+        return fail("storage", fact, "share it, or copy it to the same path")
+    if not storage.writer:
+        fact = f"{folder} cannot be compared: no host can write to it ({storage.refusal})"
+        return warn("storage", fact, "pass a writable directory with --folder")
+    separate = [host for host in found.usable if host not in storage.readers]
+    if separate:
+        fact = f"{folder} of {name_hosts(separate)} is not shared with {storage.writer}"
+        return warn("storage", fact, "store checkpoints and runs on shared storage; data may be copied to each host")
+    return ok("storage", f"{folder} is shared by {count_hosts(found.usable)}")
 
 
-def _compared(name: str, version: str) -> str:
-    """Return what has to be equal: of Python major and minor number."""
+def _comparable(name: str, version: str) -> str:
+    """Return the part of a version that must be equal: for Python, the major and minor number."""
     return ".".join(version.split(".")[:2]) if name == "Python" else version
 
 
-def _has(names: Iterable[str]) -> str:
-    return "has" if len(list(names)) == 1 else "have"
+def _has(names: Sequence[str]) -> str:
+    return "has" if len(names) == 1 else "have"
 
 
-# Whether hosts know each other by name, and by address: the answers of each resolver beside the true ones; pure.
+# Name resolution: the answers of each host's resolver compared with the real addresses.
 
 
 def check_names(found: NetFacts) -> list[Verdict]:
-    """Every host knows itself and all others by name, at an address that is theirs, and addresses by the right name.
+    """Check that every host resolves the names and addresses of all hosts correctly.
 
-    Warnings only: launches that go by addresses work nevertheless. One host alone needs no name.
+    Problems are only warnings because launches by address still work. A single host needs no name.
     """
     if len(found.usable) < 2:
         return []
-    owner = {address: host for host, its in found.facts.items() for address in its.addresses}
-    twins = _twins(found)
-    shared = {host for hosts in twins.values() for host in hosts}
-    single = [host for host in found.usable if host not in shared]
-    bad = [
-        warn("names", f"{name_hosts(hosts)} all call themselves {name}", "on each: hostnamectl set-hostname NAME")
-        for name, hosts in twins.items()
-    ]
-    bad += _check_forward(found, single, owner) + _check_reverse(found, single, owner)
+    owner = {address: host for host, facts in found.facts.items() for address in facts.addresses}
+    by_name: dict[str, list[str]] = {}
+    for host, facts in found.facts.items():
+        by_name.setdefault(facts.hostname, []).append(host)
+    bad, unique = [], []
+    for name, hosts in by_name.items():
+        if len(hosts) == 1:
+            unique += hosts
+            continue
+        fact = f"{name_hosts(hosts)} have the same host name {name}"
+        bad.append(warn("names", fact, "on each: hostnamectl set-hostname NAME"))
+    bad += _check_forward(found, unique, owner) + _check_reverse(found, unique, owner)
     if bad:
         return bad
-    has_reverse = all(any(one.reverse.get(address) for address in owner) for one in found.lookups.values())
-    also = "" if has_reverse else ", not by address"
-    return [ok("names", f"{count_hosts(found.usable)} know each other by name{also}")]
-
-
-def _twins(found: NetFacts) -> dict[str, list[str]]:
-    """Return the hosts that share a name, by that name."""
-    named: dict[str, list[str]] = {}
-    for host, its in found.facts.items():
-        named.setdefault(its.hostname, []).append(host)
-    return {name: hosts for name, hosts in named.items() if len(hosts) > 1}
+    text = f"{count_hosts(found.usable)} resolve each other by name"
+    for lookups in found.lookups.values():
+        if not any(lookups.reverse.get(address) for address in owner):
+            return [ok("names", f"{text}, not by address")]
+    return [ok("names", text)]
 
 
 def _check_forward(found: NetFacts, hosts: Sequence[str], owner: Mapping[str, str]) -> list[Verdict]:
+    """Return warnings about host names that resolve to a wrong address or to none."""
     wrong: dict[tuple[str, str], list[str]] = {}
     unknown: dict[str, list[str]] = {}
     for host in hosts:
-        missed_by = []
+        unresolved_on = []
         for where, lookups in found.lookups.items():
             addresses = lookups.forward.get(found.facts[host].hostname, ())
-            strange = [address for address in addresses if owner.get(address) != host]
-            if strange and (where != host or all(map(_is_loopback, addresses))):
-                wrong.setdefault((host, strange[0]), []).append(where)
+            foreign = [address for address in addresses if owner.get(address) != host]
+            if foreign and (where != host or all(map(_is_loopback, addresses))):
+                wrong.setdefault((host, foreign[0]), []).append(where)
             elif not addresses:
-                missed_by.append(where)
-        if missed_by:
-            unknown.setdefault(_askers(found, host, missed_by), []).append(host)
+                unresolved_on.append(where)
+        if unresolved_on:
+            unknown.setdefault(_name_resolvers(found, host, unresolved_on), []).append(host)
     bad = []
     for (host, address), places in wrong.items():
-        whom = "itself" if places == [host] else f"{host}, whose host name is {found.facts[host].hostname},"
-        why = "a loopback that others miss" if _is_loopback(address) else "which is not its own"
-        fact = f"{name_few(places)} {'takes' if len(places) == 1 else 'take'} {whom} for {address}, {why}"
-        bad.append(warn("names", fact, _entry(found, host)))
-    for places_, missed in unknown.items():
-        names = name_few([f"{host} ({found.facts[host].hostname})" for host in missed])
-        bad.append(warn("names", f"no address is known to {places_} of {names}", _entry(found, missed[0])))
+        why = "a loopback address" if _is_loopback(address) else "an address of a different machine"
+        name = found.facts[host].hostname
+        fact = f"{name}, the host name of {host}, resolves on {name_few(places)} to {address}, {why}"
+        bad.append(warn("names", fact, _hosts_entry(found, host)))
+    for where, unresolved in unknown.items():
+        names = name_few([f"{host} ({found.facts[host].hostname})" for host in unresolved])
+        bad.append(warn("names", f"{where} cannot resolve {names}", _hosts_entry(found, unresolved[0])))
     return bad
 
 
 def _check_reverse(found: NetFacts, hosts: Sequence[str], owner: Mapping[str, str]) -> list[Verdict]:
+    """Return warnings about addresses that resolve to the name of a different machine."""
     wrong: dict[tuple[str, str], list[str]] = {}
     for where, lookups in found.lookups.items():
         for address, names in lookups.reverse.items():
@@ -184,33 +184,32 @@ def _check_reverse(found: NetFacts, hosts: Sequence[str], owner: Mapping[str, st
             short = {name.split(".")[0] for name in names}
             if host in hosts and names and found.facts[host].hostname.split(".")[0] not in short:
                 wrong.setdefault((address, names[0]), []).append(where)
-    return [
-        warn(
-            "names",
-            f"{address} of {found.facts[owner[address]].hostname} is called {name} on {name_few(places)}",
-            f"correct the reverse entry of {address}",
-        )
-        for (address, name), places in wrong.items()
-    ]
+    bad = []
+    for (address, name), places in wrong.items():
+        fact = f"{address} of {found.facts[owner[address]].hostname} resolves to {name} on {name_few(places)}"
+        bad.append(warn("names", fact, f"correct the reverse entry of {address}"))
+    return bad
 
 
-def _askers(found: NetFacts, host: str, places: Sequence[str]) -> str:
-    """Return who does not know a host."""
-    others = [other for other in found.lookups if other != host]
-    return "the others" if others and set(others) <= set(places) else name_few(places)
+def _name_resolvers(found: NetFacts, host: str, places: Sequence[str]) -> str:
+    """Return the hosts that cannot resolve `host` as text."""
+    others = set(found.lookups) - {host}
+    return "all other hosts" if others and others <= set(places) else name_few(places)
 
 
-def _entry(found: NetFacts, host: str) -> str:
-    road = found.road.addresses if found.road is not None else {}
-    address = road.get(host) or next(iter(found.facts[host].addresses), "ADDRESS")
-    return f"write '{address} {found.facts[host].hostname}' into /etc/hosts there, or correct the name service"
+def _hosts_entry(found: NetFacts, host: str) -> str:
+    """Return the fix of a host name that does not resolve correctly."""
+    address = next(iter(found.facts[host].addresses), "ADDRESS")
+    if found.route is not None:
+        address = found.route.addresses.get(host, address)
+    return f"add '{address} {found.facts[host].hostname}' to /etc/hosts there, or correct DNS"
 
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-CHECKS = (  # in the order in which one thing rests on another
+CHECKS = (  # a check follows the checks that it depends on
     check_login,
     check_versions,
     check_names,
@@ -225,47 +224,56 @@ CHECKS = (  # in the order in which one thing rests on another
 
 
 def diagnose(found: NetFacts) -> list[Verdict]:
-    """Return the verdicts of every check; where no host answers, only that."""
+    """Return the verdicts of all checks; only those of the login if no host responds."""
     checks = CHECKS if found.usable else (check_login,)
-    return [verdict for check in checks for verdict in check(found)]
+    verdicts = []
+    for check in checks:
+        verdicts += check(found)
+    return verdicts
 
 
 def good_hosts(found: NetFacts) -> tuple[str, ...]:
-    """Return hosts that answer, have what the most have, and all reach each other; the worst connected leave first."""
-    kinds = {host: tuple(sorted(its.versions.items())) for host, its in found.facts.items()}
-    usual = Counter(kinds.values()).most_common(1)[0][0] if kinds else ()
-    without = {host for one in found.storage for host in one.missing}
-    hosts = [host for host in found.usable if kinds[host] == usual and host not in without]
-    cut = set(cut_pairs(found.road, found.reached)) if found.road is not None else set()
-    cut |= stuck_pairs(found) | set(lost_pairs(found.paths))
-    while between := [pair for pair in cut if set(pair) <= set(hosts)]:
+    """Return the hosts that respond, have the most common versions, and all reach each other.
+
+    Hosts with the most broken links are removed first.
+    """
+    if not found.facts:
+        return ()
+    versions = {host: tuple(sorted(facts.versions.items())) for host, facts in found.facts.items()}
+    [(most_common, _)] = Counter(versions.values()).most_common(1)
+    hosts = [host for host in found.usable if versions[host] == most_common]
+    for storage in found.storage:
+        hosts = [host for host in hosts if host not in storage.missing]
+    broken = stuck_pairs(found) | set(lossy_pairs(found.paths))
+    if found.route is not None:
+        broken |= set(blocked_pairs(found.route, found.reached))
+    while between := [pair for pair in broken if set(pair) <= set(hosts)]:
         ends = Counter(host for pair in between for host in pair)
         hosts.remove(max(reversed(hosts), key=lambda host: ends[host]))
     return tuple(hosts)
 
 
 def launch_lines(found: NetFacts, typed: Mapping[str, str]) -> list[str]:
-    """Return what to type, then what launchers without a choice of interface need; empty when no two hosts are good.
+    """Return the launch command, and the variables for launchers that do not select an interface.
 
-    `typed` is how to name each host to --hosts.
+    The result is empty if no two hosts work together. `typed` is the form of each host for --hosts.
     """
     hosts = good_hosts(found)
-    if found.road is None or len(hosts) < min(2, len(found.hosts)):
+    if found.route is None or len(hosts) < min(2, len(found.hosts)):
         return []
-    left_out = [host for host in found.hosts if host not in hosts]
-    named = ",".join(typed[host] for host in hosts)
-    argv = ["shardwise", "launch", "--hosts", named, "--master-addr", found.road.addresses[hosts[0]]]
-    interfaces = {host: found.facts[host].addresses[found.road.addresses[host]].name for host in hosts}
-    names = dict.fromkeys(interfaces.values())
-    if len(names) == 1:
-        name = next(iter(names))
-        variables = f"GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
-    else:
-        variables = "; ".join(
-            f"on {host}: GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}" for host, name in interfaces.items()
-        )
-    return [
-        *([f"# without {', '.join(left_out)}"] if left_out else []),
-        f"{shlex.join(argv)} train.py",
-        f"# shardwise names the interface by itself; torchrun needs: {variables}",
-    ]
+    lines = []
+    excluded = [host for host in found.hosts if host not in hosts]
+    if excluded:
+        lines.append(f"# without {', '.join(excluded)}")
+    names = ",".join(typed[host] for host in hosts)
+    argv = ["shardwise", "launch", "--hosts", names, "--master-addr", found.route.addresses[hosts[0]]]
+    lines.append(f"{shlex.join(argv)} train.py")
+    variables = {}
+    for host in hosts:
+        interface = found.facts[host].addresses[found.route.addresses[host]].name
+        variables[host] = f"GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
+    needed = variables[hosts[0]]
+    if len(set(variables.values())) > 1:
+        needed = "; ".join(f"on {host}: {text}" for host, text in variables.items())
+    lines.append(f"# shardwise selects the interface; torchrun needs: {needed}")
+    return lines

@@ -1,4 +1,4 @@
-"""What is wrong with links between hosts: unreachable pairs, ports, packet sizes, slow links; pure."""
+"""Checks of the links between hosts: unreachable pairs, ports, packet sizes, slow links; pure functions."""
 
 from __future__ import annotations
 
@@ -7,145 +7,172 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, cast
 
-from shardwise.diagnosis.network.facts import culprits, cut_pairs, lost_pairs, name_hosts, open_pairs, roads
+from shardwise.diagnosis.network.facts import (
+    blocked_pairs,
+    common_hosts,
+    lossy_pairs,
+    name_hosts,
+    open_pairs,
+    routes,
+)
 from shardwise.diagnosis.verdicts import Verdict, fail, ok, warn
-from shardwise.measurement.p2p.verdict import find_slow
+from shardwise.measurement.p2p_verdict import find_slow
 from shardwise.units import format_bandwidth, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
-    from shardwise.diagnosis.network.facts import LinkFacts, NetFacts, Pair, Road
-    from shardwise.measurement.p2p.pairs import Pairs
+    from shardwise.diagnosis.network.facts import LinkFacts, NetFacts, Pair, Route
+    from shardwise.measurement.p2p import Pairs
 
 
 def check_reach(found: NetFacts) -> list[Verdict]:
-    """Every host reaches every other, at addresses of one network or of interfaces of one name."""
+    """Check that every host reaches every other host over one route."""
     if len(found.usable) < 2:
         return []
-    if found.road is None:
-        lonely = next((host for host, its in found.facts.items() if not its.interfaces), found.usable[0])
-        return [fail("pairs", f"{lonely} has no IPv4 address but loopback", f"connect it; see: ssh {lonely} ip addr")]
-    cut = cut_pairs(found.road, found.reached)
-    bad = _name_cut(found.road, cut)
-    others = [road for road in roads(found.facts) if road != found.road]
-    whole = [str(road) for road in others if not cut_pairs(road, found.reached)]
-    also = f"; also on {', '.join(whole)}" if whole else ""
-    number = len(found.usable) * (len(found.usable) - 1)
-    return bad or [ok("pairs", f"all {number} ways are open on {found.road}{also}")]
+    if found.route is None:
+        isolated = min(found.usable, key=lambda host: len(found.facts[host].interfaces))
+        fact = f"{isolated} has no IPv4 address except loopback"
+        return [fail("pairs", fact, f"connect it to the network; see: ssh {isolated} ip addr")]
+    bad = _describe_blocked(found.route, blocked_pairs(found.route, found.reached))
+    if bad:
+        return bad
+    text = f"all {len(found.usable) * (len(found.usable) - 1)} pairs connect over {found.route}"
+    for route in routes(found.facts):
+        if route != found.route and not blocked_pairs(route, found.reached):
+            text += f", also over {route}"
+    return [ok("pairs", text)]
 
 
-def _name_cut(road: Road, cut: dict[Pair, str]) -> list[Verdict]:
-    """Return one verdict for a host that reaches none, and one for every other pair."""
+def _describe_blocked(route: Route, blocked: dict[Pair, str]) -> list[Verdict]:
+    """Return one verdict for each host that reaches no other host, and one for each other pair."""
     bad = []
-    for who in culprits(tuple(road.addresses), cut):
-        if len(who) == 1:
-            host, address = who[0], road.addresses[who[0]]
-            why = next(why for pair, why in cut.items() if host in pair)
-            fix = f"see whether {address} is up and its firewall lets TCP in: ssh {host} ip addr"
-            bad.append(fail("pairs", f"{host} at {address} and the others do not come to each other ({why})", fix))
+    for hosts in common_hosts(tuple(route.addresses), blocked):
+        if len(hosts) == 1:
+            host, address = hosts[0], route.addresses[hosts[0]]
+            pair = next(pair for pair in blocked if host in pair)
+            reason = blocked[pair]
+            fact = f"{host} at {address} and the other hosts cannot connect to each other ({reason})"
+            fix = f"check that {address} is up and its firewall accepts TCP: ssh {host} ip addr"
+            bad.append(fail("pairs", fact, fix))
             continue
-        source, target = who if who in cut else (who[1], who[0])
-        address = road.addresses[target]
-        back = ", nor back" if (target, source) in cut else ""
-        fact = f"{source} does not reach {target} at {address} ({cut[source, target]}){back}"
-        bad.append(fail("pairs", fact, f"open the way: see ssh {source} ip route get {address}, and the firewall"))
+        source, target = hosts if hosts in blocked else (hosts[1], hosts[0])
+        address = route.addresses[target]
+        fact = f"{source} does not reach {target} at {address} ({blocked[source, target]})"
+        if (target, source) in blocked:
+            fact += ", nor in the other direction"
+        bad.append(fail("pairs", fact, f"see ssh {source} ip route get {address}, and check the firewall"))
     return bad
 
 
 def check_port(found: NetFacts) -> list[Verdict]:
-    """The port of the rendezvous is free on the first host, and all others reach it."""
+    """Check that the rendezvous port is free on the first host, and that all other hosts reach it."""
     port = found.port
     if port is None:
         return []
     where = f"port {port.port} of {port.host} ({port.address})"
     if port.refusal:
-        fix = f"name another with --master-port, or see who has it: ssh {port.host} ss -ltnp"
-        return [warn("port", f"{where} cannot be listened on: {port.refusal}", fix)]
+        fix = f"pass a different --master-port, or find the process that uses it: ssh {port.host} ss -ltnp"
+        return [warn("port", f"{port.host} cannot listen on port {port.port} ({port.address}): {port.refusal}", fix)]
     if port.cut:
-        host, why = next(iter(port.cut.items()))
-        more = f" and {len(port.cut) - 1} more" if len(port.cut) > 1 else ""
-        return [fail("port", f"{host}{more} cannot come to {where}: {why}", "open it, or name another: --master-port")]
-    return [ok("port", f"{where} is free, and all others come there")]
+        host, reason = next(iter(port.cut.items()))
+        if len(port.cut) > 1:
+            host = f"{host} and {len(port.cut) - 1} more"
+        fact = f"{host} cannot connect to {where}: {reason}"
+        return [fail("port", fact, "open the port, or pass a different --master-port")]
+    return [ok("port", f"{where} is free, and all other hosts reach it")]
 
 
 def check_exposure(found: NetFacts) -> list[Verdict]:
-    """The ports that ask for no secret, which torch opens on every host, are on a network of private addresses."""
-    if found.road is None or len(found.usable) < 2:
+    """Check that the unauthenticated ports of gloo and NCCL are on private addresses."""
+    if found.route is None or len(found.usable) < 2:
         return []  # ranks of one machine listen on loopback
-    public = [host for host, address in found.road.addresses.items() if ip_address(address).is_global]
+    public = [host for host, address in found.route.addresses.items() if ip_address(address).is_global]
     if not public:
-        return [ok("exposure", "gloo's and NCCL's ports, which ask for no secret, are on private addresses")]
+        return [ok("exposure", "the unauthenticated ports of gloo and NCCL are on private addresses")]
     fact = (
-        f"gloo and NCCL would listen on public addresses, such as {found.road.addresses[public[0]]}, of"
-        f" {name_hosts(public)}: their ports ask for no secret"
+        f"gloo and NCCL would open unauthenticated ports on public addresses of {name_hosts(public)},"
+        f" such as {found.route.addresses[public[0]]}"
     )
-    return [warn("exposure", fact, "let a firewall drop what is not from these hosts, or use a private network")]
+    return [warn("exposure", fact, "allow only these hosts in the firewall, or use a private network")]
 
 
 def check_mtu(found: NetFacts) -> list[Verdict]:
-    """Interfaces agree on how large a packet may be, and packets of that size arrive."""
-    if found.road is None or len(found.usable) < 2:
+    """Check that interfaces have the same MTU and that packets of this size arrive."""
+    if found.route is None or len(found.usable) < 2:
         return []
-    own = {host: its.addresses[found.road.addresses[host]] for host, its in found.facts.items()}
-    lost = lost_pairs(found.paths)
+    interfaces = {}
+    for host, facts in found.facts.items():
+        interfaces[host] = facts.addresses[found.route.addresses[host]]
+    lossy = lossy_pairs(found.paths)
     bad = []
-    for who in culprits(found.usable, lost):
-        size = min(mtu for pair, mtu in lost.items() if set(who) <= set(pair))
-        between = f"{who[0]} and {'the others' if len(who) == 1 else who[1]}"
-        fact = f"between {between} packets over {size} bytes are lost, and {own[who[0]].mtu} are sent"
-        fix = f"find what drops them, or at both ends: ip link set {own[who[0]].name} mtu {size}"
+    for hosts in common_hosts(found.usable, lossy):
+        size = min(mtu for pair, mtu in lossy.items() if set(hosts) <= set(pair))
+        interface = interfaces[hosts[0]]
+        fact = f"packets above {size} bytes are lost between {_ends(hosts)}, although the MTU is {interface.mtu}"
+        fix = f"find what drops them, or on both hosts: ip link set {interface.name} mtu {size}"
         bad.append(fail("MTU", fact, fix))
-    sizes = sorted({interface.mtu for interface in own.values()})
+    sizes = sorted({interface.mtu for interface in interfaces.values()})
     if len(sizes) > 1:
-        mtus = ", ".join(f"{host} {interface.mtu} on {interface.name}" for host, interface in own.items())
-        bad.append(warn("MTU", f"interfaces differ: {mtus}", "give all the same: ip link set INTERFACE mtu BYTES"))
-    untried = not any(path.mtu for path in found.paths)
-    seen = "; the way between was not tried, since datagrams do not pass" if untried else ", and such packets arrive"
-    return bad or [ok("MTU", f"{sizes[0]} bytes on all{seen}")]
+        mtus = ", ".join(f"{host} {interface.mtu} on {interface.name}" for host, interface in interfaces.items())
+        fact = f"the MTU differs: {mtus}"
+        bad.append(warn("MTU", fact, "set the same MTU on all hosts: ip link set INTERFACE mtu BYTES"))
+    if bad:
+        return bad
+    if not any(path.mtu for path in found.paths):
+        return [ok("MTU", f"{sizes[0]} bytes on all hosts; not tested because datagrams do not pass")]
+    return [ok("MTU", f"{sizes[0]} bytes on all hosts, and such packets arrive")]
+
+
+def _ends(hosts: Sequence[str]) -> str:
+    """Return "a and b", or "a and the other hosts" for a single host."""
+    return f"{hosts[0]} and the other hosts" if len(hosts) == 1 else f"{hosts[0]} and {hosts[1]}"
 
 
 def check_links(found: NetFacts) -> list[Verdict]:
-    """No link is slow beside the others, or by itself."""
-    if found.road is None or len(found.usable) < 2:
+    """Check that no link is slow compared with the other links, or slow in absolute terms."""
+    if found.route is None or len(found.usable) < 2:
         return []
     slow = slow_links(found.usable, found.links)
-    known = {pair for one in slow for pair in one.pairs}
-    slow += [one for one in poor_links(found.usable, found.links) if not set(one.pairs) <= known]
-    unmeasured = stuck_pairs(found)
-    bad = [warn("links", one.sentence, _look_at(one.pairs)) for one in slow]
-    for who in culprits(found.usable, unmeasured):
-        between = f"{who[0]} and {'the others' if len(who) == 1 else who[1]}"
-        fact = f"connections between {between} open, and then nothing gets through"
-        bad.append(fail("links", fact, "see the verdict on the MTU; else look for a firewall that cuts streams"))
+    known: set[Pair] = set()
+    for one in slow:
+        known.update(one.pairs)
+    slow += [one for one in poor_links(found.usable, found.links) if not known.issuperset(one.pairs)]
+    bad = [warn("links", one.sentence, _link_fix(one.pairs)) for one in slow]
+    for hosts in common_hosts(found.usable, stuck_pairs(found)):
+        fact = f"connections between {_ends(hosts)} open, but no data arrives"
+        fix = "see the verdict on the MTU; otherwise look for a firewall that drops the stream"
+        bad.append(fail("links", fact, fix))
     if bad or not found.links:
         return bad
-    alike = "none is slow beside the others" if len(found.usable) > 2 else "both ways"
-    return [ok("links", f"{len(found.links)} measured, {alike}")]
+    result = "no link is slow compared with the others" if len(found.usable) > 2 else "in both directions"
+    return [ok("links", f"{len(found.links)} measured, {result}")]
 
 
 def stuck_pairs(found: NetFacts) -> set[Pair]:
-    """Return the pairs that reached each other and could not be measured."""
-    reached = open_pairs(found.road, found.reached) if found.road is not None else set()
-    return reached - {(link.source, link.target) for link in found.links}
+    """Return the pairs that can connect, but whose links could not be measured."""
+    if found.route is None:
+        return set()
+    return open_pairs(found.route, found.reached) - {(link.source, link.target) for link in found.links}
 
 
-def _look_at(pairs: tuple[Pair, ...]) -> str:
-    hosts = {host for pair in pairs for host in pair}
+def _link_fix(pairs: tuple[Pair, ...]) -> str:
     shared = set(pairs[0]).intersection(*pairs)
     if not shared:
-        return "use a faster network: name its interface with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
-    blamed = sorted(shared if len(shared) == 1 else hosts)
-    return f"look at the cable, port and load of {' and '.join(blamed)}, or leave one out"
+        return "use a faster network: set its interface with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+    hosts = sorted(shared)
+    if len(shared) > 1:
+        hosts = sorted(set(pairs[0]).union(*pairs))
+    return f"check the cable, port and load of {' and '.join(hosts)}, or exclude one host"
 
 
-# Latency and bandwidth between all pairs of hosts: the slow links, by the rules of `bench p2p`, and the table.
+# Latency and bandwidth of all pairs of hosts: slow links, by the rules of `bench p2p`, and the table of all links.
 
 
 FAR_S = 2e-3
-"""Half a round trip from which on two hosts are not in one cluster: ten times what a busy Ethernet switch adds."""
+"""Latency above which two hosts are not in the same cluster: ten times what a busy Ethernet switch adds."""
 THIN = 100e6
-"""Bytes a second below which a link is slower than gigabit Ethernet, over which training does not scale."""
+"""Bandwidth in bytes/s below which a link is slower than gigabit Ethernet, over which training does not scale."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +183,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Links:
-    """What `find_slow` reads of ranks, for hosts with one rank each."""
+    """The fields of `Pairs` that `find_slow` reads, for hosts with one rank each."""
 
     places: tuple[_Place, ...]
     latencies: dict[tuple[int, int], float]
@@ -165,27 +192,28 @@ class _Links:
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """Links that are slow for one reason."""
+    """Links that are slow for the same reason."""
 
     pairs: tuple[Pair, ...]
     sentence: str
-    """Names the pair, or the host all of whose links are slow."""
+    """Names the pair, or the host with only slow links."""
 
 
 def slow_links(hosts: Sequence[str], links: Sequence[LinkFacts]) -> list[Slow]:
-    """Return the links that are slow beside the others, the worst first; fewer than three hosts have none."""
+    """Return the links that are slow compared with the others, the slowest first; empty for fewer than three hosts."""
     if len(hosts) < 3:
         return []
     number = {host: index for index, host in enumerate(hosts)}
-    measured = _Links(
-        places=tuple(_Place(host, index) for index, host in enumerate(hosts)),
-        latencies={(number[link.source], number[link.target]): link.latency_s for link in links},
-        rates={(number[link.source], number[link.target]): link.bytes_per_s for link in links},
-    )
+    latencies, rates = {}, {}
+    for link in links:
+        pair = number[link.source], number[link.target]
+        latencies[pair], rates[pair] = link.latency_s, link.bytes_per_s
+    places = tuple(_Place(host, index) for index, host in enumerate(hosts))
+    measured = _Links(places=places, latencies=latencies, rates=rates)
     found = []
-    for slow in find_slow(cast("Pairs", measured)):  # which needs torch to be made
+    for slow in find_slow(cast("Pairs", measured)):  # the constructor of Pairs needs torch
         pairs = tuple((hosts[source], hosts[target]) for source, target in slow.pairs)
-        # "rank 0 (host0)" is a host here; and so is "across nodes", where every pair is
+        # Every rank is a host here, and every pair is across nodes.
         sentence = slow.sentence.replace(" across nodes", "")
         for host, index in number.items():
             sentence = sentence.replace(f"rank {index} ({host})", host)
@@ -194,34 +222,50 @@ def slow_links(hosts: Sequence[str], links: Sequence[LinkFacts]) -> list[Slow]:
 
 
 def poor_links(hosts: Sequence[str], links: Sequence[LinkFacts]) -> list[Slow]:
-    """Return what is slow by itself: pairs that are too far away, or thinner than gigabit Ethernet."""
-    far = {(link.source, link.target): link.latency_s for link in links if link.latency_s > FAR_S}
-    thin = {(link.source, link.target): link.bytes_per_s for link in links if link.bytes_per_s < THIN}
+    """Return the links with a latency too high for a cluster, or a bandwidth below gigabit Ethernet."""
+    far, thin = {}, {}
+    for link in links:
+        if link.latency_s > FAR_S:
+            far[link.source, link.target] = link.latency_s
+        if link.bytes_per_s < THIN:
+            thin[link.source, link.target] = link.bytes_per_s
     found = []
-    for pairs, quantity, shown, limit in (
-        (far, "latency", format_seconds, f"over {format_seconds(FAR_S)}"),
-        (thin, "bandwidth", format_bandwidth, f"under {format_bandwidth(THIN)}"),
+    for values, quantity, shown, limit in (
+        (far, "latency", format_seconds, f"above {format_seconds(FAR_S)}"),
+        (thin, "bandwidth", format_bandwidth, f"below {format_bandwidth(THIN)}"),
     ):
-        everywhere = len(pairs) == len(links) and len(hosts) > 2
-        for who in [tuple(hosts)] if everywhere else culprits(hosts, pairs):
-            mine = tuple(pair for pair in pairs if set(pair) <= set(who) or (len(who) == 1 and who[0] in pair))
-            subject = " and ".join(who)
-            if everywhere:
-                subject = "all pairs"
-            elif len(who) == 1:
-                subject = f"every link of {who[0]}"
-            value = statistics.median(pairs[pair] for pair in mine)
-            found.append(Slow(pairs=mine, sentence=f"{subject}: {quantity} {shown(value)}, {limit}"))
+        if len(values) == len(links) and len(hosts) > 2:
+            subjects = {"all pairs": tuple(values)}
+        else:
+            subjects = _group_pairs(hosts, values)
+        for subject, pairs in subjects.items():
+            median = statistics.median(values[pair] for pair in pairs)
+            found.append(Slow(pairs=pairs, sentence=f"{subject}: {quantity} {shown(median)}, {limit}"))
     return found
 
 
+def _group_pairs(hosts: Sequence[str], values: Collection[Pair]) -> dict[str, tuple[Pair, ...]]:
+    """Return the slow pairs grouped by a host with only slow links, or by the two hosts of a pair."""
+    groups = {}
+    for names in common_hosts(hosts, values):
+        subject = f"every link of {names[0]}" if len(names) == 1 else " and ".join(names)
+        groups[subject] = tuple(pair for pair in values if set(names) <= set(pair))
+    return groups
+
+
 def matrix(hosts: Sequence[str], links: Sequence[LinkFacts]) -> list[list[str]]:
-    """Return rows of latency / bandwidth from row to column, under a header; "*" marks what is slow, "-" is cut."""
-    slow = {pair for one in [*slow_links(hosts, links), *poor_links(hosts, links)] for pair in one.pairs}
-    cells = {
-        (link.source, link.target): f"{format_seconds(link.latency_s)} / {format_bandwidth(link.bytes_per_s)}"
-        + ("*" if (link.source, link.target) in slow else "")
-        for link in links
-    }
-    rows = [[source, *(cells.get((source, target), "-") for target in hosts)] for source in hosts]
-    return [["from \\ to", *hosts], *rows]
+    """Return a table of latency / bandwidth from row to column; "*" marks slow links, "-" links without data."""
+    slow: set[Pair] = set()
+    for one in [*slow_links(hosts, links), *poor_links(hosts, links)]:
+        slow.update(one.pairs)
+    cells = {}
+    for link in links:
+        pair = link.source, link.target
+        cells[pair] = f"{format_seconds(link.latency_s)} / {format_bandwidth(link.bytes_per_s)}"
+        if pair in slow:
+            cells[pair] += "*"
+    rows = [["from \\ to", *hosts]]
+    for source in hosts:
+        row = [cells.get((source, target), "-") for target in hosts]
+        rows.append([source, *row])
+    return rows

@@ -1,4 +1,4 @@
-"""The network of a cluster examined from one machine: a probe on every host, asked step by step; nothing is left."""
+"""Examination of a cluster's network from one machine, by a temporary probe on every host."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ import msgspec
 
 from shardwise.diagnosis.network.advice import diagnose, launch_lines
 from shardwise.diagnosis.network.facts import (
+    ANSWER_S,
     HostClock,
     HostFacts,
     LinkFacts,
     Lookups,
     NetFacts,
+    Order,
     PathFacts,
     PortFacts,
+    Probes,
+    ProbeSession,
     Problem,
     ReachedHost,
     StorageFacts,
-    choose_road,
+    choose_route,
     count_hosts,
-    lost_pairs,
+    lossy_pairs,
     open_pairs,
-    turns,
+    tournament,
 )
 from shardwise.diagnosis.network.link_checks import matrix, slow_links
 from shardwise.diagnosis.network.probe import LOOKUP_S, REACH_S
-from shardwise.diagnosis.network.session import ANSWER_S, Order, Probes, ProbeSession
 from shardwise.diagnosis.verdicts import VerdictReport, table_lines, verdict_lines
 from shardwise.launcher.ssh.checks import explain_end, find_here
 from shardwise.launcher.ssh.run import HostSpec, read_hosts
@@ -39,63 +42,64 @@ from shardwise.spec import Spec, option, spec_function
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from shardwise.diagnosis.network.facts import Pair, Road
+    from shardwise.diagnosis.network.facts import Pair, Route
 
 
-_MOST_COLUMNS = 8
-"""Hosts whose matrix of links fits a terminal."""
+_MAX_COLUMNS = 8
+"""Number of hosts whose table of links fits a terminal."""
 _LOGIN_S = 20.0
 _MARGIN_S = 3.0
 _STREAM_S = 0.3
-"""Of the one stream that a link's bandwidth is taken from."""
+"""Duration of the TCP stream that measures the bandwidth of a link."""
 _CLOCK_ROUNDS = 5
-_MORE_LOOKS = 2
-"""How often links that look slow are measured again at most: what disturbs a link only ever adds time. Once is enough
-when they all still do."""
+_MAX_REPEATS = 2
+"""Maximum repetitions for links that appear slow, because disturbances only add time. One repetition is enough if all
+of them are still slow."""
 _PACKETS = (8900, 4000, 1500, 1450, 1400, 1280, 576)
-"""Sizes that are tried below the MTU of the interfaces: tunnels take 50 to 100 bytes."""
+"""Packet sizes tried below the MTU of the interfaces; tunnels use 50 to 100 bytes."""
 
 
 class NetSpec(Spec, frozen=True, kw_only=True):
-    """What `shardwise doctor net` is asked."""
+    """The request of `shardwise doctor net`."""
 
     hosts: Annotated[str, option(metavar="HOSTS")]
-    """Hosts such as a,me@b:8, or a file of them."""
+    """Hosts such as a,me@b:8, or a file of hosts."""
     folders: Annotated[tuple[Path, ...], option("--folder")] = ()
-    """Of runs, data or checkpoints, to be the same storage everywhere (default: where you are)."""
+    """Directory of runs, data or checkpoints that all hosts must share (default: the current directory)."""
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 29500
-    """Port of the rendezvous."""
+    """Rendezvous port."""
 
 
 class NetReport(VerdictReport, frozen=True, kw_only=True):
-    """What `shardwise doctor net` answers."""
+    """The report of `shardwise doctor net`."""
 
     facts: NetFacts
     launch: tuple[str, ...]
-    """The launch line for the hosts that work, with comments; empty when no two of them do."""
+    """The launch command for the hosts that pass, with comments; empty if no two hosts pass."""
 
     def to_text(self) -> str:
-        """Return the verdicts, the matrix of links and the launch line."""
+        """Return the verdicts, the table of links and the launch command."""
         lines = verdict_lines(self.verdicts)
-        if len(self.facts.usable) > _MOST_COLUMNS:
-            lines += ["", f"the links of {len(self.facts.usable)} hosts are too many for a terminal: add --json"]
+        if len(self.facts.usable) > _MAX_COLUMNS:
+            lines += ["", f"the links of {len(self.facts.usable)} hosts do not fit a terminal: add --json"]
         elif self.facts.links:
             lines += ["", *table_lines(matrix(self.facts.usable, self.facts.links))]
-        return "\n".join([*lines, "", *(self.launch or ["no two of these hosts can run a job together"])])
+        lines += ["", *(self.launch or ["No two of these hosts can run a job together"])]
+        return "\n".join(lines)
 
 
 @spec_function(NetSpec)
 def doctor_net(spec: NetSpec) -> NetReport:
-    """Check logins, versions, names, clocks, storage, ports and links of all hosts; end with the launch line."""
+    """Check logins, versions, names, clocks, storage, ports and links of all hosts; print the launch command."""
     hosts = read_hosts(spec.hosts)
     folders = [Path.cwd() / folder.expanduser() for folder in spec.folders] or [Path.cwd()]
     facts = examine(hosts, folders=folders, port=spec.port, note=lambda text: echo_error(f"shardwise: {text}"))
-    typed = {label: _typed(host) for label, host in zip(label_hosts(hosts), hosts, strict=True)}
+    typed = dict(zip(label_hosts(hosts), map(_typed, hosts), strict=True))
     return NetReport(facts=facts, verdicts=tuple(diagnose(facts)), launch=tuple(launch_lines(facts, typed)))
 
 
 def _typed(host: HostSpec) -> str:
-    """Return how --hosts names a host."""
+    """Return the form of a host for --hosts."""
     name = f"[{host.name}]" if ":" in host.name else host.name
     user = f"{host.user}@" if host.user else ""
     slots = f":{host.slots}" if host.slots else ""
@@ -103,64 +107,64 @@ def _typed(host: HostSpec) -> str:
 
 
 def examine(hosts: Sequence[HostSpec], *, folders: Sequence[Path], port: int, note: Callable[[str], None]) -> NetFacts:
-    """Find out all that checks need, over ssh; `note` is called with progress messages. Nothing is left on any host.
+    """Collect the facts that the network checks need from each host over ssh.
 
-    `folders` are absolute; `port` is that of the rendezvous, on the first host that answers.
+    `folders` are absolute paths; `port` is the rendezvous port on the first host that responds. `note` receives
+    progress messages. The probes remove their temporary files.
     """
     labels = label_hosts(hosts)
-    here = find_here(hosts)
-    probes = [
-        ProbeSession(host, label, is_here=is_here) for host, label, is_here in zip(hosts, labels, here, strict=True)
-    ]
+    probes = []
+    for host, label, is_here in zip(hosts, labels, find_here(hosts), strict=True):
+        probes.append(ProbeSession(host, label, is_here=is_here))
     with Probes(probes) as hub:
-        note(f"asking {count_hosts(labels)}")
-        return _Examination(hub, [str(folder) for folder in folders], port, note).run()
+        note(f"connecting to {count_hosts(labels)}")
+        return _Examination(hub, list(map(str, folders)), port, note).run()
 
 
 class _Examination:
-    """The steps, each of which builds on what those before found out."""
+    """The steps of an examination, in the order of their dependencies."""
 
     def __init__(self, hub: Probes, folders: list[str], port: int, note: Callable[[str], None]) -> None:
         self._hub = hub
         self._folders = folders
         self._port = port
         self._note = note
-        self._word = secrets.token_hex(16)
+        self._secret = secrets.token_hex(16)
         self._greetings = {probe.name: secrets.token_hex(16) for probe in hub.probes}
-        self._doors: dict[tuple[str, str], tuple[int, int]] = {}
-        """(host, address) -> its port, and that of datagrams."""
+        self._endpoints: dict[tuple[str, str], tuple[int, int]] = {}
+        """TCP and UDP port of each (host, address)."""
         self.facts: dict[str, HostFacts] = {}
 
     def run(self) -> NetFacts:
-        """Ask everything that can be asked of the hosts that answer."""
-        problems = self._look()
+        """Collect all facts from the hosts that respond."""
+        problems = self._read_facts()
         found: dict[str, Any] = {}
         if self.facts:
-            self._note("comparing names, clocks and folders")
-            found |= {"lookups": self._look_up(), "clocks": self._clocks()}
+            self._note("comparing names, clocks and directories")
+            found |= {"lookups": self._lookups(), "clocks": self._clocks()}
             found["storage"] = store_all(self._hub, self.facts, self._folders)
         if len(self.facts) > 1:
-            self._note("going from every host to every address of the others")
-            self._open()
+            self._note("connecting from every host to every address of the other hosts")
+            self._listen()
             found["reached"] = tuple(self._reach())
-        road = found["road"] = choose_road(self.facts, found.get("reached", ()))
-        if road is not None and len(self.facts) > 1:
-            self._note(f"measuring the links of {road}")
-            pairs = open_pairs(road, found["reached"])
+        route = found["route"] = choose_route(self.facts, found.get("reached", ()))
+        if route is not None and len(self.facts) > 1:
+            self._note(f"measuring the links of {route}")
+            pairs = open_pairs(route, found["reached"])
             found |= {
-                "port": self._try_port(road),
-                "links": self._links(road, pairs),
-                "paths": self._paths(road, pairs),
+                "port": self._try_port(route),
+                "links": self._links(route, pairs),
+                "paths": self._paths(route, pairs),
             }
         hosts = tuple(probe.name for probe in self._hub.probes)
         return NetFacts(hosts=hosts, problems=problems, facts=self.facts, **found)
 
-    def _ask_all(self, order: Order, timeout_s: float) -> dict[str, Order]:
+    def _query_all(self, order: Order, timeout_s: float) -> dict[str, Order]:
         return self._hub.question(dict.fromkeys(self.facts, order), timeout_s)
 
-    def _look(self) -> dict[str, Problem]:
+    def _read_facts(self) -> dict[str, Problem]:
         order = {"type": "look", "folders": self._folders}
-        replies = self._hub.question({probe.name: order for probe in self._hub.probes}, _LOGIN_S)
+        replies = self._hub.question(dict.fromkeys((probe.name for probe in self._hub.probes), order), _LOGIN_S)
         problems = {}
         for probe in self._hub.probes:
             if probe.name in replies:
@@ -170,169 +174,189 @@ class _Examination:
                 problems[probe.name] = Problem(error.fact, error.fix)
         return problems
 
-    def _look_up(self) -> dict[str, Lookups]:
-        names = sorted({its.hostname for its in self.facts.values()})
-        addresses = sorted({address for its in self.facts.values() for address in its.addresses})
-        replies = self._ask_all({"type": "lookup", "names": names, "addresses": addresses}, LOOKUP_S + _MARGIN_S)
+    def _lookups(self) -> dict[str, Lookups]:
+        names: set[str] = set()
+        addresses: set[str] = set()
+        for facts in self.facts.values():
+            names.add(facts.hostname)
+            addresses.update(facts.addresses)
+        order = {"type": "lookup", "names": sorted(names), "addresses": sorted(addresses)}
+        replies = self._query_all(order, LOOKUP_S + _MARGIN_S)
         return {host: msgspec.convert(reply, Lookups) for host, reply in replies.items()}
 
     def _clocks(self) -> dict[str, HostClock]:
         best: dict[str, HostClock] = {}
         for _ in range(_CLOCK_ROUNDS):
-            for host, reply in self._ask_all({"type": "clock"}, ANSWER_S).items():
+            for host, reply in self._query_all({"type": "clock"}, ANSWER_S).items():
                 sent_at, heard_at = reply["sent_at"], reply["heard_at"]
                 clock = HostClock(reply["at"] - (sent_at + heard_at) / 2, (heard_at - sent_at) / 2)
                 best[host] = min(best.get(host, clock), clock, key=lambda one: one.error_s)
         return best
 
-    def _open(self) -> None:
-        orders = {
-            host: self._open_order(host, [[address, 0] for address in its.addresses])
-            for host, its in self.facts.items()
-        }
+    def _listen(self) -> None:
+        """Make every host listen on all its addresses."""
+        orders = {}
+        for host, facts in self.facts.items():
+            orders[host] = self._listen_order(host, [[address, 0] for address in facts.addresses])
         for host, reply in self._hub.question(orders, ANSWER_S).items():
-            for door in reply["doors"]:
-                self._doors[host, door["address"]] = (door["port"], door["datagrams"])
+            for endpoint in reply["doors"]:
+                self._endpoints[host, endpoint["address"]] = (endpoint["port"], endpoint["datagrams"])
 
-    def _open_order(self, host: str, doors: list[list[Any]]) -> Order:
-        return {"type": "open", "word": self._word, "greeting": self._greetings[host], "doors": doors}
+    def _listen_order(self, host: str, endpoints: list[list[Any]]) -> Order:
+        return {"type": "open", "word": self._secret, "greeting": self._greetings[host], "doors": endpoints}
 
     def _reach(self) -> list[ReachedHost]:
-        """Have every host go to every door of the others."""
-        doors = [(host, address, port) for (host, address), (port, _) in self._doors.items() if port]
-        goals = {}
+        """Connect from every host to every address of the other hosts."""
+        endpoints = []
+        for (host, address), (port, _) in self._endpoints.items():
+            if port:
+                endpoints.append((host, address, port))
+        goals, orders = {}, {}
         for source in self.facts:
-            goals[source] = [door for door in doors if door[0] != source]
-        orders = {source: self._reach_order(goals[source]) for source in goals}
+            goals[source] = [endpoint for endpoint in endpoints if endpoint[0] != source]
+            orders[source] = self._reach_order(goals[source])
         replies = self._hub.question(orders, 2 * REACH_S + _MARGIN_S)
-        silent = {"own": "", "refusal": "its probe did not answer"}
+        silent = {"own": "", "refusal": "its probe did not respond"}
         reached = []
-        for source, theirs in goals.items():
-            answers = replies.get(source, {}).get("reached", [silent] * len(theirs))
-            for (target, address, _), found in zip(theirs, answers, strict=True):
+        for source, targets in goals.items():
+            answers = replies.get(source, {}).get("reached", [silent] * len(targets))
+            for (target, address, _), found in zip(targets, answers, strict=True):
                 own, refusal = found["own"], found["refusal"]
                 reached.append(ReachedHost(source=source, target=target, address=address, own=own, refusal=refusal))
         return reached
 
-    def _reach_order(self, doors: Iterable[tuple[str, str, int]]) -> Order:
-        targets = [[address, port, self._greetings[host]] for host, address, port in doors]
+    def _reach_order(self, endpoints: Iterable[tuple[str, str, int]]) -> Order:
+        targets = [[address, port, self._greetings[host]] for host, address, port in endpoints]
         return {"type": "reach", "targets": targets}
 
-    def _try_port(self, road: Road) -> PortFacts:
-        """Have the first host listen at the port of the rendezvous, and all others connect to it."""
-        first, *others = road.addresses
-        address = road.addresses[first]
-        opened = self._hub.question({first: self._open_order(first, [[address, self._port]])}, ANSWER_S).get(first)
-        door: Order = opened["doors"][0] if opened else {"port": 0, "refusal": "its probe did not answer"}
-        if door["refusal"]:
-            return PortFacts(host=first, address=address, port=self._port, refusal=door["refusal"])
-        order = self._reach_order([(first, address, door["port"])])
+    def _try_port(self, route: Route) -> PortFacts:
+        """Make the first host listen on the rendezvous port, and all other hosts connect to it."""
+        first, *others = route.addresses
+        address = route.addresses[first]
+        opened = self._hub.question({first: self._listen_order(first, [[address, self._port]])}, ANSWER_S).get(first)
+        endpoint: Order = opened["doors"][0] if opened else {"port": 0, "refusal": "its probe did not respond"}
+        if endpoint["refusal"]:
+            return PortFacts(host=first, address=address, port=self._port, refusal=endpoint["refusal"])
+        order = self._reach_order([(first, address, endpoint["port"])])
         replies = self._hub.question(dict.fromkeys(others, order), 2 * REACH_S + _MARGIN_S)
-        found = {host: replies[host]["reached"][0]["refusal"] if host in replies else "no answer" for host in others}
-        refused = {host: why for host, why in found.items() if why}
-        return PortFacts(host=first, address=address, port=door["port"], cut=refused)
+        blocked = {}
+        for host in others:
+            reason = "no answer"
+            if host in replies:
+                reason = replies[host]["reached"][0]["refusal"]
+            if reason:
+                blocked[host] = reason
+        return PortFacts(host=first, address=address, port=endpoint["port"], cut=blocked)
 
-    def _links(self, road: Road, pairs: set[Pair]) -> tuple[LinkFacts, ...]:
-        """Measure the pairs, disjoint ones at the same time, and those that look slow again."""
+    def _links(self, route: Route, pairs: set[Pair]) -> tuple[LinkFacts, ...]:
+        """Measure the pairs, disjoint pairs in parallel, and repeat the measurement of slow ones."""
         best: dict[Pair, LinkFacts] = {}
         todo = pairs
-        for _ in range(1 + _MORE_LOOKS):
-            for turn in _both_ways(road, todo):
-                self._measure(road, turn, best)
+        for _ in range(1 + _MAX_REPEATS):
+            for turn in _both_directions(route, todo):
+                self._measure(route, turn, best)
             links = tuple(best[pair] for pair in sorted(best))
-            slow = {pair for one in slow_links(tuple(road.addresses), links) for pair in one.pairs}
+            slow: set[Pair] = set()
+            for one in slow_links(tuple(route.addresses), links):
+                slow.update(one.pairs)
             if not slow or slow == todo:
                 break
             todo = slow
         return links
 
-    def _measure(self, road: Road, turn: Sequence[Pair], best: dict[Pair, LinkFacts]) -> None:
-        orders = {
-            source: {"type": "measure", **self._door(road, target, datagrams=False), "seconds": _STREAM_S}
-            for source, target in turn
-        }
+    def _measure(self, route: Route, turn: Sequence[Pair], best: dict[Pair, LinkFacts]) -> None:
+        """Measure disjoint pairs in parallel and store the best values of each link in `best`."""
+        orders = {}
+        for source, target in turn:
+            endpoint = self._endpoint(route, target, datagrams=False)
+            orders[source] = {"type": "measure", **endpoint, "seconds": _STREAM_S}
         replies = self._hub.question(orders, ANSWER_S)
         for source, target in turn:
-            if source in replies:
-                reply, before = replies[source], best.get((source, target))
-                best[source, target] = LinkFacts(
-                    source=source,
-                    target=target,
-                    latency_s=min([reply["latency_s"], *([before.latency_s] if before else [])]),
-                    bytes_per_s=max([reply["bytes_per_s"], *([before.bytes_per_s] if before else [])]),
-                )
+            if source not in replies:
+                continue
+            latency_s, bytes_per_s = replies[source]["latency_s"], replies[source]["bytes_per_s"]
+            before = best.get((source, target))
+            if before is not None:
+                latency_s = min(latency_s, before.latency_s)
+                bytes_per_s = max(bytes_per_s, before.bytes_per_s)
+            link = LinkFacts(source=source, target=target, latency_s=latency_s, bytes_per_s=bytes_per_s)
+            best[source, target] = link
 
-    def _paths(self, road: Road, pairs: set[Pair]) -> tuple[PathFacts, ...]:
-        """Find the largest packet that arrives, and again where some did not: datagrams may be lost on a good way too.
+    def _paths(self, route: Route, pairs: set[Pair]) -> tuple[PathFacts, ...]:
+        """Find the largest packet that arrives; repeat for pairs that lost some, since datagrams may be lost by chance.
 
-        Given up after a turn in which no datagram came anywhere.
+        Stops after a round in which no datagram arrived.
         """
         best: dict[Pair, PathFacts] = {}
         todo = pairs
         for _ in range(2):
-            for turn in _both_ways(road, todo):
-                self._try_paths(road, turn, best)
+            for turn in _both_directions(route, todo):
+                self._try_paths(route, turn, best)
                 if not any(path.mtu for path in best.values()):
                     break
-            todo = set(lost_pairs(best.values()))
+            todo = set(lossy_pairs(best.values()))
         return tuple(best[pair] for pair in sorted(best))
 
-    def _try_paths(self, road: Road, turn: Sequence[Pair], best: dict[Pair, PathFacts]) -> None:
-        mtus = {host: its.addresses[road.addresses[host]].mtu for host, its in self.facts.items()}
+    def _try_paths(self, route: Route, turn: Sequence[Pair], best: dict[Pair, PathFacts]) -> None:
+        mtus = {host: facts.addresses[route.addresses[host]].mtu for host, facts in self.facts.items()}
         orders: dict[str, Order] = {}
         for source, target in turn:
-            most = min(mtus[source], mtus[target])
-            sizes = [most, *(size for size in _PACKETS if size < most)]
-            orders[source] = {"type": "path", **self._door(road, target, datagrams=True), "sizes": sizes}
+            largest = min(mtus[source], mtus[target])
+            sizes = [largest, *(size for size in _PACKETS if size < largest)]
+            orders[source] = {"type": "path", **self._endpoint(route, target, datagrams=True), "sizes": sizes}
         replies = self._hub.question(orders, ANSWER_S)
         for source, target in turn:
             if source in replies:
-                before = best[source, target].mtu if (source, target) in best else 0
-                mtu = max(before, replies[source]["mtu"])
+                mtu = replies[source]["mtu"]
+                if (source, target) in best:
+                    mtu = max(mtu, best[source, target].mtu)
                 ends = mtus[source], mtus[target]
                 best[source, target] = PathFacts(source=source, target=target, mtu=mtu, ends=ends)
 
-    def _door(self, road: Road, host: str, *, datagrams: bool) -> Order:
-        address = road.addresses[host]
-        return {"address": address, "port": self._doors[host, address][datagrams]}
+    def _endpoint(self, route: Route, host: str, *, datagrams: bool) -> Order:
+        address = route.addresses[host]
+        return {"address": address, "port": self._endpoints[host, address][datagrams]}
 
 
-def _both_ways(road: Road, pairs: set[Pair]) -> list[list[Pair]]:
-    """Return the pairs in turns of disjoint ones, one way and then the other."""
+def _both_directions(route: Route, pairs: set[Pair]) -> list[list[Pair]]:
+    """Return `pairs` in rounds of disjoint pairs, each round followed by the opposite direction."""
     found = []
-    for turn in turns(tuple(road.addresses)):
-        back = [(target, source) for source, target in turn]
-        for way in (turn, back):
-            chosen = [pair for pair in way if pair in pairs]
+    for forward in tournament(tuple(route.addresses)):
+        backward = [(target, source) for source, target in forward]
+        for direction in (forward, backward):
+            chosen = [pair for pair in direction if pair in pairs]
             if chosen:
                 found.append(chosen)
     return found
 
 
 def label_hosts(hosts: Sequence[HostSpec]) -> list[str]:
-    """Return the names of the hosts, with user and port where one name is there twice."""
+    """Return the names of the hosts, with user and port if a name occurs twice."""
     names = [host.name for host in hosts]
-    return [
-        host.name if names.count(host.name) == 1 else f"{host.user or 'you'}@{host.name}:{host.port or 22}"
-        for host in hosts
-    ]
+    labels = []
+    for host in hosts:
+        is_unique = names.count(host.name) == 1
+        labels.append(host.name if is_unique else f"{host.user or 'you'}@{host.name}:{host.port or 22}")
+    return labels
 
 
-# Whether a folder is the same storage on all hosts: one writes a secret, all read it.
+# Shared storage: one host writes a random text to a directory, and all hosts read it.
 
 
 _NAME = ".shardwise-doctor-"
 
 
 def store_all(hub: Probes, facts: Mapping[str, HostFacts], folders: Sequence[str]) -> tuple[StorageFacts, ...]:
-    """Have one host write into each folder and all read it; the file is removed whatever happens."""
+    """Check each directory by a file that one host writes and all hosts read; the file is always removed."""
     return tuple(_store(hub, facts, folder) for folder in folders)
 
 
 def _store(hub: Probes, facts: Mapping[str, HostFacts], folder: str) -> StorageFacts:
     file, text = {"folder": folder, "name": _NAME + secrets.token_hex(8)}, secrets.token_hex(16)
-    having = [host for host, its in facts.items() if folder in its.folders]
-    missing = tuple(host for host in facts if host not in having)
+    having: list[str] = []
+    missing: list[str] = []
+    for host, host_facts in facts.items():
+        (having if folder in host_facts.folders else missing).append(host)
     refusal = "no host has it"
     for writer in having:
         try:
@@ -340,19 +364,20 @@ def _store(hub: Probes, facts: Mapping[str, HostFacts], folder: str) -> StorageF
             refusal = "no answer" if written is None else written["refusal"]
             if not refusal:
                 readers = _readers(hub, having, file, text)
-                return StorageFacts(folder=folder, writer=writer, readers=readers, missing=missing)
-        finally:  # by all, since the writer may be gone
+                return StorageFacts(folder=folder, writer=writer, readers=readers, missing=tuple(missing))
+        finally:  # on all hosts, because the writer may have ended
             hub.question({host: {"type": "remove", **file} for host in having}, ANSWER_S)
-    return StorageFacts(folder=folder, missing=missing, refusal=refusal)
+    return StorageFacts(folder=folder, missing=tuple(missing), refusal=refusal)
 
 
 def _readers(hub: Probes, hosts: Sequence[str], file: Mapping[str, str], text: str) -> tuple[str, ...]:
-    """Return who reads what was written; a file system of the network may show it a little late."""
+    """Return the hosts that read the text; a network file system may show the file with a delay."""
     found: set[str] = set()
     for pause_s in (0.0, 0.5, 1.5):
-        if set(hosts) - found:
+        remaining = [host for host in hosts if host not in found]
+        if remaining:
             time.sleep(pause_s)
-            asked = {host: {"type": "read", **file} for host in hosts if host not in found}
-            replies = hub.question(asked, ANSWER_S)
+            request = {"type": "read", **file}
+            replies = hub.question(dict.fromkeys(remaining, request), ANSWER_S)
             found |= {host for host, reply in replies.items() if reply["text"] == text}
     return tuple(host for host in hosts if host in found)

@@ -1,8 +1,8 @@
-"""The probe of `doctor net`: a program of its own that is sent to every host, answers questions there, and leaves.
+"""The probe of `doctor net`: a stand-alone program that runs temporarily on every host and answers requests.
 
-It imports nothing of ours, since it has to report whether and which shardwise is there: its text travels by stdin. One
-JSON object a line comes in, one goes out. It is gone, with its ports and files, when its stdin ends, when nobody was
-heard for some seconds, or when a signal asks it to go.
+It imports nothing from shardwise, because it reports whether shardwise is installed: its source code is sent over
+stdin. Requests and replies are JSON objects, one per line. The probe exits, and removes its ports and files, at the end
+of stdin, after some seconds without a request, or on a signal.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MARK = b"shardwise-probe "
-"""Begins every line of a probe, since shells may write something of their own before it starts."""
+"""Prefix of every line of a probe; the login shell may print other lines before it starts."""
 SILENCE_S = 8.0
-"""The doctor sends something every second; after so long a silence it is gone."""
+"""The doctor sends a message every second; a probe exits after this time without one."""
 LOOKUP_S = 5.0
 REACH_S = 3.0
 GREETING_BYTES = WORD_BYTES = 32
 _ROUNDS, _ROUNDS_S = 100, 0.5
-"""Most round trips that latency is taken from, and the most time for them."""
+"""Maximum number and time of the round trips that measure the latency."""
 _CHUNK = 1 << 18
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 _STEP_S, _TRIES = 0.3, 3
-"""For one datagram to come back, and how often it is sent."""
+"""Timeout of the answer to one datagram, and the number of attempts."""
 _ADDRESS, _FLAGS, _MASK, _MTU = 0x8915, 0x8913, 0x891B, 0x8921  # SIOCGIF*
 _IS_UP = 1
 _IP_HEADERS = 28  # of IPv4 and UDP
@@ -50,21 +50,21 @@ T = TypeVar("T")
 
 
 class Probe:
-    """What one host holds open for the others, and how it answers."""
+    """The open sockets and files of one host, and its answers to requests."""
 
     def __init__(self) -> None:
         self.word = b""
-        """Without it nobody is served."""
+        """The secret that a client must send."""
         self.greeting = b""
-        """By which others know that it is this host which answers."""
+        """The answer by which clients identify this host."""
         self._files: set[Path] = set()
-        """Written here, to be removed."""
-        self._turn = threading.Lock()
-        self._has_left = False
+        """Files that this probe has to remove."""
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Execute an order and return its result."""
-        doing: dict[str, Callable[..., dict[str, Any]]] = {
+        """Execute a request and return its result."""
+        handlers: dict[str, Callable[..., dict[str, Any]]] = {
             "look": look,
             "lookup": look_up,
             "clock": lambda: {"at": time.time()},
@@ -76,10 +76,10 @@ class Probe:
             "read": read,
             "remove": self.remove,
         }
-        return doing[order.pop("type")](**order)
+        return handlers[order.pop("type")](**order)
 
     def open(self, word: str, greeting: str, doors: list[list[Any]]) -> dict[str, Any]:
-        """Listen for TCP on each (address, port), where port 0 selects a free one, and for UDP on a separate port."""
+        """Listen for TCP on each (address, port), where port 0 selects a free port, and for UDP on a separate port."""
         self.word, self.greeting = word.encode(), greeting.encode()
         return {"doors": [self._open(address, port) for address, port in doors]}
 
@@ -104,19 +104,19 @@ class Probe:
             _in_background(self._receive, guest)
 
     def _receive(self, guest: socket.socket) -> None:
-        """Serve one that knows the word: greet it, return its bytes, or count them."""
+        """Serve a client that sends the secret: send the greeting, echo its bytes, or count them."""
         with guest, contextlib.suppress(OSError):
             guest.settimeout(2 * REACH_S)
             guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if _exactly(guest, WORD_BYTES) != self.word:
                 return
-            wish = _exactly(guest, 1)
-            if wish == b"g":
+            request = _exactly(guest, 1)
+            if request == b"g":
                 guest.sendall(self.greeting)
-            elif wish == b"e":
+            elif request == b"e":
                 while data := guest.recv(64):
                     guest.sendall(data)
-            elif wish == b"c":
+            elif request == b"c":
                 count, buffer = 0, bytearray(_CHUNK)
                 while received := guest.recv_into(buffer):
                     count += received
@@ -125,80 +125,86 @@ class Probe:
     def _return_datagrams(self, echo: socket.socket) -> None:
         while True:
             data, sender = echo.recvfrom(1 << 16)
-            if data[:WORD_BYTES] == self.word:  # only the head goes back: it is the way here that is tried
+            if data[:WORD_BYTES] == self.word:  # only the head is returned: the forward path is tested
                 with contextlib.suppress(OSError):
                     echo.sendto(data[: WORD_BYTES + 4], sender)
 
     def reach(self, targets: list[list[Any]]) -> dict[str, Any]:
-        """Go to each (address, port, greeting) in parallel; return why it failed, and from which address of ours."""
+        """Connect to each (address, port, greeting) in parallel; return the errors and the source addresses."""
 
-        def go(address: str, port: int, greeting: str) -> dict[str, str]:
+        def connect(address: str, port: int, greeting: str) -> dict[str, str]:
             own = ""
             try:
-                with self._visit(address, port, b"g") as end:
+                with self._connect(address, port, b"g") as end:
                     own = end.getsockname()[0]
-                    heard = _exactly(end, GREETING_BYTES)
+                    received = _exactly(end, GREETING_BYTES)
             except OSError as error:
                 return {"own": own, "refusal": error.strerror or "no answer"}
-            return {"own": own, "refusal": "" if heard == greeting.encode() else "another machine answers there"}
+            if received != greeting.encode():
+                return {"own": own, "refusal": "a different machine answers there"}
+            return {"own": own, "refusal": ""}
 
-        return {"reached": _together([(go, target) for target in targets], 2 * REACH_S, {"own": "", "refusal": "late"})}
+        calls = [(connect, target) for target in targets]
+        return {"reached": _run_parallel(calls, 2 * REACH_S, {"own": "", "refusal": "timeout"})}
 
-    def _visit(self, address: str, port: int, wish: bytes) -> socket.socket:
+    def _connect(self, address: str, port: int, request: bytes) -> socket.socket:
         end = socket.create_connection((address, port), timeout=REACH_S)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end.sendall(self.word + wish)
+        end.sendall(self.word + request)
         return end
 
     def path(self, address: str, port: int, sizes: list[int]) -> dict[str, Any]:
-        """Return the largest of `sizes` (bytes of a whole packet, falling) that arrives unfragmented; 0 if none."""
+        """Return the largest of `sizes` (bytes per packet, descending) that arrives unfragmented; 0 if none does."""
         with socket.socket(type=socket.SOCK_DGRAM) as end:
             end.setsockopt(socket.IPPROTO_IP, _MTU_DISCOVER, _NEVER_FRAGMENT)
             end.settimeout(_STEP_S)
             end.connect((address, port))
-            return {"mtu": next((size for size in sizes if self._arrives(end, size)), 0)}
+            for size in sizes:
+                if self._arrives(end, size):
+                    return {"mtu": size}
+        return {"mtu": 0}
 
     def _arrives(self, end: socket.socket, size: int) -> bool:
         head = self.word + struct.pack("!I", size)
         for _ in range(_TRIES):
             try:
                 end.send(head.ljust(size - _IP_HEADERS, b"."))
-                while end.recv(64) != head:  # an answer to a smaller one that came late
+                while end.recv(64) != head:  # a late answer to a smaller packet
                     pass
             except TimeoutError:
                 continue
-            except OSError:  # our own interface takes no such packet, or no process listens
+            except OSError:  # the local interface rejects packets of this size, or no process listens
                 return False
             return True
         return False
 
     def measure(self, address: str, port: int, seconds: float) -> dict[str, Any]:
-        """Return latency (half a round trip, at best) and the rate of one stream of about so many seconds."""
-        with self._visit(address, port, b"e") as end:
+        """Return the latency (half of the shortest round trip) and the rate of one stream of about `seconds`."""
+        with self._connect(address, port, b"e") as end:
             latencies: list[float] = []
-            begun = time.perf_counter()
-            while len(latencies) < _ROUNDS and (len(latencies) < 5 or time.perf_counter() < begun + _ROUNDS_S):
+            started = time.perf_counter()
+            while len(latencies) < _ROUNDS and (len(latencies) < 5 or time.perf_counter() < started + _ROUNDS_S):
                 at = time.perf_counter()
                 end.sendall(b"12345678")
                 _exactly(end, 8)
                 latencies.append((time.perf_counter() - at) / 2)
-        with self._visit(address, port, b"c") as end:
-            chunk, sent, begun = bytes(_CHUNK), 0, time.perf_counter()
-            while sent < _MOST_BYTES and time.perf_counter() < begun + seconds:
+        with self._connect(address, port, b"c") as end:
+            chunk, sent, started = bytes(_CHUNK), 0, time.perf_counter()
+            while sent < _MAX_BYTES and time.perf_counter() < started + seconds:
                 end.sendall(chunk)
                 sent += _CHUNK
             end.shutdown(socket.SHUT_WR)
             (count,) = struct.unpack("!Q", _exactly(end, 8))
-            rate = count / (time.perf_counter() - begun)
+            rate = count / (time.perf_counter() - started)
         return {"latency_s": min(latencies), "usual_s": statistics.median(latencies), "bytes_per_s": rate}
 
     def write(self, folder: str, name: str, text: str) -> dict[str, Any]:
-        """Write a small file that is removed at the latest when the probe leaves."""
+        """Write a small file, which is removed when the probe exits at the latest."""
         path = Path(folder) / name
         try:
-            with self._turn:
-                if self._has_left:
-                    return {"refusal": "the probe is leaving"}
+            with self._lock:
+                if self._is_closed:
+                    return {"refusal": "the probe is exiting"}
                 with path.open("x") as file:
                     self._files.add(path)
                     file.write(text)
@@ -207,24 +213,24 @@ class Probe:
         return {"refusal": ""}
 
     def remove(self, folder: str, name: str) -> dict[str, Any]:
-        """Remove the file of that name, whoever wrote it."""
+        """Remove the file of this name, whichever host wrote it."""
         path = Path(folder) / name
-        with self._turn, contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             self._files.discard(path)
             path.unlink()
         return {}
 
-    def leave(self) -> None:
-        """Remove what is still there, and write no more."""
-        with self._turn:
-            self._has_left = True
+    def close(self) -> None:
+        """Remove all remaining files and reject further writes."""
+        with self._lock:
+            self._is_closed = True
             for path in self._files:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
 
 def look(folders: list[str]) -> dict[str, Any]:
-    """Return what this host is: name, interfaces, versions, and which of the folders it has."""
+    """Return the name, interfaces and versions of this host, and which of the directories exist."""
     return {
         "hostname": socket.gethostname(),
         "executable": sys.executable,
@@ -235,7 +241,7 @@ def look(folders: list[str]) -> dict[str, Any]:
 
 
 def look_up(names: list[str], addresses: list[str]) -> dict[str, Any]:
-    """Return the addresses of names and the names of addresses, as this host's resolver answers; empty for neither."""
+    """Return the addresses of names and the names of addresses from this host's resolver; empty if unresolved."""
 
     def forward(name: str) -> list[str]:
         with contextlib.suppress(OSError, UnicodeError):
@@ -249,9 +255,10 @@ def look_up(names: list[str], addresses: list[str]) -> dict[str, Any]:
             return [name, *others]
         return []
 
-    none: list[str] = []
-    asked = [*((forward, [name]) for name in names), *((reverse, [address]) for address in addresses)]
-    found = _together(asked, LOOKUP_S, none)
+    unresolved: list[str] = []
+    calls: list[tuple[Callable[[str], list[str]], list[str]]] = [(forward, [name]) for name in names]
+    calls += [(reverse, [address]) for address in addresses]
+    found = _run_parallel(calls, LOOKUP_S, unresolved)
     return {
         "forward": dict(zip(names, found[: len(names)], strict=True)),
         "reverse": dict(zip(addresses, found[len(names) :], strict=True)),
@@ -259,7 +266,7 @@ def look_up(names: list[str], addresses: list[str]) -> dict[str, Any]:
 
 
 def read(folder: str, name: str) -> dict[str, Any]:
-    """Return the text of a file, empty where there is none."""
+    """Return the text of a file; empty if it does not exist."""
     try:
         return {"text": (Path(folder) / name).read_text()}
     except OSError:
@@ -267,8 +274,9 @@ def read(folder: str, name: str) -> dict[str, Any]:
 
 
 def _installed() -> dict[str, str]:
-    """Return versions of what must be the same everywhere; empty for what is not there. Nothing is imported."""
-    names = {"shardwise": ["shardwise"], "torch": ["torch"], "NCCL": [f"nvidia-nccl-cu{cuda}" for cuda in (13, 12, 11)]}
+    """Return the versions that must be equal on all hosts, without importing packages; empty if not installed."""
+    nccl = [f"nvidia-nccl-cu{cuda}" for cuda in (13, 12, 11)]
+    names = {"shardwise": ["shardwise"], "torch": ["torch"], "NCCL": nccl}
     found = dict.fromkeys(names, "")
     for what, packages in names.items():
         for package in packages:
@@ -278,25 +286,26 @@ def _installed() -> dict[str, str]:
 
 
 def _interfaces() -> list[dict[str, Any]]:
-    """Return every interface that is up and has an IPv4 address, loopback left out."""
+    """Return all interfaces that are up and have an IPv4 address, except loopback."""
     found = []
-    with socket.socket(type=socket.SOCK_DGRAM) as asking:
+    with socket.socket(type=socket.SOCK_DGRAM) as query_socket:
 
-        def ask(what: int, name: str) -> bytes:
-            return fcntl.ioctl(asking, what, struct.pack("256s", name.encode()[:15]))[16:24]
+        def query(what: int, name: str) -> bytes:
+            return fcntl.ioctl(query_socket, what, struct.pack("256s", name.encode()[:15]))[16:24]
 
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                address, mask = (socket.inet_ntoa(ask(what, name)[4:8]) for what in (_ADDRESS, _MASK))
-                (flags,) = struct.unpack("=H", ask(_FLAGS, name)[:2])
-                (mtu,) = struct.unpack("=i", ask(_MTU, name)[:4])
+                address = socket.inet_ntoa(query(_ADDRESS, name)[4:8])
+                mask = socket.inet_ntoa(query(_MASK, name)[4:8])
+                (flags,) = struct.unpack("=H", query(_FLAGS, name)[:2])
+                (mtu,) = struct.unpack("=i", query(_MTU, name)[:4])
                 if flags & _IS_UP and not address.startswith("127."):
                     found.append({"name": name, "address": address, "mask": mask, "mtu": mtu})
     return found
 
 
-def _together(calls: list[tuple[Callable[..., T], list[Any]]], limit_s: float, late: T) -> list[T]:
-    """Make the calls at the same time and return what each returned; `late` for one that takes too long."""
+def _run_parallel(calls: list[tuple[Callable[..., T], list[Any]]], limit_s: float, late: T) -> list[T]:
+    """Run the calls in parallel and return their results; `late` for calls that exceed the time limit."""
     pool = ThreadPoolExecutor(max_workers=max(1, min(64, len(calls))))
     futures = [pool.submit(call, *arguments) for call, arguments in calls]
     deadline = time.monotonic() + limit_s
@@ -307,7 +316,7 @@ def _together(calls: list[tuple[Callable[..., T], list[Any]]], limit_s: float, l
         except TimeoutError:
             return late
 
-    found = [result(future) for future in futures]
+    found = list(map(result, futures))
     pool.shutdown(wait=False)
     return found
 
@@ -327,19 +336,19 @@ def _in_background(work: Callable[..., None], *arguments: object) -> None:
 
 
 def main() -> None:
-    """Answer orders until there are none to come."""
+    """Answer requests until stdin ends or the doctor is silent."""
     probe = Probe()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(number, lambda *_: sys.exit(1))
-    turn = threading.Lock()
+    output_lock = threading.Lock()
 
-    def obey(order: dict[str, Any]) -> None:
+    def reply_to(order: dict[str, Any]) -> None:
         number = order.pop("number")
         try:
             reply = {"number": number, **probe.answer(order)}
-        except Exception as error:  # noqa: BLE001 - whatever went wrong here is for the doctor to report
+        except Exception as error:  # noqa: BLE001 - the doctor reports every error
             reply = {"number": number, "error": f"{type(error).__name__}: {error}"}
-        with turn, contextlib.suppress(OSError):
+        with output_lock, contextlib.suppress(OSError):
             os.write(1, MARK + json.dumps(reply).encode() + b"\n")
 
     rest, heard_at = b"", time.monotonic()
@@ -354,10 +363,10 @@ def main() -> None:
             *lines, rest = (rest + data).split(b"\n")
             for order in map(json.loads, lines):
                 if order["type"] != "beat":
-                    _in_background(obey, order)  # what takes long keeps nobody from seeing the end of stdin
+                    _in_background(reply_to, order)  # a long request must not delay the end of stdin
     finally:
-        probe.leave()
-        os._exit(0)  # threads that wait for somebody are not waited for
+        probe.close()
+        os._exit(0)  # without waiting for threads
 
 
 if __name__ == "__main__":

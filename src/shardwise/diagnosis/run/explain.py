@@ -1,4 +1,4 @@
-"""A run explained from its directory: what happened in order, why it ended or where it is stuck, what to type; pure."""
+"""Explanation of a run from its directory: events in order, the cause of its end or hang, and the next command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from shardwise.diagnosis.guard.guard import GOES_ON
+from shardwise.diagnosis.guard.guard import RANKS_CONTINUE
 from shardwise.diagnosis.guard.hang import decide
 from shardwise.diagnosis.run.cause import check_cause, kind_of_end, state_of
 from shardwise.diagnosis.run.facts import read_run
@@ -22,38 +22,38 @@ if TYPE_CHECKING:
     from shardwise.diagnosis.run.facts import Event, RunFacts
     from shardwise.runs.recorder import Mark
 
-_MOST_EVENTS = 40
-"""Events that the text shows; JSON has all of them."""
+_MAX_EVENTS = 40
+"""Events in the text output; the JSON output contains all."""
 STUCK_S = 10.0
-"""Seconds in a collective from which on ranks that do not come are missed."""
+"""Seconds in a collective after which ranks that have not entered it are reported as missing."""
 
 
 class RunSpec(Spec, frozen=True, kw_only=True):
-    """What `shardwise doctor run` is asked."""
+    """The request of `shardwise doctor run`."""
 
     path: Annotated[Path, argument("RUN")]
-    """Directory of the run."""
+    """Run directory."""
 
 
 class RunReport(VerdictReport, frozen=True, kw_only=True):
-    """What `shardwise doctor run` answers."""
+    """The report of `shardwise doctor run`."""
 
     state: str
     """"finished", "failed", "stopped", "lost", "silent", "running", or "stuck"."""
     kind: str
-    """Of its end, as `cause.Kind` lists them; else empty."""
+    """The kind of end, one of `cause.Kind`; empty if the run has not ended or has finished."""
     story: tuple[str, ...]
-    """What happened, in order."""
+    """The events as sentences, in order."""
     commands: tuple[str, ...]
-    """What to type next."""
+    """Commands to run next."""
 
     def to_text(self) -> str:
         """Return the state, the last events, the verdicts and the next commands."""
-        lines = [f"state: {self.state}" + (f" ({self.kind})" if self.kind else "")]
-        left_out = len(self.story) - _MOST_EVENTS
-        if left_out > 0:
-            lines.append(f"... {left_out} lines before: add --json")
-        lines += [*self.story[-_MOST_EVENTS:], "", *verdict_lines(self.verdicts)]
+        lines = [f"state: {self.state} ({self.kind})" if self.kind else f"state: {self.state}"]
+        num_hidden = len(self.story) - _MAX_EVENTS
+        if num_hidden > 0:
+            lines.append(f"... {num_hidden} earlier events: add --json")
+        lines += [*self.story[-_MAX_EVENTS:], "", *verdict_lines(self.verdicts)]
         if self.commands:
             lines += ["", *self.commands]
         return "\n".join(lines)
@@ -61,78 +61,83 @@ class RunReport(VerdictReport, frozen=True, kw_only=True):
 
 @spec_function(RunSpec)
 def doctor_run(spec: RunSpec) -> RunReport:
-    """Explain what happened in the run directory RUN, why, what was lost, and what to type next."""
+    """Explain the run directory RUN: events, cause of the end, lost steps, and the next command."""
     return explain(read_run(spec.path))
 
 
 def explain(facts: RunFacts) -> RunReport:
-    """Explain what happened, why, what was lost, and what to do."""
+    """Return a report on the events, the cause of the end, the lost steps and the next command."""
     state: str = state_of(facts)
-    going = check_going(facts) if state in ("running", "silent") else []
-    if any(verdict.name == "hang" for verdict in going):
-        state = "stuck"
-    over = state in ("failed", "stopped", "lost")
-    verdicts = [
-        *check_cause(facts),
-        *going,
-        *(check_lost(facts) if over else []),
-        *check_transports(facts.nccl, facts.hosts),
-        *([] if facts.nccl.is_empty else effects(facts.variables, facts.nccl)),
-    ]
+    verdicts = check_cause(facts)
+    if state in ("running", "silent"):
+        live = check_progress(facts)
+        verdicts += live
+        if any(verdict.name == "hang" for verdict in live):
+            state = "stuck"
+    has_ended_early = state in ("failed", "stopped", "lost")
+    if has_ended_early:
+        verdicts += check_lost(facts)
+    verdicts += check_transports(facts.nccl, facts.hosts)
+    if not facts.nccl.is_empty:
+        verdicts += effects(facts.variables, facts.nccl)
     return RunReport(
         state=state,
-        kind=kind_of_end(facts) if over else "",
+        kind=kind_of_end(facts) if has_ended_early else "",
         story=describe_events(facts.events),
         verdicts=tuple(verdicts),
         commands=next_commands(facts, state),
     )
 
 
-def check_going(facts: RunFacts) -> list[Verdict]:
-    """Return where the ranks of a live run are, which rank is missing in which collective, and which lags."""
+def check_progress(facts: RunFacts) -> list[Verdict]:
+    """Return the phases of a running run's ranks, the rank that is missing in a collective, and ranks that lag."""
     age_s = facts.now - facts.newest
-    found = [ok("ranks", text) for text in [_phases(facts.marks, facts.now)] if text]
+    phases = _phases(facts.marks, facts.now)
+    found = [ok("ranks", phases)] if phases else []
     stall = decide(facts.ranks, STUCK_S)
-    message, behind = _standing_verdict(facts.events), _behind(facts.marks)
+    message, behind = _current_verdict(facts.events), _behind(facts.marks)
     if stall is not None:  # the verdict of a guard has the stacks too
-        fix = f"read {facts.path}/stacks, if there; end it with Ctrl-C at its launcher"
+        fix = f"read {facts.path}/stacks if it exists; end the run with Ctrl-C in its launcher"
         found.append(fail("hang", message or stall.text, fix))
     elif message:
-        found.append(fail("verdict", message, "end it with Ctrl-C at its launcher, and correct that"))
+        found.append(fail("verdict", message, "end the run with Ctrl-C in its launcher, and correct the cause"))
     elif behind and age_s > STUCK_S:
         marks = facts.marks
-        place = f"{marks[behind[0]].phase} of step {marks[behind[0]].step}"
+        place = f"{marks[behind[0]].phase} of step {marks[behind[0]].shown_step}"
         fact = f"{name_ranks(behind)} lags: still in {place}, and no rank has made progress for {age_s:.0f} s"
-        found.append(warn("hang", fact, f"see what it does: py-spy dump on its host, {facts.path}/logs"))
+        found.append(warn("hang", fact, f"inspect it with py-spy dump on its host, and read {facts.path}/logs"))
     elif facts.newest:
-        found.append(ok("going on", f"the last sign of life is {age_s:.0f} s old"))
+        found.append(ok("progress", f"the last event is {age_s:.0f} s old"))
     else:
-        found.append(ok("going on", "no rank has written an event yet"))
+        found.append(ok("progress", "no rank has written an event yet"))
     return found
 
 
 def check_lost(facts: RunFacts) -> list[Verdict]:
-    """Return what was lost since the last checkpoint."""
-    bad = [
-        warn("checkpoint", f"left out as damaged: {damage}", "see: shardwise checkpoint ls") for damage in facts.damages
-    ]
+    """Return the steps that were lost since the last checkpoint, and damaged checkpoints."""
+    found = []
+    for damage in facts.damages:
+        fact = f"ignored because it is damaged: {damage}"
+        found.append(warn("checkpoint", fact, "see shardwise checkpoint ls"))
     if facts.job is None:
-        return [*bad, ok("lost", "a plain script: what it saved, and where, it knows itself")]
-    done = max([_done(facts.events), *(mark.step for mark in facts.marks.values())])
-    if facts.saved is None:
-        if not done:
-            return [*bad, ok("lost", "nothing: no step was done")]
-        fact = f"all {done} steps: there is no checkpoint"
-        return [*bad, warn("lost", fact, "save more often: --save-every STEPS")]
-    lost = max(0, done - facts.saved)
-    if not lost:
-        return [*bad, ok("lost", f"nothing: the checkpoint of step {facts.saved} is the last step")]
-    fact = f"{lost} steps since the checkpoint of step {facts.saved}"
-    return [*bad, warn("lost", fact, "save more often: --save-every STEPS")]
+        found.append(ok("lost", "unknown: a script saves its own state"))
+        return found
+    done = max([_last_step(facts.events), *(mark.step for mark in facts.marks.values())])
+    if facts.saved is None and not done:
+        found.append(ok("lost", "nothing: no step was completed"))
+    elif facts.saved is None:
+        fact = f"all {done} steps, because no checkpoint exists"
+        found.append(warn("lost", fact, "save more often: --save-every STEPS"))
+    elif done <= facts.saved:
+        found.append(ok("lost", f"nothing: the checkpoint of step {facts.saved} is the last step"))
+    else:
+        fact = f"{done - facts.saved} steps since the checkpoint of step {facts.saved}"
+        found.append(warn("lost", fact, "save more often: --save-every STEPS"))
+    return found
 
 
 def next_commands(facts: RunFacts, state: str) -> tuple[str, ...]:
-    """Return what to type next: how to continue, or how to watch it."""
+    """Return the commands to resume or to watch the run."""
     if state == "finished":
         return ()
     if state in ("running", "stuck", "silent"):
@@ -142,34 +147,39 @@ def next_commands(facts: RunFacts, state: str) -> tuple[str, ...]:
     if facts.job is not None:
         lines = [shlex.join(_train_argv(facts, facts.job, nproc))]
     else:
-        target = next((launcher.target for launcher in facts.launchers if launcher.target), "SCRIPT")
+        targets = filter(None, (launcher.target for launcher in facts.launchers))
+        target = next(targets, "SCRIPT")
         lines = [
             f"shardwise launch --nproc-per-node {nproc} {target} ...",
-            "# ... are its own arguments, not written down",
+            "# ... are the arguments of the script, which are not recorded",
         ]
     if nodes > 1:
-        lines.append(f"# on {nodes} nodes: with the --hosts, or --nnodes, --node-rank and --master-addr, of before")
+        lines.append(f"# on {nodes} nodes: with the same --hosts, or --nnodes, --node-rank and --master-addr")
     return tuple(lines)
 
 
 def _train_argv(facts: RunFacts, job: Mapping[str, Any], nproc: int) -> list[str]:
-    attribute = str(job.get("attribute", "job"))
-    name = _below_here(str(job.get("path", "JOB.py"))) + ("" if attribute == "job" else f":{attribute}")
+    name, attribute = _relative(str(job.get("path", "JOB.py"))), str(job.get("attribute", "job"))
+    if attribute != "job":
+        name = f"{name}:{attribute}"
     argv = ["shardwise", "train", name, "--nproc", str(nproc)]
     if (facts.path / "plan.toml").is_file():
         argv += ["--plan", str(facts.path / "plan.toml")]
     for key, value in dict(job.get("overrides") or {}).items():
         argv += ["--set", f"{key}={value}"]
-    return argv + (["--resume", str(facts.path)] if facts.saved is not None else [])
+    if facts.saved is not None:
+        argv += ["--resume", str(facts.path)]
+    return argv
 
 
-def _below_here(path: str) -> str:
-    here = Path.cwd()
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+def _relative(path: str) -> str:
+    """Return a path relative to the current directory if it is below it."""
+    directory = Path.cwd()
+    return str(Path(path).relative_to(directory)) if Path(path).is_relative_to(directory) else path
 
 
 def describe_events(events: Sequence[Event]) -> tuple[str, ...]:
-    """Return the story: seconds since the first event, and what happened; of steps and saves only the last in a row."""
+    """Return sentences with the seconds since the first event; only the last of consecutive steps and saves."""
     if not events:
         return ()
     lines: list[str] = []
@@ -177,11 +187,11 @@ def describe_events(events: Sequence[Event]) -> tuple[str, ...]:
     for event in events:
         sentence = _SENTENCES.get(event.kind)
         if sentence is None or (event.rank and event.kind != "note"):
-            continue  # of what all ranks write, rank 0's is enough
+            continue  # all ranks write these events; those of rank 0 are enough
         try:
             text = sentence(event.fields)
         except (KeyError, TypeError, ValueError, IndexError):
-            continue  # written by another version
+            continue  # written by a different version
         line = f"+{event.at - events[0].at:8.1f} s  {text}"
         if event.kind in ("steps", "save"):
             pending[event.kind] = line
@@ -200,8 +210,8 @@ def _exit(fields: Mapping[str, Any]) -> str:
 
 def _attempt(fields: Mapping[str, Any]) -> str:
     ranks = name_ranks([int(rank) for rank in fields["ranks"]])
-    again = f", restart {fields['number']}" if fields["number"] else ""
-    return f"{ranks} started on {fields['host']}: {fields['target']}{again}"
+    restart = f", restart {fields['number']}" if fields["number"] else ""
+    return f"{ranks} started on {fields['host']}: {fields['target']}{restart}"
 
 
 def _finish(fields: Mapping[str, Any]) -> str:
@@ -212,9 +222,9 @@ def _finish(fields: Mapping[str, Any]) -> str:
 
 _SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "attempt": _attempt,
-    "start": lambda fields: f"training starts: {fields['num_steps']} steps to do",
-    "steps": lambda fields: f"step {fields['first'] + len(fields['losses'])} is done",
-    "save": lambda fields: f"a checkpoint of step {fields['step']} is begun",
+    "start": lambda fields: f"training starts: {fields['num_steps']} steps to run",
+    "steps": lambda fields: f"step {fields['first'] + len(fields['losses'])} is complete",
+    "save": lambda fields: f"saving a checkpoint of step {fields['step']} starts",
     "note": lambda fields: str(fields["text"]),
     "exit": _exit,
     "restart": lambda fields: f"restart {fields['number']} of {fields['most']}",
@@ -224,18 +234,18 @@ _SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
 }
 
 
-def _standing_verdict(events: Sequence[Event]) -> str:
-    """Return what was found of the ranks as they are now: of this attempt, and not taken back since."""
+def _current_verdict(events: Sequence[Event]) -> str:
+    """Return the verdict on the current attempt that has not been withdrawn; empty if there is none."""
     for event in reversed(events):
-        if event.kind == "attempt" or (event.kind == "note" and event.fields.get("text") == GOES_ON):
+        if event.kind == "attempt" or (event.kind == "note" and event.fields.get("text") == RANKS_CONTINUE):
             return ""
         if event.kind == "verdict":
             return str(event.fields.get("text", ""))
     return ""
 
 
-def _done(events: Sequence[Event]) -> int:
-    """Return how many steps were done when the run ended, by rank 0's last event."""
+def _last_step(events: Sequence[Event]) -> int:
+    """Return the number of completed steps, from the last event of rank 0."""
     for event in reversed(events):
         if event.kind == "steps" and event.rank == 0:
             return int(event.fields.get("first", 0)) + len(event.fields.get("losses", ()))
@@ -247,19 +257,20 @@ def _place(mark: Mark) -> tuple[int, int]:
 
 
 def _phases(marks: Mapping[int, Mark], now: float) -> str:
-    """Return where ranks are by their marks, those in one place together."""
+    """Return the phases of the ranks as text, ranks in the same phase together."""
     places: dict[tuple[int, int], list[int]] = {}
     for rank, mark in marks.items():
         places.setdefault(_place(mark), []).append(rank)
     parts = []
-    for (step, phase), ranks in sorted(places.items()):
+    for _, ranks in sorted(places.items()):
         since_s = now - max(marks[rank].at for rank in ranks)
-        parts.append(f"{name_ranks(ranks)} in {PHASES[phase]} of step {step} for {since_s:.0f} s")
+        mark = marks[ranks[0]]
+        parts.append(f"{name_ranks(ranks)} in {mark.phase} of step {mark.shown_step} for {since_s:.0f} s")
     return "; ".join(parts)
 
 
 def _behind(marks: Mapping[int, Mark]) -> list[int]:
-    """Return the ranks that are furthest behind; none where all are in one place."""
+    """Return the ranks that are furthest behind; empty if all ranks are in the same phase."""
     places = {rank: _place(mark) for rank, mark in marks.items()}
     if len(set(places.values())) < 2:
         return []

@@ -1,4 +1,4 @@
-"""What a run directory holds of a run, read once: events, failures, marks, records of calls, checkpoints, logs."""
+"""The facts in a run directory: events, failures, phase marks, recorded calls, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import re
 import socket
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from shardwise.diagnosis.guard.looking import RankView
+from shardwise import checkpoint
+from shardwise.diagnosis.guard.rank_view import RankView
 from shardwise.diagnosis.run.nccl_log import NcclLog, read_nccl_log
 from shardwise.errors import InputError
 from shardwise.launcher.explain import gather_evidence
@@ -21,11 +22,13 @@ from shardwise.runs.recorder import Mark, last_mark
 from shardwise.runs.state import RunState, ranks_with_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from shardwise.diagnosis.guard.hang import RankStatus
     from shardwise.runs.state import LauncherState
+
+T = TypeVar("T")
 
 _LOG_BYTES = 1 << 14
 _RANK = re.compile(r"rank(\d+)")
@@ -38,50 +41,50 @@ class Event:
     at: float
     kind: str
     rank: int | None
-    """None for what launchers and guards wrote."""
+    """None for events of launchers and guards."""
     fields: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherFacts:
-    """One node's launcher: the last attempt it wrote down."""
+    """The last attempt that the launcher of one node recorded."""
 
     node: int = 0
     nodes: int = 1
     host: str = ""
     pid: int = 0
     target: str = ""
-    """What was started, without its arguments."""
+    """The program that was started, without its arguments."""
     world_size: int = 0
     pids: Mapping[int, int] = field(default_factory=dict)
     exits: tuple[RankExit, ...] = ()
     verdict: str = ""
     finished: str = ""
-    """"finished", "failed" or "stopped"; empty when it never reported."""
+    """"finished", "failed" or "stopped"; empty if the launcher never reported its end."""
     is_gone: bool = False
-    """Its process is known to have ended."""
+    """Whether the process of the launcher has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """A run at one moment."""
+    """The facts about a run at one moment."""
 
     path: Path
     now: float
     events: tuple[Event, ...] = ()
-    """Of all files, by time."""
+    """Events of all files, sorted by time."""
     launchers: tuple[LauncherFacts, ...] = ()
     failures: Mapping[int, Failure] = field(default_factory=dict)
     marks: Mapping[int, Mark] = field(default_factory=dict)
-    """The newest of each rank."""
+    """The newest phase mark of each rank."""
     ranks: Mapping[int, RankStatus] = field(default_factory=dict)
-    """By their records of calls; of ranks on this machine only, since process ids mean nothing elsewhere."""
+    """Status of each rank on this machine, from its recorded calls; process ids of other machines are meaningless."""
     job: Mapping[str, Any] | None = None
-    """What job.json holds; None for a plain script."""
+    """Contents of job.json; None for a script."""
     saved: int | None = None
-    """Step of the newest sound checkpoint."""
+    """Step of the newest undamaged checkpoint."""
     damages: tuple[str, ...] = ()
-    """What is wrong with newer ones."""
+    """Damage of newer checkpoints."""
     nccl: NcclLog = field(default_factory=NcclLog)
     variables: Mapping[str, str] = field(default_factory=dict)
     tails: Mapping[int, str] = field(default_factory=dict)
@@ -89,24 +92,25 @@ class RunFacts:
 
     @property
     def hosts(self) -> dict[int, str]:
-        """Where each rank ran."""
+        """The host of each rank."""
         return {rank: launcher.host for launcher in self.launchers for rank in launcher.pids}
 
     @property
     def newest(self) -> float:
         """Timestamp of the latest event or phase mark of any rank."""
-        return max([*(event.at for event in self.events), *(mark.at for mark in self.marks.values())], default=0.0)
+        records: list[Event | Mark] = [*self.events, *self.marks.values()]
+        return max((record.at for record in records), default=0.0)
 
 
 def read_run(path: Path) -> RunFacts:
-    """Read a run directory; a path that is not one is refused."""
+    """Read a run directory; raise InputError if the path is not a run directory."""
     if not path.is_dir():
         raise InputError(
-            f"{path} is no folder", code="run.not-found", fix="name a run directory, such as one of ls -d runs/*"
+            f"{path} is not a directory", code="run.not-found", fix="pass a run directory, such as one of ls -d runs/*"
         )
     if not (path / "events").is_dir() and not (path / "logs").is_dir():
         raise InputError(
-            f"{path} is not a run directory", code="run.not-a-run", fix="name one with events and logs: ls -d runs/*"
+            f"{path} is not a run directory", code="run.not-a-run", fix="pass one with events and logs: ls -d runs/*"
         )
     run, now = RunDirectory(path), time.time()
     events: list[Event] = []
@@ -114,38 +118,50 @@ def read_run(path: Path) -> RunFacts:
     while state.refresh_events():
         pass
     launchers = tuple(_launcher_facts(launcher, run) for launcher in state.launchers if launcher.has_events)
-    numbers = ranks_with_files(run, ("events", "errors", "recorder", "logs"))
+    ranks = ranks_with_files(run, ("events", "errors", "recorder", "logs"))
+    remote: set[int] = set()
     for launcher in launchers:
-        numbers.update(launcher.pids)
-    remote = [launcher for launcher in launchers if launcher.host != socket.gethostname()]
-    away = {rank for launcher in remote for rank in launcher.pids}
+        ranks.update(launcher.pids)
+        if launcher.host != socket.gethostname():
+            remote.update(launcher.pids)
     saved, damages = _newest_checkpoint(run)
     return RunFacts(
         path=path,
         now=now,
         events=tuple(sorted(events, key=lambda event: event.at)),
         launchers=launchers,
-        failures={rank: failure for rank in sorted(numbers) if (failure := read_failure(run.error(rank)))},
-        marks={rank: mark for rank in sorted(numbers) if (mark := last_mark(run.recorder(rank)))},
-        ranks={rank: status for rank in sorted(numbers - away) if (status := _look(run, rank, now))},
+        failures=_by_rank(ranks, lambda rank: read_failure(run.error(rank))),
+        marks=_by_rank(ranks, lambda rank: last_mark(run.recorder(rank))),
+        ranks=_by_rank(ranks - remote, lambda rank: _rank_status(run, rank, now)),
         job=_read_json(run.job),
         saved=saved,
         damages=damages,
         nccl=_read_nccl(run),
         variables={str(name): str(value) for name, value in (_read_json(run.environment) or {}).items()},
-        tails={rank: tail for rank in sorted(numbers) if (tail := _tail(run.stderr(rank)))},
+        tails=_by_rank(ranks, lambda rank: _tail(run.stderr(rank))),
     )
 
 
+def _by_rank(ranks: set[int], read: Callable[[int], T | None]) -> dict[int, T]:
+    """Return what `read` returns for each rank, without ranks for which it returns nothing."""
+    found = {}
+    for rank in sorted(ranks):
+        value = read(rank)
+        if value:
+            found[rank] = value
+    return found
+
+
 def _collect(events: list[Event], writer: str, fields: Mapping[str, Any]) -> None:
-    """Add one event that has a time; `writer` is rankN or a launcher."""
+    """Add an event that has a timestamp; `writer` is rankN or a launcher."""
     if isinstance(fields.get("at"), int | float):
-        number = _RANK.fullmatch(writer)
-        events.append(Event(float(fields["at"]), fields["kind"], int(number[1]) if number else None, fields))
+        match = _RANK.fullmatch(writer)
+        rank = int(match[1]) if match else None
+        events.append(Event(float(fields["at"]), fields["kind"], rank, fields))
 
 
 def _launcher_facts(launcher: LauncherState, run: RunDirectory) -> LauncherFacts:
-    """Return the last attempt of one launcher, with the failures and logs of its ranks."""
+    """Return the last attempt of a launcher, with the failures and logs of its ranks."""
     exits: list[RankExit] = []
     for rank, end in launcher.ends.items():
         exit_ = RankExit(
@@ -172,33 +188,41 @@ def _launcher_facts(launcher: LauncherState, run: RunDirectory) -> LauncherFacts
     )
 
 
-def _look(run: RunDirectory, rank: int, now: float) -> RankStatus | None:
-    """Return the state of a rank by its record of calls; one reading cannot see a change."""
+def _rank_status(run: RunDirectory, rank: int, now: float) -> RankStatus | None:
+    """Return the status of a rank from its recorded calls, or None without a record.
+
+    A single reading cannot detect a change, so the time since the last progress comes from timestamps.
+    """
     view = RankView(run, rank)
     view.refresh()
     if not view.pid:
         return None
     status = view.status()
     call, mark = status.newest, last_mark(run.recorder(rank))
-    signs = [*([call.entered, call.left] if call is not None else []), *([mark.at] if mark is not None else [])]
-    return replace(status, quiet_s=max(0.0, now - max(signs)) if signs else 0.0)
+    progress_at = []
+    if call is not None:
+        progress_at += [call.entered, call.left]
+    if mark is not None:
+        progress_at.append(mark.at)
+    return replace(status, quiet_s=max(0.0, now - max(progress_at, default=now)))
 
 
 def _newest_checkpoint(run: RunDirectory) -> tuple[int | None, tuple[str, ...]]:
-    """Return the step of the newest sound checkpoint, and what is wrong with newer ones; only then torch is needed."""
+    """Return the step of the newest undamaged checkpoint, and the damage of newer ones. Imports torch if any exist."""
     if not run.checkpoints.is_dir():
         return None, ()
-    from shardwise.checkpoint.folder import CheckpointFolder
-
-    entry, damages = CheckpointFolder(run.checkpoints).newest_good(deep=False)
-    return (entry.step if entry is not None else None), tuple(str(damage) for damage in damages)
+    entry, damages = checkpoint.CheckpointDirectory(run.checkpoints).newest_good(deep=False)
+    step = None if entry is None else entry.step
+    return step, tuple(map(str, damages))
 
 
 def _read_nccl(run: RunDirectory) -> NcclLog:
-    """Read NCCL's own logs; where it was set to write elsewhere, what it wrote among a rank's lines."""
+    """Read NCCL's log files; without them, read NCCL's lines in the logs of the ranks."""
     files = run.nccl_logs() or sorted((run.path / "logs").glob("rank*.*"))
-    lines = (line for file in files for line in _text(file).splitlines())
-    return read_nccl_log(line for line in lines if " NCCL " in line)
+    lines = []
+    for file in files:
+        lines += [line for line in _text(file).splitlines() if " NCCL " in line]
+    return read_nccl_log(lines)
 
 
 def _text(path: Path) -> str:

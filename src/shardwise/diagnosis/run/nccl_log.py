@@ -1,4 +1,4 @@
-"""NCCL_DEBUG=INFO logs of a run: variables that NCCL read, its network, and the transport of each pair; pure."""
+"""NCCL_DEBUG=INFO logs of a run: variables that NCCL read, its network, and the transport of each pair of ranks."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _PAIR = re.compile(
     r"(?:Channel|Ring) \S+ ?: (\d+)(?:\[\w+\])? -> (\d+)(?:\[\w+\])? (?:\[(?:send|receive)\] )?via (\S.*)$"
 )
 _OLD_LEVELS = {"0": "LOC", "1": "PIX", "2": "PXB", "3": "PHB", "4": "SYS", "5": "SYS"}
-"""NCCL writes the level by name, whichever way it was set (src/graph/paths.cc)."""
-_NEVER_TOLD = frozenset({"NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_IB_HCA", "NCCL_NET"})
-"""Read, or not, without a line of their own."""
+"""NCCL logs the level by name, even if it was set by number (src/graph/paths.cc)."""
+_NEVER_LOGGED = frozenset({"NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_IB_HCA", "NCCL_NET"})
+"""Variables that NCCL reads without logging them."""
 
 
 class NcclLog(msgspec.Struct, frozen=True, kw_only=True):
-    """What the logs of one run contain."""
+    """The information in the NCCL logs of one run."""
 
     version: str = ""
     read: dict[str, str] = {}
-    """Variables that NCCL reports to have read, and the value it made of each."""
+    """Variables that NCCL logged, with the values that it uses."""
     networks: tuple[str, ...] = ()
-    """Such as IB, Socket or AWS Libfabric; several when ranks differ."""
+    """Such as IB, Socket or AWS Libfabric; several if ranks differ."""
     interfaces: tuple[str, ...] = ()
     pairs: dict[str, str] = {}
-    """"0 -> 1": the transport, such as P2P/CUMEM, SHM or NET/IB/0."""
+    """Transport of each pair "0 -> 1", such as P2P/CUMEM, SHM or NET/IB/0."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -50,12 +50,12 @@ class NcclLog(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def over_sockets(self) -> tuple[str, ...]:
-        """Pairs whose data goes through TCP."""
-        return tuple(pair for pair, way in self.pairs.items() if way.startswith("NET/Socket"))
+        """Pairs that communicate over TCP."""
+        return tuple(pair for pair, transport in self.pairs.items() if transport.startswith("NET/Socket"))
 
 
 def read_nccl_log(lines: Iterable[str]) -> NcclLog:
-    """Read the lines of one or more logs, in any order."""
+    """Parse the lines of one or more logs, in any order."""
     version, read, pairs = "", dict[str, str](), dict[str, str]()
     networks, interfaces, warnings = dict[str, None](), dict[str, None](), dict[str, None]()
     for line in lines:
@@ -84,48 +84,49 @@ def read_nccl_log(lines: Iterable[str]) -> NcclLog:
     )
 
 
-def effects(asked: Mapping[str, str], log: NcclLog) -> list[Verdict]:
-    """Return for every NCCL variable of the ranks whether NCCL read it, and whether the network was the one meant."""
-    named = {name: value for name, value in asked.items() if name.startswith("NCCL_") and name not in _NEVER_TOLD}
+def effects(requested: Mapping[str, str], log: NcclLog) -> list[Verdict]:
+    """Return whether NCCL read each NCCL variable of the ranks, and whether it used the requested network."""
+    names = [name for name in requested if name.startswith("NCCL_") and name not in _NEVER_LOGGED]
     if log.is_empty:
-        if not named and "NCCL_DEBUG" not in asked:
+        if not names and "NCCL_DEBUG" not in requested:
             return []
-        fix = "nothing, if ranks were meant to use gloo; else set NCCL_DEBUG=INFO and look at the backend"
-        return [warn("NCCL", "it wrote no log: ranks did not use it, or NCCL_DEBUG is not INFO", fix)]
-    verdicts = [_effect(name, value, log) for name, value in named.items()]
-    if asked.get("NCCL_IB_DISABLE") == "0" and "Socket" in log.networks:
+        fix = "set NCCL_DEBUG=INFO and check the backend, unless ranks use gloo intentionally"
+        return [warn("NCCL", "no log: ranks did not use NCCL, or NCCL_DEBUG is not INFO", fix)]
+    verdicts = [_effect(name, requested[name], log) for name in names]
+    if requested.get("NCCL_IB_DISABLE") == "0" and "Socket" in log.networks:
         fix = "see shardwise doctor: rdma, limits (locked memory); and NCCL_IB_HCA"
-        verdicts.append(fail("network", "InfiniBand was asked for, and NCCL took sockets", fix))
+        verdicts.append(fail("network", "InfiniBand was requested, but NCCL used sockets", fix))
     elif log.networks:
-        verdicts.append(
-            ok("network", f"{', '.join(log.networks)} on {', '.join(log.interfaces) or 'no interface named'}")
-        )
+        interfaces = ", ".join(log.interfaces) or "an unknown interface"
+        verdicts.append(ok("network", f"{', '.join(log.networks)} on {interfaces}"))
     return verdicts
 
 
 def _effect(name: str, value: str, log: NcclLog) -> Verdict:
     if name not in log.read:
-        why = f" over {', '.join(log.networks)}" if log.networks else ""
-        return warn(name, f"{value}: NCCL{why} never read it", "unset it: it changed nothing")
-    given = log.read[name]
-    meant = _OLD_LEVELS.get(value, value) if name.endswith("_LEVEL") else value
-    if given.upper() != meant.upper():
-        return warn(
-            name, f"{value} was set, and NCCL read {given}", "look for another place that sets it: /etc/nccl.conf"
-        )
-    return ok(name, f"{value}: read by NCCL" + (f" as {given}" if given != value else ""))
+        over = f" over {', '.join(log.networks)}" if log.networks else ""
+        return warn(name, f"{value}: NCCL{over} never read it", "unset it: it has no effect")
+    used = log.read[name]
+    expected = value
+    if name.endswith("_LEVEL"):
+        expected = _OLD_LEVELS.get(value, value)
+    if used.upper() != expected.upper():
+        return warn(name, f"{value} was set, but NCCL read {used}", "check other sources, such as /etc/nccl.conf")
+    if used != value:
+        return ok(name, f"{value}: read by NCCL as {used}")
+    return ok(name, f"{value}: read by NCCL")
 
 
-# How the ranks of a run talked to each other, from what NCCL wrote: the transport of each pair, TCP flagged; pure.
+# The transport of each pair of ranks, as logged by NCCL.
 
 
 _KINDS = {
     "P2P": "GPU to GPU, by NVLink or PCIe",
-    "SHM": "through memory of the host",
+    "SHM": "shared host memory",
     "NET/IB": "InfiniBand or RoCE",
     "NET/Socket": "TCP",
 }
-_MOST = 4
+_MAX_SHOWN = 4
 
 
 def kind_of(transport: str) -> str:
@@ -135,52 +136,52 @@ def kind_of(transport: str) -> str:
 
 
 def check_transports(log: NcclLog, hosts: Mapping[int, str]) -> list[Verdict]:
-    """Return by which transport pairs communicated, and which fell back to TCP or go round through the network.
+    """Return the transports of all pairs, and warnings about pairs that use TCP, or the network although they need not.
 
-    `hosts` is where each rank ran. Pairs count ranks as their communicator does: the first one as the world does.
+    `hosts` is the host of each rank. Ranks in pairs are those of the first communicator, which are the global ranks.
     """
     if not log.pairs:
         return []
     by_kind: dict[str, list[str]] = {}
+    detours = []
     for pair, transport in log.pairs.items():
         by_kind.setdefault(kind_of(transport), []).append(pair)
-    counts = [
-        f"{kind}{f' ({_KINDS[kind]})' if kind in _KINDS else ''} for {_pairs(pairs)}" for kind, pairs in by_kind.items()
-    ]
-    round_about = [pair for pair, way in log.pairs.items() if way.startswith("NET/") and _is_local(pair, hosts)]
+        if transport.startswith("NET/") and _is_local(pair, hosts):
+            detours.append(pair)
+    counts = []
+    for kind, pairs in by_kind.items():
+        name = f"{kind} ({_KINDS[kind]})" if kind in _KINDS else kind
+        counts.append(f"{name} for {_pairs(pairs)}")
     found = [ok("transport", "; ".join(counts))]
-    if round_about:
-        fact = f"{_pairs(round_about)} on one host talked through the network, not GPU to GPU or by shared memory"
-        fix = "unset NCCL_P2P_DISABLE and NCCL_SHM_DISABLE; give containers --ipc=host; see nvidia-smi topo -m"
+    if detours:
+        fact = f"{_pairs(detours)} on one host communicated over the network instead of NVLink, PCIe or shared memory"
+        fix = "unset NCCL_P2P_DISABLE and NCCL_SHM_DISABLE; start containers with --ipc=host; see nvidia-smi topo -m"
         found.append(warn("transport", fact, fix))
     elif log.over_sockets:
         fact = f"{_pairs(log.over_sockets)} fell back to TCP, several times slower than InfiniBand or EFA"
-        fix = (
-            "see NCCL_IB_DISABLE, NCCL_IB_HCA and the network's NCCL plugin: shardwise doctor env; fine without either"
-        )
+        fix = "check NCCL_IB_DISABLE, NCCL_IB_HCA and the NCCL plugin with shardwise doctor env; fine without either"
         found.append(warn("transport", fact, fix))
-    found += [
-        warn("NCCL", f"it warned: {text}", "see the logs of NCCL beside those of ranks")
-        for text in log.warnings[:_MOST]
-    ]
+    for text in log.warnings[:_MAX_SHOWN]:
+        fix = "see the NCCL logs next to the logs of the ranks"
+        found.append(warn("NCCL", f"NCCL warned: {text}", fix))
     return found
 
 
 def _is_local(pair: str, hosts: Mapping[int, str]) -> bool:
-    ranks = [int(rank) for rank in pair.split(" -> ")]
-    places = [hosts.get(rank) for rank in ranks]
-    return ranks[0] != ranks[1] and None not in places and places[0] == places[1]
+    """Return whether both ranks of a pair are known to run on the same host."""
+    one, other = map(int, pair.split(" -> "))
+    return one != other and one in hosts and hosts[one] == hosts.get(other)
 
 
 def _pairs(pairs: Sequence[str]) -> str:
-    """Return pairs of ranks as text: few by name, many by number."""
-    shown = some_of((pair.replace(" -> ", "->") for pair in pairs), most=_MOST)
-    return f"{'pair' if len(pairs) == 1 else 'pairs'} {shown}"
+    """Return pairs of ranks as text, shortened if there are many."""
+    shown = some_of((pair.replace(" -> ", "->") for pair in pairs), most=_MAX_SHOWN)
+    return f"pair {shown}" if len(pairs) == 1 else f"pairs {shown}"
 
 
-def run_effects(asked: Mapping[str, str], run: RunDirectory) -> list[Verdict]:
-    """Return whether each NCCL variable took effect, from what NCCL wrote in a run directory."""
+def run_effects(requested: Mapping[str, str], run: RunDirectory) -> list[Verdict]:
+    """Return whether each NCCL variable took effect, from the NCCL logs of a run directory."""
     lines: list[str] = []
     for path in run.nccl_logs():
         lines += path.read_text(errors="replace").splitlines()
-    return effects(asked, read_nccl_log(lines))
+    return effects(requested, read_nccl_log(lines))

@@ -1,1 +1,1 @@
-"""DeepSpeed as an engine; only the modules that say so import it."""
+"""The DeepSpeed engine; modules import DeepSpeed only if their docstring states so."""

@@ -1,4 +1,8 @@
-"""A DeepSpeed JSON as a plan: unknown and contradictory keys named, and what is the job's said with its line."""
+"""Reads a plan from a DeepSpeed JSON configuration.
+
+Unknown, contradictory and unsupported keys are errors. Values that belong to a Job (optimizer, scheduler, clipping)
+become notes with the line to add to the job file.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 from shardwise.engines.deepspeed.config import DTYPES, bucket_elements, bucket_megabytes
 from shardwise.engines.deepspeed.json_keys import (
     ACCUMULATION,
-    ASIDE,
     BATCH,
+    IGNORED,
     MICRO_BATCH,
     REFUSED,
     is_off,
@@ -29,31 +33,31 @@ if TYPE_CHECKING:
     from shardwise.plans.plan import DType
 
 AUTO = "auto"
-"""What Hugging Face's Trainer fills in by itself."""
+"""The value that Hugging Face's Trainer replaces."""
 
 _SECTIONS = ("bf16", "fp16", "data_types", "zero_optimization", "activation_checkpointing")
-_PLACES = ("offload_param", "offload_optimizer")
+_OFFLOAD_SECTIONS = ("offload_param", "offload_optimizer")
 
 
 @dataclass(frozen=True)
 class ConfigReading:
-    """A plan that was read from DeepSpeed's JSON."""
+    """A plan read from DeepSpeed's JSON, with notes on what the plan leaves out."""
 
     plan: Plan
     notes: tuple[str, ...]
-    """What the plan does not hold, one sentence each: the job's lines first."""
+    """One sentence per key that the plan does not express: first those that belong to the job."""
 
 
 def read_json(
     path: Path, *, num_ranks: int | None = None, batch_size: int | None = None, precision: DType | None = None
 ) -> ConfigReading:
-    """Read a file; `num_ranks`, `batch_size` and `precision` fill in what it leaves open."""
+    """Read a plan from a JSON file; `num_ranks`, `batch_size` and `precision` supply values that it omits."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise PlanError(
-            f"{path} cannot be read ({reason})", code="plan.deepspeed-read-failed", fix="name a DeepSpeed JSON"
+            f"{path} cannot be read ({reason})", code="plan.deepspeed-read-failed", fix="pass a DeepSpeed JSON file"
         ) from None
     return plan_from_json(text, path.name, num_ranks=num_ranks, batch_size=batch_size, precision=precision)
 
@@ -66,65 +70,70 @@ def plan_from_json(
     batch_size: int | None = None,
     precision: DType | None = None,
 ) -> ConfigReading:
-    """Return the plan that a DeepSpeed JSON describes; `origin` names the text in errors and sources."""
+    """Return the plan that a DeepSpeed JSON describes; `origin` names the file in errors and in `Plan.sources`."""
     data = parse(text, origin)
-    file = _File(origin, data)
+    file = _ConfigFile(origin, data)
     file.check_keys()
     zero = data["zero_optimization"]
-    held = _precision(file, precision)
+    dtypes = _precision(file, precision)
     num_ranks, batch = _batch(file, num_ranks, batch_size)
-    stage = file.whole(zero, "stage", 0)
+    stage = file.integer(zero, "stage", 0)
     if stage not in (0, 1, 2, 3):
         raise PlanError(
-            f"{origin} has zero_optimization.stage {stage}", code="plan.deepspeed-stage-invalid", fix="use 0, 1, 2 or 3"
+            f"{origin}: zero_optimization.stage must be 0, 1, 2 or 3, got {stage}",
+            code="plan.deepspeed-stage-invalid",
+            fix="use 0, 1, 2 or 3",
         )
     offload = _offload(file, zero, stage)
-    communication = _communication(file, zero, held)
+    communication = _communication(file, zero, dtypes)
+    layout = Layout(replicate=num_ranks)
     if stage and num_ranks == 1:
-        file.notes.append(f"stage {stage}: on one rank there is nothing to cut, so zero = 0")
-    sharded = bool(stage) and num_ranks > 1
+        file.notes.append(f"stage {stage}: one rank has nothing to shard, so the plan has zero = 0")
+        stage = 0
+    elif stage:
+        layout = Layout(shard=num_ranks)
     plan = Plan(
-        layout=Layout(shard=num_ranks) if sharded else Layout(replicate=num_ranks),
-        zero=cast("Any", stage if sharded else 0),
+        layout=layout,
+        zero=cast("Any", stage),
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
         recompute="full" if "activation_checkpointing" in file.given else "none",
         engine="deepspeed",
-        precision=held,
+        precision=dtypes,
         offload=offload,
         communication=communication,
         sources=dict.fromkeys(_READ, origin),
     )
-    return ConfigReading(plan, (*job_notes(data), *file.notes, *file.left_aside()))
+    return ConfigReading(plan, (*job_notes(data), *file.notes, *file.ignored_notes()))
 
 
 _READ = (
     *("layout", "zero", "micro_batch", "accumulation", "recompute", "engine", "precision.compute", "precision.reduce"),
     *("offload.parameters", "offload.optimizer", "offload.folder", "communication.bucket_mb", "communication.prefetch"),
 )
-"""What of a plan the JSON decides."""
+"""The fields of a plan that the JSON sets."""
 
 
 @dataclass
-class _File:
-    """One JSON while it is read: its sections, and what there is to say of it."""
+class _ConfigFile:
+    """One JSON configuration while it is read: its sections and the notes collected so far."""
 
     origin: str
     data: dict[str, Any]
     notes: list[str] = field(default_factory=list)
-    aside: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
-    """Sections that are in it."""
+    """Names of the sections that the file contains."""
 
     def check_keys(self) -> None:
-        """Refuse unknown keys and what a plan cannot hold, and give every section a place."""
+        """Raise on unknown keys and on values that a plan cannot express; add missing sections as empty ones."""
         data = self.data
-        if isinstance(data.get("zero_optimization"), bool):  # how it was written before 0.3
+        if isinstance(data.get("zero_optimization"), bool):  # the syntax before DeepSpeed 0.3
             data["zero_optimization"] = {"stage": int(data["zero_optimization"])}
         if "bfloat16" in data:
             if "bf16" in data:
                 raise PlanError(
-                    f"{self.origin} has bf16 and bfloat16, which are one",
+                    f"{self.origin} has both bf16 and bfloat16, two names of one section",
                     code="plan.deepspeed-key-two-names",
                     fix="keep bf16",
                 )
@@ -132,32 +141,35 @@ class _File:
         self._check("", data)
         for name in _SECTIONS:
             self._check(name, self._section(data, name))
-        for name in _PLACES:
+        for name in _OFFLOAD_SECTIONS:
             self._check(name, self._section(data["zero_optimization"], name))
         op = data.get("gradient_allreduce_op", "mean")
         if op != "mean":
             raise PlanError(
-                f"{self.origin} has gradient_allreduce_op {op!r}",
+                f'{self.origin}: gradient_allreduce_op must be "mean", got {op!r}',
                 code="plan.deepspeed-reduce-op",
-                fix='leave it out, or write "mean"',
+                fix='remove it, or set "mean"',
             )
         ratio = data["zero_optimization"]["offload_optimizer"].get("ratio", 1)
         if ratio not in (1, AUTO):
             raise PlanError(
-                f"{self.origin} offloads a share of {ratio} of the optimizer",
+                f"{self.origin}: offload_optimizer.ratio must be 1, got {ratio}",
                 code="plan.deepspeed-partial-offload",
-                fix="leave ratio out",
+                fix="remove ratio",
             )
 
     def _section(self, parent: dict[str, Any], name: str) -> dict[str, Any]:
-        if parent.get(name) is not None:
+        """Return a section of `parent`, adding it as an empty one if it is missing or null."""
+        if parent.get(name) is None:
+            parent[name] = {}
+        else:
             self.given.add(name)
-        section = parent[name] = {} if parent.get(name) is None else parent[name]
+        section = parent[name]
         if not isinstance(section, dict):
             raise PlanError(
-                f"{self.origin} has {name} {section!r}",
+                f"{self.origin}: {name} must be a JSON object, got {section!r}",
                 code="plan.deepspeed-not-section",
-                fix=f'write a section, "{name}": {{ ... }}',
+                fix=f'write "{name}": {{ ... }}',
             )
         return section
 
@@ -172,92 +184,102 @@ class _File:
                 )
             if key in REFUSED.get(section, ()) and not is_off(value):
                 raise PlanError(
-                    f"{self.origin} has {full}, for which a plan has no word",
+                    f"{self.origin} has {full}, which a plan cannot express",
                     code="plan.deepspeed-no-equivalent",
-                    fix=f"take {key} out",
+                    fix=f"remove {key}",
                 )
-            if key in ASIDE[section]:
-                self.aside.append(full)
+            if key in IGNORED[section]:
+                self.ignored.append(full)
 
-    def left_aside(self) -> list[str]:
-        """Return one sentence on the keys that change nothing of what is trained."""
-        return [f"left out, as the trained numbers do not depend on it: {', '.join(self.aside)}"] if self.aside else []
+    def ignored_notes(self) -> list[str]:
+        """Return one sentence on the keys that do not affect the trained numbers, if there are any."""
+        if not self.ignored:
+            return []
+        return [f"left out, as the trained numbers do not depend on it: {', '.join(self.ignored)}"]
 
     def value(self, section: dict[str, Any], key: str, default: Any) -> Any:
-        """Return a value; one that Hugging Face would fill in is the default, and that is said."""
+        """Return a value, with `default` and a note in place of "auto"."""
         given = section.get(key, default)
         if given != AUTO:
             return given
-        self.notes.append(f'{key} is "auto", which Hugging Face fills in: {default!r} is taken')
+        self.notes.append(f'{key} is "auto", which Hugging Face fills in: the plan uses {default!r}')
         return default
 
-    def whole(self, section: dict[str, Any], key: str, default: int | None) -> Any:
-        """Return a whole number, which may be written as 5e8."""
+    def integer(self, section: dict[str, Any], key: str, default: int | None) -> Any:
+        """Return a non-negative integer, which may be written as 5e8."""
         given = self.value(section, key, default)
         if given is default:
             return default
         if isinstance(given, bool) or not isinstance(given, int | float) or given != int(given) or given < 0:
             raise PlanError(
-                f"{self.origin} has {key} {given!r}", code="plan.deepspeed-not-whole-number", fix="write a whole number"
+                f"{self.origin}: {key} must be a non-negative integer, got {given!r}",
+                code="plan.deepspeed-not-whole-number",
+                fix="write an integer",
             )
         return int(given)
 
-    def switch(self, section: dict[str, Any], key: str, *, default: bool) -> bool:
-        """Return a truth value."""
+    def boolean(self, section: dict[str, Any], key: str, *, default: bool) -> bool:
+        """Return a boolean value."""
         given = self.value(section, key, default)
         if not isinstance(given, bool):
             raise PlanError(
-                f"{self.origin} has {key} {given!r}", code="plan.deepspeed-not-boolean", fix="write true or false"
+                f"{self.origin}: {key} must be true or false, got {given!r}",
+                code="plan.deepspeed-not-boolean",
+                fix="write true or false",
             )
         return given
 
 
-def _precision(file: _File, asked: DType | None) -> Precision:
-    """Read in which dtype is computed and summed; `asked` is taken where the file leaves it to Hugging Face."""
+def _precision(file: _ConfigFile, asked: DType | None) -> Precision:
+    """Return the dtypes of compute and reduction; `asked` replaces "auto"."""
     on: list[DType] = []
     names: tuple[DType, ...] = ("bf16", "fp16")
     for name in names:
         section = file.data[name]
         if section.get("enabled") == AUTO and asked is not None:
             section["enabled"] = asked == name
-        if file.switch(section, "enabled", default=False):
+        if file.boolean(section, "enabled", default=False):
             on.append(name)
     if len(on) == 2:
         raise PlanError(
-            f"{file.origin} enables bf16 and fp16", code="plan.deepspeed-two-precisions", fix="keep one of them"
+            f"{file.origin} enables both bf16 and fp16", code="plan.deepspeed-two-precisions", fix="keep one of them"
         )
     compute: DType = on[0] if on else "fp32"
     if asked not in (None, compute):
         raise PlanError(
-            f"--precision {asked}, and {file.origin} computes in {compute}",
+            f"--precision {asked} contradicts {file.origin}, which computes in {compute}",
             code="plan.deepspeed-precision-contradicts",
-            fix="leave --precision out",
+            fix="remove --precision",
         )
     if compute == "fp16" and file.data["fp16"].get("loss_scale", 0) not in (0, AUTO):
-        file.notes.append("fp16.loss_scale: the loss is scaled dynamically")
+        file.notes.append("fp16.loss_scale: the plan uses a dynamic loss scale")
     reduce = file.value(file.data, "communication_data_type", None) or compute
     if reduce not in DTYPES:
         raise PlanError(
-            f"{file.origin} has communication_data_type {reduce!r}",
+            f"{file.origin} has an unknown communication_data_type {reduce!r}",
             code="plan.deepspeed-unknown-dtype",
             fix=nearest(reduce, DTYPES),
         )
     return Precision(compute=compute, reduce=reduce)
 
 
-def _batch(file: _File, num_ranks: int | None, batch_size: int | None) -> tuple[int, BatchSplit]:
-    """Check DeepSpeed's three batch numbers with our algebra; without `num_ranks` all three must be there."""
-    batch, micro, accumulation = (file.whole(file.data, key, None) for key in (BATCH, MICRO_BATCH, ACCUMULATION))
-    for key, value in ((BATCH, batch), (MICRO_BATCH, micro), (ACCUMULATION, accumulation)):
-        if value == 0:
+def _batch(file: _ConfigFile, num_ranks: int | None, batch_size: int | None) -> tuple[int, BatchSplit]:
+    """Return the number of ranks and the batch split; without `num_ranks` the file must set all three batch sizes."""
+    sizes = {}
+    for key in (BATCH, MICRO_BATCH, ACCUMULATION):
+        sizes[key] = file.integer(file.data, key, None)
+        if sizes[key] == 0:
             raise PlanError(
-                f"{file.origin} has {key} 0", code="plan.deepspeed-batch-zero", fix="write a whole number of at least 1"
+                f"{file.origin}: {key} must be positive, got 0",
+                code="plan.deepspeed-batch-zero",
+                fix="write an integer of at least 1",
             )
+    batch, micro, accumulation = sizes.values()
     if batch_size is not None and batch not in (None, batch_size):
         raise PlanError(
-            f"--batch-size {batch_size}, and {file.origin} has {batch}",
+            f"--batch-size {batch_size} contradicts {file.origin}, which has {batch}",
             code="plan.deepspeed-batch-contradicts",
-            fix="leave --batch-size out",
+            fix="remove --batch-size",
         )
     batch = batch or batch_size
     if num_ranks is None:
@@ -267,7 +289,7 @@ def _batch(file: _File, num_ranks: int | None, batch_size: int | None) -> tuple[
             raise PlanError(
                 f"{file.origin} has neither {BATCH} nor {MICRO_BATCH}",
                 code="plan.deepspeed-batch-missing",
-                fix="give --batch-size",
+                fix="pass --batch-size",
             )
         batch = micro * (accumulation or 1) * num_ranks
     try:
@@ -280,78 +302,83 @@ def _batch(file: _File, num_ranks: int | None, batch_size: int | None) -> tuple[
 def _ranks(origin: str, batch: int | None, micro: int | None, accumulation: int | None) -> int:
     if batch is None or micro is None or accumulation is None:
         raise PlanError(
-            f"{origin} does not tell how many ranks it is for", code="plan.deepspeed-ranks-unknown", fix="give --nproc"
+            f"{origin} does not determine the number of ranks", code="plan.deepspeed-ranks-unknown", fix="pass --nproc"
         )
     ranks, rest = divmod(batch, micro * accumulation)
     if rest or not ranks:
         raise PlanError(
-            f"{origin}: {BATCH} {batch} is no multiple of {MICRO_BATCH} {micro} x {ACCUMULATION} {accumulation}",
+            f"{origin}: {BATCH} {batch} is not a multiple of {MICRO_BATCH} {micro} x {ACCUMULATION} {accumulation}",
             code="plan.batch-not-divisible",
-            fix=f"set {BATCH} to {max(1, ranks) * micro * accumulation}, or leave one of the three out",
+            fix=f"set {BATCH} to {max(1, ranks) * micro * accumulation}, or remove one of the three",
         )
     return ranks
 
 
-def _offload(file: _File, zero: dict[str, Any], stage: int) -> Offload:
-    """Read what waits outside the device, in today's form or the one before it."""
-    places, folders = {}, set()
+def _offload(file: _ConfigFile, zero: dict[str, Any], stage: int) -> Offload:
+    """Return the offload devices, from the current keys or from `cpu_offload`, which they replaced."""
+    devices, folders = {}, set()
     for name, old, least in (("offload_param", "cpu_offload_param", 3), ("offload_optimizer", "cpu_offload", 1)):
         device = file.value(zero[name], "device", "none")
         if zero.get(old):
             if name in file.given:
                 raise PlanError(
-                    f"{file.origin} has {name} and {old}", code="plan.deepspeed-key-two-names", fix=f"keep {name}"
+                    f"{file.origin} has both {name} and {old}", code="plan.deepspeed-key-two-names", fix=f"keep {name}"
                 )
             device = "cpu"
         if device not in _DEVICES:
             raise PlanError(
-                f"{file.origin} has {name}.device {device!r}",
+                f"{file.origin} has an unknown {name}.device {device!r}",
                 code="plan.deepspeed-offload-device",
                 fix=nearest(str(device), _DEVICES),
             )
         if device != "none" and stage < least:
             raise PlanError(
-                f"{file.origin} has {name} with stage {stage}",
+                f"{file.origin}: {name} needs stage {least} or more, got {stage}",
                 code="plan.deepspeed-offload-stage",
-                fix=f"use stage {least} or more, or none",
+                fix=f'set stage {least}, or device "none"',
             )
         if device == "nvme":
             folders.add(zero[name].get("nvme_path") or "")
-        places[name] = device
+        devices[name] = device
     if "" in folders:
         raise PlanError(
             f"{file.origin} offloads to nvme without a folder",
             code="plan.nvme-folder-missing",
-            fix="write nvme_path beside device",
+            fix="set nvme_path in the same section",
         )
     if len(folders) > 1:
         raise PlanError(
-            f"{file.origin} offloads to {' and '.join(sorted(folders))}",
+            f"{file.origin} offloads to two folders, {' and '.join(sorted(folders))}",
             code="plan.nvme-folders-differ",
             fix="use one folder for both",
         )
     folder = folders.pop() if folders else ""
-    return Offload(parameters=places["offload_param"], optimizer=places["offload_optimizer"], folder=folder)
+    return Offload(parameters=devices["offload_param"], optimizer=devices["offload_optimizer"], folder=folder)
 
 
 _DEVICES = ("none", "cpu", "nvme")
 
 
-def _communication(file: _File, zero: dict[str, Any], precision: Precision) -> Communication:
+def _communication(file: _ConfigFile, zero: dict[str, Any], precision: Precision) -> Communication:
+    """Return bucket size and prefetch depth, converted from elements to MiB and blocks."""
     default = Communication()
-    elements = file.whole(zero, "reduce_bucket_size", None)
-    gathered = file.whole(zero, "allgather_bucket_size", None)
-    ahead = file.whole(zero, "stage3_prefetch_bucket_size", None)
+    elements = file.integer(zero, "reduce_bucket_size", None)
+    gathered = file.integer(zero, "allgather_bucket_size", None)
+    prefetched = file.integer(zero, "stage3_prefetch_bucket_size", None)
     for key in ("overlap_comm", "contiguous_gradients"):
-        if not file.switch(zero, key, default=True):
-            file.notes.append(f"{key} false: it is on, gradients travel while backward goes on")
+        if not file.boolean(zero, key, default=True):
+            file.notes.append(f"{key} false: the plan enables it, gradients are reduced during backward")
     if gathered is not None and gathered != (elements or 0) + (elements or 0) % 2:
-        file.notes.append(f"allgather_bucket_size {gathered}: one bucket_mb is for both, reduce_bucket_size is taken")
+        file.notes.append(f"allgather_bucket_size {gathered}: the plan's one bucket_mb is that of reduce_bucket_size")
     if elements == 0:
         raise PlanError(
-            f"{file.origin} has reduce_bucket_size 0", code="plan.bucket-not-positive", fix="write a size above 0"
+            f"{file.origin}: reduce_bucket_size must be positive, got 0",
+            code="plan.bucket-not-positive",
+            fix="write a size above 0",
         )
-    megabytes = default.bucket_mb if elements is None else bucket_megabytes(elements, precision.reduce)
-    per_block = bucket_elements(megabytes, precision.reduce)
-    prefetch = default.prefetch if ahead is None else max(1, round(ahead / per_block))
+    megabytes, prefetch = default.bucket_mb, default.prefetch
+    if elements is not None:
+        megabytes = bucket_megabytes(elements, precision.reduce)
+    if prefetched is not None:
+        prefetch = max(1, round(prefetched / bucket_elements(megabytes, precision.reduce)))
     return Communication(bucket_mb=megabytes, prefetch=prefetch)

@@ -1,4 +1,9 @@
-"""The step under DeepSpeed: our samples, weights and rates; its forward, backward, reduction and update."""
+"""The optimizer step of a DeepSpeed engine.
+
+shardwise provides batches, loss weights and learning rates; DeepSpeed runs forward and backward, reduces gradients and
+updates parameters. DeepSpeed averages gradients over data-parallel ranks, so every loss sum is multiplied by their
+number first: the reduced gradient is then a sum, as in every other Step.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from torch import optim
 from shardwise.data.rows import map_tensors
 from shardwise.errors import JobError
 from shardwise.parallel.gradsync import NoSync
-from shardwise.training.step.module_step import Held
+from shardwise.training.step.module_step import LocalState
 from shardwise.training.step.plain import PlainStep
 from shardwise.training.step.update import Updated, not_finite
 
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from shardwise.data.feed import MicroBatch
-    from shardwise.engines.deepspeed.holding import DeepSpeedState
+    from shardwise.engines.deepspeed.state import DeepSpeedState
     from shardwise.job import Job
     from shardwise.parallel.gradsync import GradNorm
     from shardwise.training.step.module_step import Forms
@@ -30,93 +35,93 @@ if TYPE_CHECKING:
 
 
 class EngineSync(NoSync):
-    """DeepSpeed sums during backward, and averages over readers."""
+    """DeepSpeed reduces gradients during backward and averages them over data-parallel ranks."""
 
-    def __init__(self, readers: int) -> None:
-        self.gain = readers
+    def __init__(self, dp_size: int) -> None:
+        self.gain = dp_size
 
 
 class DeepSpeedStep(PlainStep):
-    """One optimizer step of a DeepSpeed engine, which reduces at our boundary and never scales by accumulation."""
+    """One optimizer step of a DeepSpeed engine; gradients are reduced at the last micro-batch, never rescaled."""
 
     def __init__(
         self,
         job: Job,
         engine: Any,
         parts: StepParts,
-        holding: DeepSpeedState,
+        state: DeepSpeedState,
         *,
         plain: bool,
         shapes: Mapping[str, torch.Size],
     ) -> None:
-        """`plain`: the model's parameters are whole and are the values that are trained, in fp32."""
+        """`plain`: the optimizer updates the model's own parameters, which are unsharded and in fp32."""
         super().__init__(job, engine.module, parts)
         self._trained = engine
         self._engine = engine
-        self._holding = holding
+        self._state = state
         self._plain = plain
         self._shapes = shapes
-        self._unseen: Callable[[], list[str]] | None = _watch_gradients(self.named_parameters())
+        self._unused_parameters: Callable[[], list[str]] | None = _track_gradients(self.named_parameters())
 
     @property
     def num_parameters(self) -> int:
-        """Elements of the whole model."""
+        """Number of elements in the parameters of the whole model."""
         return sum(shape.numel() for shape in self._shapes.values())
 
-    def held(self) -> Held:
-        """Communicate over the readers to return values and optimizer states, as rows where they are cut."""
-        return Held(self.values(), self._holding.states(), self.saved_buffers(), self.update.state())
+    def local_state(self) -> LocalState:
+        """Return parameters and optimizer states, sharded by rows; communicates over data-parallel ranks."""
+        return LocalState(self.values(), self._state.states(), self.saved_buffers(), self.update.state())
 
     def values(self) -> dict[str, Tensor]:
-        """Return the values that are trained; where they are cut, communicate to return this rank's rows."""
+        """Return the trained values; if sharded, this rank's rows, communicating over data-parallel ranks."""
         if self._plain:
             return {name: parameter.detach() for name, parameter in self.named_parameters()}
-        return self._holding.values()
+        return self._state.values()
 
-    def room(self, saved: Forms) -> Held:
-        """Return tensors to be filled; `optimized.refresh` takes them over."""
-        given = self._holding.room(saved, values=not self._plain)
-        values = self.values() if self._plain else given.values
-        return Held(values, given.states, self.saved_buffers(), self.update.state())
+    def load_targets(self, saved: Forms) -> LocalState:
+        """Return tensors for the caller to fill from a checkpoint; `optimized.refresh` loads them into DeepSpeed."""
+        targets = self._state.load_targets(saved, values=not self._plain)
+        values = self.values() if self._plain else targets.values
+        return LocalState(values, targets.states, self.saved_buffers(), self.update.state())
 
     def gradients(self) -> dict[str, Tensor]:
-        """Communicate over the readers to return whole gradients, between backward and update."""
-        return self._holding.gradients()
+        """Return full gradients, between backward and update; communicates over data-parallel ranks."""
+        return self._state.gradients()
 
     def _accumulate(self, micro_batches: list[MicroBatch], weight: float | Tensor) -> Tensor:
-        """Add up the gradients of all micro-batches and, over ranks, of all readers; returns the loss sum."""
+        """Sum gradients over micro-batches and data-parallel ranks; return the loss sum of this rank."""
         sums = []
         for number, micro_batch in enumerate(micro_batches, 1):
             self._engine.set_gradient_accumulation_boundary(is_boundary=number == len(micro_batches))
             sums.append(self._backward(micro_batch, weight))
-        if self._unseen is not None:
-            missing, self._unseen = self._unseen(), None
-            if missing:
+        if self._unused_parameters is not None:
+            unused, self._unused_parameters = self._unused_parameters(), None
+            if unused:
                 raise JobError(
-                    f"parameters got no gradient in the first step ({', '.join(missing)}), and DeepSpeed would move"
-                    " them all the same",
+                    f"parameters {', '.join(unused)} received no gradient in the first step, but DeepSpeed would"
+                    " update them",
                     code="train.unused-parameters",
-                    fix="freeze them, use them, or --set engine=torch",
+                    fix="freeze them, use them in forward, or --set engine=torch",
                 )
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
-    def _pass_back(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Back-propagate a loss sum with its weight; communicates over the readers."""
+    def _backpropagate(self, loss: Tensor, weight: float | Tensor) -> None:
+        """Back-propagate a weighted loss sum; communicates over data-parallel ranks."""
         self._engine.backward(loss * weight, scale_wrt_gas=False)
 
 
-def _watch_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> Callable[[], list[str]]:
-    """Watch which parameters get a gradient; returns what names those that did not, and ends the watch."""
+def _track_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> Callable[[], list[str]]:
+    """Install gradient hooks; the returned function removes them and lists the parameters without a gradient."""
     missing: dict[str, bool] = {}
     handles = []
 
-    def seen(name: str, _: Tensor) -> None:
+    def on_gradient(name: str, _: Tensor) -> None:
         missing.pop(name, None)
 
     for name, parameter in named:
         if parameter.requires_grad:
             missing[name] = True
-            handles.append(parameter.register_hook(partial(seen, name)))
+            handles.append(parameter.register_hook(partial(on_gradient, name)))
 
     def finish() -> list[str]:
         for handle in handles:
@@ -126,26 +131,26 @@ def _watch_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> Callable[[], 
     return finish
 
 
-# The update under DeepSpeed: its own clipping and scaling, and no step on a gradient that is not finite.
+# The optimizer update: DeepSpeed clips and unscales gradients; non-finite gradients skip the step on every rank.
 
 
 class EngineUpdate:
-    """Has the engine step; the same on every rank."""
+    """Calls `engine.step()`, with the same outcome on every rank."""
 
     def __init__(self, engine: Any, norm: GradNorm | None, device: torch.device) -> None:
-        """`norm` is given where the engine looks at none by itself: stage 0 in fp32."""
+        """`norm` computes the gradient norm in stage 0 with fp32, for which DeepSpeed's engine has none."""
         self._engine = engine
-        self.norm = None  # the engine clips by itself
+        self.norm = None  # the engine clips gradients itself
         self._norm = norm
         self._device = device
         self._scale = _Scale(engine.optimizer.loss_scaler, device) if engine.fp16_enabled() else None
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Leave the loss alone: the engine scales it."""
+        """Return the loss unchanged: the engine applies the loss scale in backward."""
         return loss
 
     def __call__(self, optimizer: Optimizer) -> Updated:  # noqa: ARG002 - the engine has it
-        """Clip and move; communicates over all ranks."""
+        """Clip gradients and update parameters; communicates over all ranks."""
         if self._norm is not None:
             norm = self._norm()
             if not_finite(norm):
@@ -158,41 +163,41 @@ class EngineUpdate:
         return Updated(norm, 0.0 if self._engine.was_step_applied() else 1.0)
 
     def state(self) -> dict[str, Tensor]:
-        """fp16's scale and how many steps it has held; nothing else has any."""
+        """Return the fp16 loss scale and its steps without overflow; {} in other dtypes."""
         return self._scale.read() if self._scale is not None else {}
 
     def refresh(self) -> None:
-        """Hand the tensors of `state` back to the engine, after something else has written them."""
+        """Copy the tensors of `state` back to the engine, after a checkpoint was loaded into them."""
         if self._scale is not None:
             self._scale.write()
 
 
 class _Scale:
-    """DeepSpeed's dynamic scale as two tensors, which a checkpoint can hold."""
+    """DeepSpeed's dynamic loss scale as two tensors that a checkpoint can save."""
 
     def __init__(self, scaler: Any, device: torch.device) -> None:
         self._scaler = scaler
         self._loss_scale = torch.zeros((), device=device)
-        self._held = torch.zeros((), dtype=torch.int32, device=device)
+        self._num_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def read(self) -> dict[str, Tensor]:
         self._loss_scale.fill_(self._scaler.cur_scale)
-        self._held.fill_(self._scaler.cur_iter - self._scaler.last_overflow_iter - 1)
-        return {"loss_scale": self._loss_scale, "steps_without_overflow": self._held}
+        self._num_steps.fill_(self._scaler.cur_iter - self._scaler.last_overflow_iter - 1)
+        return {"loss_scale": self._loss_scale, "steps_without_overflow": self._num_steps}
 
     def write(self) -> None:
         self._scaler.cur_scale = float(self._loss_scale)
-        self._scaler.last_overflow_iter = self._scaler.cur_iter - int(self._held) - 1
+        self._scaler.last_overflow_iter = self._scaler.cur_iter - int(self._num_steps) - 1
 
 
-# Compute below fp32 on parameters that DeepSpeed holds in that dtype.
+# Mixed precision over parameters that DeepSpeed stores in bf16 or fp16.
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype, device_type: str) -> None:
-    """Have `module` take its input to `dtype` and give its output in fp32, in which the loss is then summed.
+    """Patch `module.forward` to cast inputs to `dtype`, run under autocast and return fp32 outputs for the loss.
 
-    DeepSpeed ends an autocast that begins outside of it, so this one begins inside: buffers stay in fp32, and what
-    they are multiplied with must come down again.
+    DeepSpeed disables an autocast that was entered outside its forward, so this one is entered inside. It is needed
+    since buffers stay in fp32: autocast casts their products with activations back to `dtype`.
     """
     module.forward = partial(_forward, module.forward, dtype, device_type)
 
@@ -208,7 +213,7 @@ def _to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-# Which optimizers ZeRO may cut: those that treat every element by itself.
+# Optimizers whose state ZeRO may partition: those that update every element independently.
 
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -223,16 +228,16 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.ASGD,
     optim.SGD,
 )
-"""Adagrad is not among them: DeepSpeed makes a new one with one group and forgets the job's."""
+"""Adagrad is missing: DeepSpeed replaces it by a new one with a single group, ignoring the job's groups."""
 
 
 def require_elementwise(optimizer: Optimizer, stage: int) -> None:
-    """Refuse an optimizer that would give other numbers on flat slices than on whole parameters."""
+    """Raise if the optimizer computes other updates on flat slices than on whole parameters."""
     if stage and not isinstance(optimizer, ELEMENTWISE):
         kinds = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise JobError(
-            f"{type(optimizer).__name__} under DeepSpeed's stage {stage} would see flat slices of all parameters, and"
-            " only optimizers that treat every element by itself give the same numbers there",
+            f"optimizer {type(optimizer).__name__} is not elementwise, and DeepSpeed's stage {stage} passes it flat"
+            " slices of parameters",
             code="support.deepspeed-optimizer-elementwise",
             fix=f"use one of {kinds}, or --plan ddp, or --set engine=torch",
         )

@@ -1,4 +1,4 @@
-"""Tensors of torch as arrays of MLX under torch's names and layouts, and batch norm that is exact over ranks."""
+"""Conversion between torch tensors and MLX arrays, torch's names and layouts of parameters, synchronized batch norm."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 _WIDE = {torch.float64: mx.float64}
-"""What MLX would narrow unless told not to."""
+"""Dtypes that MLX narrows unless a dtype is passed."""
 
 
 def to_mlx(tensor: Tensor, floating: mx.Dtype | None = None) -> mx.array:
-    """Return a copy of a tensor on the host as an array, 2 us for a small one.
+    """Return a copy of a host tensor as an MLX array; takes 2 us for a small one.
 
-    It has the same dtype, or `floating` where that is given and the tensor is of floating-point numbers: MLX would take
-    the wider of two dtypes for all that comes after, and has no float64 on a GPU.
+    A floating-point tensor is cast to `floating`, if any: MLX promotes results to the wider of two dtypes, and has no
+    float64 on a GPU.
     """
-    if tensor.dtype == torch.bfloat16:  # numpy has none
+    if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16
         array = mx.array(tensor.detach().view(torch.int16).numpy()).view(mx.bfloat16)
         return array if floating is None else array.astype(floating)
     wanted = floating if tensor.is_floating_point() else None
@@ -38,13 +38,13 @@ def to_mlx(tensor: Tensor, floating: mx.Dtype | None = None) -> mx.array:
 
 
 def to_torch(array: mx.array) -> Tensor:
-    """Return an array as a tensor on the same memory, to be read only; waits until it is computed."""
+    """Return a read-only tensor that shares an array's memory; waits until the array is computed."""
     if array.dtype == mx.bfloat16:
         return torch.from_numpy(np.array(array.view(mx.int16), copy=False)).view(torch.bfloat16)
     return torch.from_numpy(np.array(array, copy=False))
 
 
-# The arrays of an MLX module under the names and in the layouts of torch, which is how checkpoints have them.
+# The arrays of an MLX module under the names and in the layouts of torch, which checkpoints use.
 
 
 Arrays = dict[str, mx.array]
@@ -52,28 +52,28 @@ Arrays = dict[str, mx.array]
 _MEAN = "running_mean"
 _STATISTICS = (_MEAN, "running_var")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Weights are [out, size..., in] here and [out, in, size...] in torch."""
+"""Weights are [out, size..., in] in MLX and [out, in, size...] in torch."""
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-"""Weights are [out, size..., in] here and [in, out, size...] in torch."""
+"""Weights are [out, size..., in] in MLX and [in, out, size...] in torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayForm:
-    """What the arrays of a model are called, which are trained, and how torch lays them out."""
+    """Names of a model's arrays, which of them are trained, and their layouts in torch."""
 
     parameters: tuple[str, ...]
-    """All of them, shared ones under their first name."""
+    """All parameters; tied ones under their first name."""
     trained: tuple[str, ...]
     statistics: tuple[str, ...]
-    """Of batch norms: buffers in torch, parameters that are not trained in MLX."""
+    """Running statistics of batch norms: buffers in torch, frozen parameters in MLX."""
     tied: Mapping[str, str]
-    """Other names of an array that several places share, each with the first."""
+    """Additional names of tied arrays, each mapped to the first name."""
     orders: Mapping[str, tuple[int, ...]]
-    """Dimensions in torch's order, of the arrays that torch lays out in another."""
+    """For arrays with another layout in torch: MLX's dims in torch's order."""
 
     @property
     def counts(self) -> tuple[str, ...]:
-        """Names by which torch counts the batches of each batch norm that keeps statistics; MLX does not count."""
+        """Torch's names for the batch counters of batch norms with running statistics; MLX has none."""
         return tuple(
             f"{name.removesuffix(_MEAN)}num_batches_tracked" for name in self.statistics if name.endswith(_MEAN)
         )
@@ -84,13 +84,13 @@ class ArrayForm:
         return {name: found[name] for name in names}
 
     def write(self, model: nn.Module, arrays: Mapping[str, mx.array]) -> None:
-        """Put arrays into the model, shared ones into all their places."""
-        everywhere = list(arrays.items())
-        everywhere += [(alias, arrays[name]) for alias, name in self.tied.items() if name in arrays]
-        model.update(tree_unflatten(everywhere))
+        """Set arrays of the model, tied ones under each of their names."""
+        named = list(arrays.items())
+        named += [(alias, arrays[name]) for alias, name in self.tied.items() if name in arrays]
+        model.update(tree_unflatten(named))
 
     def to_torch(self, name: str, array: mx.array) -> Tensor:
-        """Return a parameter's array, or an optimizer's for it, in torch's layout, to be read only."""
+        """Convert a parameter or its optimizer state from MLX's layout to torch's; the tensor is read-only."""
         order = self._order(name, array.ndim)
         tensor = to_torch(array)
         return tensor if order is None else tensor.permute(order).contiguous()
@@ -100,17 +100,17 @@ class ArrayForm:
         order = self._order(name, tensor.ndim)
         if order is None:
             return to_mlx(tensor)
-        back = [order.index(place) for place in range(len(order))]
-        return to_mlx(tensor.permute(back).contiguous())
+        inverse = [order.index(dim) for dim in range(len(order))]
+        return to_mlx(tensor.permute(inverse).contiguous())
 
     def _order(self, name: str, num_dims: int) -> tuple[int, ...] | None:
-        """Return how torch lays out a parameter; what has other dimensions, such as sums of rows, stays as it is."""
+        """Return the dims of a parameter in torch's order; None for states of another rank, such as sums of rows."""
         order = self.orders.get(name)
         return order if order is not None and len(order) == num_dims else None
 
 
 def form_of(model: nn.Module) -> ArrayForm:
-    """Return the form of a model's arrays; one that has nothing to train is refused."""
+    """Return the form of a model's arrays; raise if the model has no trainable parameter."""
     flat: list[tuple[str, mx.array]] = tree_flatten(model.parameters())
     first: dict[int, str] = {}
     tied = {}
@@ -123,7 +123,7 @@ def form_of(model: nn.Module) -> ArrayForm:
         raise JobError(
             "the model has no trainable parameter",
             code="model.no-trainable-parameter",
-            fix="leave some unfrozen: model.unfreeze()",
+            fix="unfreeze some: model.unfreeze()",
         )
     modules = dict(model.named_modules())
     statistics = tuple(name for name, _ in flat if _is_statistic(name, modules))
@@ -154,22 +154,23 @@ def _orders(modules: Mapping[str, nn.Module]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-# Batch norm in MLX that is exact under data parallelism: over all ranks, uneven shares, none of spare rows.
+# Batch norm that is exact under data parallelism: statistics over the rows of all ranks, in uneven numbers, without
+# padding rows.
 
 
 _HALVES = (mx.float16, mx.bfloat16)
 
 
 class MlxBatchNorm(nn.BatchNorm):  # type: ignore[misc]  # MLX's classes are untyped
-    """Batch norm whose statistics are in fp32 at least and cover all ranks in `group`; None covers this rank's rows."""
+    """Batch norm with statistics in fp32 or wider over all ranks of `group`; None means this rank's rows alone."""
 
     group: mx.distributed.Group | None = None
     name: str = "a batch norm"
     real: mx.array | None = None
-    """Whether the next input counts, a bool; None: it does. Set by `counting`."""
+    """Whether the next input is real and not padding, a bool array; None means real. Set by `counting`."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Normalise; in training, communicates over `group`."""
+        """Normalize x [batch, ..., channels]; in training, communicates over `group`."""
         if not self.training:
             return super().__call__(x)  # type: ignore[no-any-return]
         if x.ndim < 2:
@@ -187,20 +188,20 @@ class MlxBatchNorm(nn.BatchNorm):  # type: ignore[misc]  # MLX's classes are unt
         return output  # type: ignore[no-any-return]
 
     def _track(self, mean: mx.array, spread: mx.array, count: mx.array) -> None:
-        """Move the running statistics unless nobody had a row; the variance is the unbiased one, as in MLX."""
-        moved = self.momentum * (count > 0).astype(count.dtype)
+        """Update the running statistics unless no rank has a row; uses the unbiased variance, as MLX does."""
+        momentum = self.momentum * (count > 0).astype(count.dtype)
         unbiased = spread / mx.maximum(count - 1, 1)
         for name, found in (("running_mean", mean), ("running_var", unbiased)):
-            kept = self[name]
-            self[name] = ((1 - moved) * kept + moved * found).astype(kept.dtype)
+            running = self[name]
+            self[name] = ((1 - momentum) * running + momentum * found).astype(running.dtype)
 
 
 def share_batch_norms(model: nn.Module, group: mx.distributed.Group | None) -> list[MlxBatchNorm]:
-    """Make each of MLX's own batch norms in `model` one of ours, in place, and return them; names and values stay."""
+    """Convert MLX's batch norms in `model` to MlxBatchNorm in place and return them; names and values do not change."""
     found = []
     for name, module in model.named_modules():
         if type(module) is nn.BatchNorm:
-            # Its class is all that changes: wherever the module is held, by however many, it stays the same one.
+            # Only the class changes, so every reference to the module stays valid.
             module.__class__ = MlxBatchNorm
             module.group, module.name = group, name or "the model"
         if isinstance(module, MlxBatchNorm):
@@ -209,21 +210,23 @@ def share_batch_norms(model: nn.Module, group: mx.distributed.Group | None) -> l
 
 
 def foreign_batch_norms(model: nn.Module) -> list[str]:
-    """Names of batch norms that are neither MLX's own nor ours: how they take their statistics is not known."""
-    ours = (nn.BatchNorm, MlxBatchNorm)
-    return [
-        name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm) and type(module) not in ours
-    ]
+    """Return the names of batch norms of the user's own subclasses, whose statistics cannot be synchronized."""
+    known = (nn.BatchNorm, MlxBatchNorm)
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.BatchNorm) and type(module) not in known:
+            found.append(name)
+    return found
 
 
 @contextlib.contextmanager
 def counting(norms: Sequence[MlxBatchNorm], real: mx.array) -> Iterator[None]:
-    """Tell batch norms whether their next inputs count, a bool: those of a rank without rows do not.
+    """Set whether the next inputs of batch norms are real, a bool array: those of a rank without rows are padding.
 
-    Belongs inside a compiled function, with `real` one of its arguments: an array from outside would be compiled in.
+    Use it inside a compiled function with `real` as an argument: other arrays would become constants there.
     """
     for norm in norms:
-        object.__setattr__(norm, "real", real)  # past MLX, which would take an array for state of the model
+        object.__setattr__(norm, "real", real)  # bypasses MLX, which would register the array as a parameter
     try:
         yield
     finally:
@@ -232,10 +235,10 @@ def counting(norms: Sequence[MlxBatchNorm], real: mx.array) -> Iterator[None]:
 
 
 def _shared_norm(eps: float, group: mx.distributed.Group | None) -> Callable[..., Any]:
-    """Return (x, weight, bias, real) -> (output, mean, squares around it, count), with a gradient of its own.
+    """Return a function (x, weight, bias, real) -> (output, mean, sum of squared deviations, count) with its own vjp.
 
-    One all_gather forward and one all_sum backward where there is a group. Where `real` is False the gradient that
-    comes back must be 0.
+    With a group, forward calls one all_gather and backward one all_sum. Where `real` is False, the incoming gradient
+    must be 0.
     """
 
     @mx.custom_function
@@ -255,13 +258,13 @@ def _shared_norm(eps: float, group: mx.distributed.Group | None) -> Callable[...
         gradient = cotangents[0].astype(mean.dtype)
         centred = x.astype(mean.dtype) - mean
         both = mx.stack([gradient.sum(over), (gradient * centred).sum(over)])
-        own_sum, own_centred = both  # this rank's share: the step adds up what ranks have
+        own_sum, own_centred = both  # of this rank alone: the step sums the gradients of weight and bias over ranks
         if group is not None:
             both = mx.distributed.all_sum(both, group=group)
         total, total_centred = both / mx.maximum(count, 1)
-        moved = gradient - total - centred * (inverse.square() * total_centred)
+        centred_gradient = gradient - total - centred * (inverse.square() * total_centred)
         return (
-            (real * weight * inverse * moved).astype(x.dtype),
+            (real * weight * inverse * centred_gradient).astype(x.dtype),
             (own_centred * inverse).astype(weight.dtype),
             own_sum.astype(bias.dtype),
             mx.zeros_like(real),
@@ -271,9 +274,9 @@ def _shared_norm(eps: float, group: mx.distributed.Group | None) -> Callable[...
 
 
 def _statistics(x: mx.array, real: mx.array, group: mx.distributed.Group | None) -> tuple[mx.array, mx.array, mx.array]:
-    """Return mean, sum of squares around it, both by channel, and count over what is real in `group`.
+    """Return mean and sum of squared deviations per channel, and the count, over real rows; communicates over `group`.
 
-    Communicates over it. Ranks tell mean and squares, not sums of squares: those lose digits when means are large.
+    Ranks exchange deviations from their own means, not sums of squares, which lose digits when means are large.
     """
     values = x.astype(mx.float32) if x.dtype in _HALVES else x
     over = tuple(range(x.ndim - 1))

@@ -1,7 +1,7 @@
-"""MLX as an engine for models that are `mlx.nn.Module`s, and the plans that it can train.
+"""MLX as an engine for models that are `mlx.nn.Module`s, and the plans that it supports.
 
-MLX trains replicas: what it cannot do, or would do otherwise than a plan says, is refused, naming the way out. Torch
-and MLX are imported by methods alone: plans are checked before any process starts, and MLX does not survive a fork.
+MLX trains with data parallelism only; a plan that it would not train as written is rejected, with a fix. Importing this
+module imports neither torch nor MLX: plans are checked before any process starts, and MLX does not survive a fork.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from shardwise.training.step.step import Step
 
 OLDEST_MLX = (0, 32, 4)
-"""Written against this one. Ranks share the folder of the kernels that MLX compiles for a CPU: measured, up to 0.32.3 a
-library stands there unfinished for 10 to 40 ms, and a rank that loads it then dies."""
+"""The oldest supported version. Ranks share the folder of the kernels that MLX compiles for a CPU: up to 0.32.3 an
+unfinished library is visible there for 10 to 40 ms (measured), and a rank that loads it crashes."""
 _PIP = "pip install 'shardwise[mlx]'"
 
 
 class MlxEngine(Engine):
-    """Trains modules of MLX."""
+    """Trains `mlx.nn.Module`s."""
 
     name = "mlx"
     title = "MLX"
@@ -42,7 +42,7 @@ class MlxEngine(Engine):
     has_plain_reference = False
 
     def require(self) -> None:
-        """Refuse to continue without an MLX that can be used."""
+        """Raise if MLX is missing or too old."""
         try:
             found = version("mlx")
         except PackageNotFoundError:
@@ -52,114 +52,116 @@ class MlxEngine(Engine):
         if tuple(int(part) for part in found.split("+")[0].split(".")[:3]) < OLDEST_MLX:
             oldest = ".".join(map(str, OLDEST_MLX))
             raise InputError(
-                f"engine mlx needs MLX {oldest} or newer, {found} is installed", code="engine.mlx-too-old", fix=_PIP
+                f"engine mlx requires MLX {oldest} or newer, but {found} is installed",
+                code="engine.mlx-too-old",
+                fix=_PIP,
             )
 
     def describe(self) -> str:
-        """Return MLX's version and what it computes on, such as "mlx 0.32.4 on the CPU"."""
+        """Return MLX's version and device, such as "mlx 0.32.4 on the CPU"."""
         import mlx.core as mx
 
         if mx.default_device() == mx.cpu:
             return f"mlx {version('mlx')} on the CPU"
-        return f"mlx {version('mlx')} on the GPU, in one memory with the CPU: more processes would share both"
+        return f"mlx {version('mlx')} on the GPU, which shares its memory with the CPU and all processes"
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan that MLX would train wrongly or not at all."""
+        """Raise if MLX does not support the plan or would train it incorrectly."""
         check_mlx(plan)
 
     def check_world(self, world: World) -> None:
-        """Refuse a world on a GPU: samples reach MLX from the host."""
+        """Raise if the world is not on the CPU: MLX copies samples from host memory."""
         if world.device.type != "cpu":
             raise PlanError(
-                f"the world is on {world.device.type}, and engine mlx takes its samples from the host",
+                f"engine mlx reads samples from host memory, but the world is on {world.device.type}",
                 code="support.mlx-device",
                 fix="use sw.world(device='cpu')",
             )
 
     def require_torch_model(self, owner: str, purpose: str, *, fix: str) -> None:
-        """Refuse the model, which is MLX's."""
-        raise InputError(f"{purpose}, and the model of {owner} is MLX's", code="support.mlx-model", fix=fix)
+        """Raise JobError, because the model is an MLX module."""
+        raise InputError(f"{purpose}, but the model of {owner} is an MLX module", code="support.mlx-model", fix=fix)
 
     def local_device(self, asked: str | None) -> LocalDevice:
-        """Return what MLX computes on, its GPU on Apple silicon: it finds that itself, and torch keeps to the CPU."""
+        """Return MLX's device, which MLX chooses: the GPU on Apple silicon. Torch stays on the CPU."""
         if asked == "cuda":
             raise LaunchError(
-                "--device cuda, but the job's model is MLX's, which finds its device",
+                "--device cuda does not apply to an MLX model: MLX chooses its device",
                 code="support.mlx-device",
-                fix="leave it out",
+                fix="remove --device",
             )
         return LocalDevice(name="MLX", engine="mlx", default_reason="auto: MLX trains replicas")
 
-    def world_device(self, asked: str | None) -> str:  # noqa: ARG002 - whatever was asked for
-        """Return the CPU, where torch reads the samples."""
+    def world_device(self, asked: str | None) -> str:  # noqa: ARG002 - the CPU is the only choice
+        """Return the CPU, where torch loads the samples."""
         return "cpu"
 
     def prepare_rank(self, backend: str | None) -> None:
-        """Start MPI through MLX where the world will be over it: MLX would not join an MPI that was started before."""
+        """Initialize MPI through MLX before a world of backend mpi: MLX does not join an MPI initialized by others."""
         if backend == "mpi":
             from shardwise.engines.mlx.ring import mpi_group
 
             mpi_group()
 
     def build(self, job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
-        """Make the Step that trains `job` under `plan`; called on every rank, communicates over the world."""
-        from shardwise.engines.mlx.build import build_mlx_step
+        """Build the Step that trains `job` under `plan`; communicates over the world, call on every rank."""
+        from shardwise.engines.mlx.step import build_mlx_step
 
         return build_mlx_step(job, plan, world, context)
 
     def silence_dropout(self, model: Any) -> None:
-        """Have every dropout layer of MLX drop nothing."""
+        """Disable every dropout layer of an MLX model."""
         from mlx import nn
 
         for module in model.modules():
             if isinstance(module, nn.Dropout | nn.Dropout2d | nn.Dropout3d):
-                module._p_1 = 1.0  # noqa: SLF001 - the share that is kept, which MLX has under no other name
+                module._p_1 = 1.0  # noqa: SLF001 - the keep probability, which has no public name
 
     def has_batch_norm(self, model: Any) -> bool:
-        """Return whether a module normalizes by statistics of the batch."""
+        """Return whether a module normalizes by batch statistics."""
         from mlx import nn
 
         return any(isinstance(module, nn.BatchNorm) for module in model.modules())
 
     def observe_loss(self, observe: Callable[[Any], None], loss_sum: LossSum) -> LossSum:
-        """Return `loss_sum` with a call of `observe` for each batch, as tensors; turns compilation off."""
-        from shardwise.engines.mlx.adapters import observe_loss
+        """Return a function that calls `observe` with each batch of tensors before `loss_sum`; disables compilation."""
+        from shardwise.engines.mlx.functions import observe_loss
 
         return observe_loss(observe, loss_sum)
 
 
-_TORCH = "give the job a torch model"
+_TORCH = "use a torch model"
 _AXES = {
-    "pp": "has no pipeline",
-    "cp": "cuts no sequences",
-    "tp": "cuts no weights",
-    "shard": "shards neither optimizer nor weights",
+    "pp": "pipeline parallelism",
+    "cp": "context parallelism",
+    "tp": "tensor parallelism",
+    "shard": "sharding of parameters or optimizer states",
 }
 
 
 def check_mlx(plan: Plan) -> None:
-    """Refuse a plan for engine mlx that would train wrongly or not at all."""
-    for axis, words in _AXES.items():
+    """Raise if engine mlx does not support the plan or would train it incorrectly."""
+    for axis, technique in _AXES.items():
         if getattr(plan.layout, axis) > 1:
             raise PlanError(
-                f"plan {plan.layout} uses axis {axis}, and engine mlx {words}",
+                f"plan {plan.layout} uses axis {axis}, but engine mlx does not support {technique}",
                 code="support.mlx-axis",
                 fix="use --plan ddp",
             )
     _check_precision(plan)
     default = type(plan)()
-    for name, words in _FIELDS.items():
+    for name, reason in _FIELDS.items():
         if getattr(plan, name) != getattr(default, name):
             raise PlanError(
-                f"plan {name} = {getattr(plan, name)!r} is not for engine mlx: {words}",
+                f"engine mlx does not support plan {name} = {getattr(plan, name)!r}: {reason}",
                 code="support.mlx-option",
                 fix=_leave(name),
             )
     for name in ("parameters", "optimizer"):
         if getattr(plan.offload, name) != "none":
             raise PlanError(
-                f"plan offload.{name} = {getattr(plan.offload, name)!r} is not for engine mlx, whose CPU and GPU share"
-                " one memory",
+                f"engine mlx does not support plan offload.{name} = {getattr(plan.offload, name)!r}: its CPU and GPU"
+                " share one memory",
                 code="support.mlx-option",
                 fix=_leave(f"offload.{name}"),
             )
@@ -167,39 +169,39 @@ def check_mlx(plan: Plan) -> None:
         value = getattr(plan.communication, name)
         if value != getattr(default.communication, name):
             raise PlanError(
-                f"plan communication.{name} = {value!r} is not for engine mlx, which sums whole gradients in one go",
+                f"engine mlx does not support plan communication.{name} = {value!r}",
                 code="support.mlx-option",
                 fix=_leave(f"communication.{name}"),
             )
 
 
 _FIELDS = {
-    "gradient_sync": "it sums gradients once a step",
+    "gradient_sync": "it reduces gradients once per step",
     "recompute": "wrap blocks without dropout in mx.checkpoint instead",
     "compile": "its step is always compiled",
     "capture": "it has no CUDA graphs",
-    "fused_loss": "its loss sees whole outputs",
+    "fused_loss": "its loss needs the whole output",
 }
 
 
 def _check_precision(plan: Plan) -> None:
     precision = plan.precision
-    held = {precision.parameter, precision.reduce, precision.optimizer}
+    stored = {precision.parameter, precision.reduce, precision.optimizer}
     if precision.compute == "fp16":
         raise PlanError(
-            "plan computes in fp16, for which engine mlx scales no loss",
+            "engine mlx does not support fp16: it has no loss scaling",
             code="support.mlx-fp16",
             fix="use precision bf16 or fp32",
         )
-    if held not in ({"fp32"}, {"fp64"}):
+    if stored not in ({"fp32"}, {"fp64"}):
         raise PlanError(
-            f"plan holds {precision}, and engine mlx holds all in one dtype",
+            f"engine mlx requires one dtype for parameters, gradients and optimizer, got {precision}",
             code="support.mlx-precision",
-            fix="hold parameters, gradients and optimizer in fp32",
+            fix="set precision.parameter, precision.reduce and precision.optimizer to fp32",
         )
-    if (held == {"fp64"}) != (precision.compute == "fp64"):
+    if (stored == {"fp64"}) != (precision.compute == "fp64"):
         raise PlanError(
-            f"plan computes in {precision.compute} on {precision.parameter} weights",
+            f"engine mlx cannot compute in {precision.compute} with {precision.parameter} parameters",
             code="support.fp64-mix",
             fix="set every precision to fp64",
         )

@@ -1,4 +1,4 @@
-"""The built-in models in MLX: the decoder and the residual networks, weight for weight those of torch (extra [mlx])."""
+"""The built-in decoder and residual networks in MLX, with the parameter names and shapes of torch's (extra [mlx])."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 def decoder(name_or_config: str | DecoderConfig, **overrides: object) -> MlxDecoder:
-    """Return a fresh decoder of a published size or of a config, with single fields replaced."""
+    """Return a new decoder of a published size or of a config; `overrides` replace fields of the config."""
     if isinstance(name_or_config, DecoderConfig):
         return MlxDecoder(override(name_or_config, **overrides))
     return MlxDecoder(decoder_config(name_or_config, **overrides))
 
 
 class MlxDecoder(nn.Module):  # type: ignore[misc]  # mlx is not followed
-    """Tokens, integers [batch, tokens], to logits [batch, tokens, vocab_size]; no dropout.
+    """Decoder-only transformer: tokens [batch, tokens] to logits [batch, tokens, vocab_size]; no dropout.
 
-    A tied head is the embedding itself and has no weight of its own, as among torch's parameters.
+    A tied head uses the embedding's weight and has no separate parameter, as in torch.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -48,7 +48,7 @@ class MlxDecoder(nn.Module):  # type: ignore[misc]  # mlx is not followed
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Draw every matrix by the GPT-2 recipe, from mx.random; biases begin as zero."""
+        """Initialize matrices as in GPT-2, with mx.random, and biases to zero."""
         residual_std = INIT_STD / (2 * self.config.num_layers) ** 0.5
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -62,7 +62,7 @@ class MlxDecoder(nn.Module):  # type: ignore[misc]  # mlx is not followed
         num_tokens = tokens.shape[1]
         if num_tokens > self.config.context:
             raise JobError(
-                f"sequences have {num_tokens} tokens, the decoder's context is {self.config.context}",
+                f"sequences have {num_tokens} tokens, but the decoder's context is {self.config.context}",
                 code="model.context-exceeded",
                 fix=f"use context={num_tokens} or shorter sequences",
             )
@@ -76,7 +76,7 @@ class MlxDecoder(nn.Module):  # type: ignore[misc]  # mlx is not followed
 
 
 class MlxBlock(nn.Module):  # type: ignore[misc]  # mlx is not followed
-    """Attention, then a feed-forward part; each reads a normed x and adds to it."""
+    """Pre-norm transformer block: attention and feed-forward, each with a residual connection."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class MlxBlock(nn.Module):  # type: ignore[misc]  # mlx is not followed
         self.mlp = MlxMlp(config)
 
     def __call__(self, x: Any) -> Any:
-        """Return x [batch, tokens, width] after both parts."""
+        """Return the block's output for x [batch, tokens, width]."""
         x = x + self.attn(self.attn_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -105,7 +105,7 @@ class MlxAttention(nn.Module):  # type: ignore[misc]  # mlx is not followed
         self.out = nn.Linear(config.width, config.width, bias=bias)
 
     def __call__(self, x: Any) -> Any:
-        """Return x [batch, tokens, width] mixed over the tokens before each."""
+        """Return the causal self-attention of x [batch, tokens, width]."""
         batch, num_tokens, _ = x.shape
         groups = self.qkv(x).reshape(batch, num_tokens, -1, self.queries_per_group + 2, self.head_width)
         q = groups[..., :-2, :].reshape(batch, num_tokens, -1, self.head_width)
@@ -116,12 +116,12 @@ class MlxAttention(nn.Module):  # type: ignore[misc]  # mlx is not followed
         return self.out(mixed.swapaxes(1, 2).reshape(batch, num_tokens, -1))
 
     def _rotate(self, heads: Any) -> Any:
-        """Turn each pair (i, i + half) of [batch, heads, tokens, head_width] by its position's angle."""
+        """Apply rotary position embeddings to heads [batch, heads, tokens, head_width], in pairs (i, i + half)."""
         return mx.fast.rope(heads, self.head_width, traditional=False, base=self.rope_base, scale=1.0, offset=0)
 
 
 class MlxMlp(nn.Module):  # type: ignore[misc]  # mlx is not followed
-    """down(gelu(up(x))) in GPT-2's shape, down(silu(gate(x)) * up(x)) in Llama's."""
+    """Feed-forward layers: down(gelu(up(x))) as in GPT-2, down(silu(gate(x)) * up(x)) as in Llama."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class MlxMlp(nn.Module):  # type: ignore[misc]  # mlx is not followed
         self.down = nn.Linear(config.hidden_width, config.width, bias=bias)
 
     def __call__(self, x: Any) -> Any:
-        """Return x [batch, tokens, width] transformed token by token."""
+        """Return the output for x [batch, tokens, width], computed for each token independently."""
         up = self.up(x)
         return self.down(nn.silu(self.gate(x)) * up if "gate" in self else nn.gelu_approx(up))
 
@@ -154,29 +154,29 @@ NORMS: dict[str, Callable[[int], Any]] = {
 def resnet18(
     *, num_classes: int = 1000, in_channels: int = 3, norm: Norm = "batch", stem: Stem = "imagenet"
 ) -> MlxResNet:
-    """Return ResNet-18; 11,689,512 parameters at the defaults."""
+    """Return a ResNet-18, which has 11,689,512 parameters with the default arguments."""
     return MlxResNet((2, 2, 2, 2), basic, num_classes=num_classes, in_channels=in_channels, norm=norm, stem=stem)
 
 
 def resnet34(
     *, num_classes: int = 1000, in_channels: int = 3, norm: Norm = "batch", stem: Stem = "imagenet"
 ) -> MlxResNet:
-    """Return ResNet-34; 21,797,672 parameters at the defaults."""
+    """Return a ResNet-34, which has 21,797,672 parameters with the default arguments."""
     return MlxResNet((3, 4, 6, 3), basic, num_classes=num_classes, in_channels=in_channels, norm=norm, stem=stem)
 
 
 def resnet50(
     *, num_classes: int = 1000, in_channels: int = 3, norm: Norm = "batch", stem: Stem = "imagenet"
 ) -> MlxResNet:
-    """Return ResNet-50 (stride in the 3x3 convolution); 25,557,032 parameters at the defaults."""
+    """Return a ResNet-50 (v1.5, stride in the 3x3 convolution), which has 25,557,032 parameters by default."""
     return MlxResNet((3, 4, 6, 3), bottleneck, num_classes=num_classes, in_channels=in_channels, norm=norm, stem=stem)
 
 
 class MlxResNet(nn.Module):  # type: ignore[misc]  # mlx is not followed
-    """Images [batch, channels, height, width], as torch has them, to logits [batch, num_classes].
+    """Residual network: images [batch, channels, height, width], as in torch, to logits [batch, num_classes].
 
-    Inside channels are last, as MLX's layers want them. Stem "imagenet" shrinks its input four times; "small" keeps
-    its size, for images of about 8 to 64 pixels.
+    Internally channels are last, as MLX's layers require. Stem "imagenet" reduces height and width by a factor of 4;
+    "small" keeps them, for images of about 8 to 64 pixels.
     """
 
     def __init__(
@@ -191,9 +191,9 @@ class MlxResNet(nn.Module):  # type: ignore[misc]  # mlx is not followed
     ) -> None:
         super().__init__()
         if norm not in NORMS:
-            raise JobError(f"resnet has no norm {norm!r}", code="model.unknown-norm", fix=nearest(str(norm), NORMS))
+            raise JobError(f"resnet norm {norm!r} is unknown", code="model.unknown-norm", fix=nearest(str(norm), NORMS))
         if stem not in STEMS:
-            raise JobError(f"resnet has no stem {stem!r}", code="model.unknown-stem", fix=nearest(str(stem), STEMS))
+            raise JobError(f"resnet stem {stem!r} is unknown", code="model.unknown-stem", fix=nearest(str(stem), STEMS))
         size, stride = (3, 1) if stem == "small" else (7, 2)
         self.stem = Projection(in_channels, WIDTHS[0], size, stride, norm)
         self.pool = None if stem == "small" else nn.MaxPool2d(3, stride=2, padding=1)
@@ -210,11 +210,11 @@ class MlxResNet(nn.Module):  # type: ignore[misc]  # mlx is not followed
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Draw every convolution from mx.random, each block as the identity; norms and head begin alike in both."""
+        """Initialize convolutions with mx.random and each block as the identity; norms and head keep their defaults."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 out_channels, height, width, _ = module.weight.shape
-                std = math.sqrt(2 / (out_channels * height * width))  # Kaiming's rule, by the fan-out
+                std = math.sqrt(2 / (out_channels * height * width))  # Kaiming initialization with fan_out
                 module.weight = mx.random.normal(module.weight.shape, scale=std)
             elif isinstance(module, MlxResidual):
                 module.init_as_identity()
@@ -231,10 +231,10 @@ class MlxResNet(nn.Module):  # type: ignore[misc]  # mlx is not followed
 
 
 class MlxResidual(nn.Module):  # type: ignore[misc]  # mlx is not followed
-    """relu(body(x) + shortcut(x)); the shortcut is a projection only where the shape changes."""
+    """Residual block relu(body(x) + shortcut(x)); the shortcut is a projection if the shape changes."""
 
     def __init__(self, channels: int, parts: Sequence[tuple[int, int, int]], norm: str) -> None:
-        """`parts` gives the output channels, size and stride of the body's convolutions."""
+        """`parts` are the output channels, kernel size and stride of the body's convolutions."""
         super().__init__()
         self.out_channels = parts[-1][0]
         stride = math.prod(part[2] for part in parts)
@@ -243,12 +243,12 @@ class MlxResidual(nn.Module):  # type: ignore[misc]  # mlx is not followed
             self.shortcut = Projection(channels, self.out_channels, 1, stride, norm)
 
     def init_as_identity(self) -> None:
-        """Make the body's last norm zero, so that the block starts as its shortcut alone."""
+        """Set the weight of the body's last norm to zero, so that the block starts as its shortcut."""
         last = self.body.last_norm
         last.weight = mx.zeros_like(last.weight)
 
     def __call__(self, x: Any) -> Any:
-        """Return the block's output [batch, height, width, channels]; height and width shrink by its stride."""
+        """Return the block's output [batch, height, width, channels]; the stride divides height and width."""
         return nn.relu(self.body(x) + (self.shortcut(x) if "shortcut" in self else x))
 
 
@@ -269,7 +269,7 @@ class Body(nn.Module):  # type: ignore[misc]  # mlx is not followed
         return self[f"norm{self.count}"]
 
     def __call__(self, x: Any) -> Any:
-        """Return x [batch, height, width, channels] after all of them, without a last relu."""
+        """Return the output for x [batch, height, width, channels], without a final relu."""
         for number in range(1, self.count + 1):
             x = self[f"norm{number}"](self[f"conv{number}"](x))
             if number < self.count:
@@ -278,7 +278,7 @@ class Body(nn.Module):  # type: ignore[misc]  # mlx is not followed
 
 
 class Projection(nn.Module):  # type: ignore[misc]  # mlx is not followed
-    """One convolution and its norm."""
+    """A convolution followed by its norm."""
 
     def __init__(self, channels: int, out_channels: int, size: int, stride: int, norm: str) -> None:
         super().__init__()
@@ -286,17 +286,17 @@ class Projection(nn.Module):  # type: ignore[misc]  # mlx is not followed
         self.norm = NORMS[norm](out_channels)
 
     def __call__(self, x: Any) -> Any:
-        """Return x [batch, height, width, channels] projected."""
+        """Return the output for x [batch, height, width, channels]."""
         return self.norm(self.conv(x))
 
 
 def basic(width: int, stride: int) -> Sequence[tuple[int, int, int]]:
-    """Return two 3x3 convolutions that give `width` channels."""
+    """Return the two 3x3 convolutions of a basic block with `width` output channels."""
     return (width, 3, stride), (width, 3, 1)
 
 
 def bottleneck(width: int, stride: int) -> Sequence[tuple[int, int, int]]:
-    """Return 1x1 down, 3x3, 1x1 up, which give four times `width` channels."""
+    """Return the 1x1, 3x3 and 1x1 convolutions of a bottleneck block with 4 * `width` output channels."""
     return (width, 1, 1), (width, 3, stride), (4 * width, 1, 1)
 
 

@@ -1,4 +1,9 @@
-"""The ring in which MLX sums gradients: addresses found, tried out and told to it, so that any launcher will do."""
+"""Joins MLX's communication ring over the ranks of a world.
+
+MLX reads the addresses of its ring from a file and connects without useful errors. So ranks agree on addresses over the
+existing world, test every connection with plain sockets, and only then call `mx.distributed.init`: any launcher works,
+and an unreachable host is named on every rank within seconds.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +35,14 @@ T = TypeVar("T")
 
 _LOOPBACK = "127.0.0.1"
 _REACH_S = 5.0
-"""How long a neighbour may take to answer; MLX itself would try for half a minute and then name a number."""
+"""Timeout of a connection to the next rank; MLX retries for half a minute and reports only an error number."""
 _HEAD_START_S = 0.1
-"""The last rank connects before it listens. Where it comes before rank 0 listens, MLX waits for a whole second."""
+"""Delay of the last rank, which connects before it listens: if rank 0 does not listen yet, MLX waits a whole second."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one connection of a rank is taken."""
+    """An address at which a rank accepts one connection."""
 
     host: str
     port: int
@@ -47,59 +52,63 @@ class Endpoint:
 
 
 Ring = tuple[tuple[Endpoint, ...], ...]
-"""By rank, where it takes the connections of the rank before it: one, or several at once."""
+"""By rank, the endpoints at which it accepts the connections of the previous rank, one or several."""
 
 
 def join_group(world: World, *, note: Callable[[str], None] = lambda _: None) -> mx.distributed.Group | None:
-    """Communicate over the world to join MLX's group of all its ranks, called on every rank; None for one process.
+    """Return MLX's group of all ranks, None for one process; communicates over the world, call on every rank.
 
-    The hosts of MLX_HOSTFILE are taken where it is set; else each rank takes a free port at the address by which the
-    others reach it. A host that cannot be reached is refused on every rank within seconds. MLX keeps one ring for as
-    long as a process lives: joining again gives the same one. In a world of backend mpi it is MLX's group over MPI,
-    where MLX was let to start that; `note` is told where it was not.
+    The addresses come from MLX_HOSTFILE if it is set; otherwise each rank takes a free port at the address by which
+    others reach it. Raises on every rank if a host is unreachable. MLX keeps one ring per process: a second call
+    returns the same group. In a world of backend mpi the group is MLX's over MPI, if MLX could initialize MPI; if not,
+    `note` gets a message and the ring is used.
     """
     if world.size == 1:
         return None
     group = _over_mpi(world, note) or _joined()
     if group is None:
-        with ExitStack() as held:
-            ring = _given_ring(world) or _found_ring(world, held)
-            _try_out(world, ring)
+        with ExitStack() as ports:
+            ring = _hostfile_ring(world) or _free_ring(world, ports)
+            _test_connections(world, ring)
             group = _connect(world, ring)
     if (group.rank(), group.size()) != (world.rank, world.size):
         raise WorldError(
-            f"this process is rank {group.rank()} of {group.size()} in a ring of MLX, and rank {world.rank} of"
+            f"this process is rank {group.rank()} of {group.size()} in MLX's ring, but rank {world.rank} of"
             f" {world.size} in its world",
             code="world.mlx-ring-stale",
-            fix="start a fresh process: MLX keeps a ring for as long as one lives",
+            fix="start a new process, because MLX has one ring per process",
         )
     return group
 
 
 def parse_hosts(text: str, world_size: int) -> Ring:
-    """Read the ring from JSON as MLX takes it: by rank a list of "address:port"; anything else is refused."""
+    """Parse the JSON of MLX_HOSTFILE: by rank, an "address:port" or a list of them."""
     try:
         hosts = json.loads(text)
     except ValueError:
         hosts = None
     if not isinstance(hosts, list) or not all(isinstance(host, list | str) for host in hosts):
         raise WorldError(
-            "is no JSON list of hosts",
+            "is not a JSON list of hosts",
             code="env.mlx-hostfile-syntax",
             fix='write [["10.0.0.1:5000"], ["10.0.0.2:5000"]], by rank',
         )
-    ring = tuple(tuple(map(_parse, [host] if isinstance(host, str) else host)) for host in hosts)
+    endpoints_of = []
+    for host in hosts:
+        addresses = [host] if isinstance(host, str) else host
+        endpoints_of.append(tuple(map(_parse, addresses)))
+    ring = tuple(endpoints_of)
     if len(ring) != world_size:
         raise WorldError(
-            f"names {len(ring)} hosts for {world_size} ranks",
+            f"lists {len(ring)} hosts for {world_size} ranks",
             code="env.mlx-hostfile-size",
-            fix="name one for each rank",
+            fix="list one per rank",
         )
     if len({len(endpoints) for endpoints in ring}) > 1 or not ring[0]:
         raise WorldError(
-            "gives ranks different numbers of addresses",
+            "lists different numbers of addresses per rank",
             code="env.mlx-hostfile-unequal",
-            fix="give each rank as many as the others",
+            fix="list as many addresses for each rank",
         )
     return ring
 
@@ -108,7 +117,7 @@ def _parse(text: object) -> Endpoint:
     host, colon, port = str(text).partition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
         raise WorldError(
-            f"has {text!r}, which is no address and port",
+            f"has {text!r}, which is not ADDRESS:PORT",
             code="env.mlx-hostfile-address",
             fix="write it as 10.0.0.1:5000",
         )
@@ -116,7 +125,7 @@ def _parse(text: object) -> Endpoint:
 
 
 def _over_mpi(world: World, note: Callable[[str], None]) -> mx.distributed.Group | None:
-    """Return MLX's group over MPI where every rank has it; communicates over the world."""
+    """Return MLX's group over MPI if every rank has it, else None; communicates over the world."""
     if world.backend != "mpi":
         return None
     group = mpi_group()
@@ -124,41 +133,41 @@ def _over_mpi(world: World, note: Callable[[str], None]) -> mx.distributed.Group
     if all(world.gather(fits)):
         return group
     note(
-        "gradients go over MLX's ring, not over MPI: MLX starts Open MPI by itself, before a world does, as shardwise"
-        " train under mpirun lets it"
+        "gradients are reduced over MLX's ring, not over MPI: MLX must initialize Open MPI before the world starts, as"
+        " `shardwise train` under mpirun does"
     )
     return None
 
 
 def _joined() -> mx.distributed.Group | None:
-    """Return the ring that this process is in already; without variables MLX begins none."""
-    with _told({}):
+    """Return the ring that this process has joined before, else None; without its variables MLX creates no ring."""
+    with _ring_variables({}):
         try:
             return mx.distributed.init(strict=True, backend="ring")
         except RuntimeError:
             return None
 
 
-def _given_ring(world: World) -> Ring | None:
-    """Return the ring that the user wrote down; communicates over the world."""
+def _hostfile_ring(world: World) -> Ring | None:
+    """Return the ring of MLX_HOSTFILE, None if it is not set; communicates over the world."""
 
     def read() -> Ring | None:
         given = variables("MLX_")
         rank, path = given.get("MLX_RANK", str(world.rank)), given.get("MLX_HOSTFILE")
         if rank != str(world.rank):
             raise WorldError(
-                f"MLX_RANK={rank} on rank {world.rank}",
+                f"MLX_RANK={rank} contradicts rank {world.rank} of the launcher",
                 code="env.mlx-rank-mismatch",
-                fix="unset MLX_RANK: the launcher says it",
+                fix="unset MLX_RANK: the launcher sets the rank",
             )
         if path is None:
             return None
         try:
             return parse_hosts(Path(path).read_text(), world.size)
         except (OSError, UnicodeError) as error:
-            words = getattr(error, "strerror", None) or "no text"
+            reason = getattr(error, "strerror", None) or "not a text file"
             raise WorldError(
-                f"MLX_HOSTFILE {path} cannot be read on rank {world.rank}: {words}",
+                f"MLX_HOSTFILE {path} cannot be read on rank {world.rank}: {reason}",
                 code="env.mlx-hostfile-read-failed",
                 fix=_OWN,
             ) from error
@@ -169,55 +178,55 @@ def _given_ring(world: World) -> Ring | None:
     different = next((rank for rank, ring in enumerate(rings) if ring != rings[0]), None)
     if different is not None:
         raise WorldError(
-            f"MLX_HOSTFILE says another ring on rank {different} than on rank 0",
+            f"MLX_HOSTFILE differs between rank {different} and rank 0",
             code="env.mlx-hostfiles-differ",
             fix=_OWN,
         )
     return rings[0]
 
 
-_OWN = "give every rank the same file, or unset MLX_HOSTFILE: addresses are found without it"
+_OWN = "set MLX_HOSTFILE to the same file on every rank, or unset it: shardwise then finds the addresses"
 
 
-def _found_ring(world: World, held: ExitStack) -> Ring:
-    """Take a free port on every rank; communicates over the world. Ports stay taken until `held` ends."""
-    reached = _LOOPBACK
+def _free_ring(world: World, ports: ExitStack) -> Ring:
+    """Reserve a free port on every rank, until `ports` closes; communicates over the world."""
+    own_address = _LOOPBACK
     if world.num_nodes > 1:
-        # Node 0 is where the ranks met; its own address is the one by which it reaches the others.
+        # Other nodes use the address of their route to the store on node 0, node 0 that of its route to one of them.
         others = _on_all(world, lambda: _address_towards(_store_host(world)) if world.node else None)
         first = next(address for address in others if address is not None)
-        reached = _on_all(world, lambda: others[world.rank] or _address_towards(first))[world.rank]
+        own_address = _on_all(world, lambda: others[world.rank] or _address_towards(first))[world.rank]
 
-    def take() -> Endpoint:
-        reserved = held.enter_context(_bound(Endpoint(reached, 0), world.rank))
-        return Endpoint(reached, reserved.getsockname()[1])
+    def reserve() -> Endpoint:
+        reserved = ports.enter_context(_bound(Endpoint(own_address, 0), world.rank))
+        return Endpoint(own_address, reserved.getsockname()[1])
 
-    return tuple((endpoint,) for endpoint in _on_all(world, take))
+    return tuple((endpoint,) for endpoint in _on_all(world, reserve))
 
 
 def _store_host(world: World) -> str:
-    """Return the host of the store that the ranks met in; a file has none, and then it is this host's own name."""
+    """Return the host of the world's store; this host's name for a store without one, such as a file."""
     return str(getattr(innermost_store(world.store), "host", "") or socket.gethostname())
 
 
 def _address_towards(host: str) -> str:
-    """Return the address of this machine from which it would talk to `host`; sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    """Return this machine's source address for packets to `host`; sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            asking.connect((host, 9))  # any port: nothing is sent
+            probe.connect((host, 9))  # any port: connecting a UDP socket sends nothing
         except OSError as error:
             raise WorldError(
-                f"{socket.gethostname()} has no IPv4 way to {host} ({error.strerror}), and MLX's ring takes no other",
+                f"{socket.gethostname()} has no IPv4 route to {host} ({error.strerror}), which MLX's ring needs",
                 code="world.mlx-no-route",
-                fix="name addresses in MLX_HOSTFILE",
+                fix="set addresses in MLX_HOSTFILE",
             ) from error
-        return str(asking.getsockname()[0])
+        return str(probe.getsockname()[0])
 
 
-def _try_out(world: World, ring: Ring) -> None:
-    """Have every rank reach the next one by plain sockets, else refuse on all; communicates over the world.
+def _test_connections(world: World, ring: Ring) -> None:
+    """Connect every rank to the next with plain sockets; raise on all ranks if one fails. Communicates over the world.
 
-    MLX would name neither rank nor address, and the rank before the broken place would wait in it for ever.
+    MLX itself would report neither rank nor address, and the rank before the failed connection would hang.
     """
     with ExitStack() as listening:
 
@@ -231,56 +240,56 @@ def _try_out(world: World, ring: Ring) -> None:
                 try:
                     socket.create_connection((endpoint.host, endpoint.port), timeout=_REACH_S).close()
                 except OSError as error:
-                    words = error.strerror or f"no answer in {_REACH_S:g} s"
+                    reason = error.strerror or f"no answer in {_REACH_S:g} s"
                     raise WorldError(
                         f"rank {world.rank} on {world.host} cannot reach rank {following} at {endpoint} for MLX's"
-                        f" ring: {words}",
+                        f" ring: {reason}",
                         code="world.mlx-peer-unreachable",
-                        fix="open this way between the hosts, or name other addresses in MLX_HOSTFILE",
+                        fix="allow this connection between the hosts, or set other addresses in MLX_HOSTFILE",
                     ) from error
 
         _on_all(world, listen)
         _on_all(world, reach)
-    world.barrier()  # who connects to MLX must not find one of these listening
+    world.barrier()  # all test sockets are closed before any rank connects to MLX's
 
 
 def _connect(world: World, ring: Ring) -> mx.distributed.Group:
-    """Let MLX join its ring; communicates over it."""
+    """Join MLX's ring and return its group; communicates over the ring."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         hosts = Path(folder, "hosts.json")
         hosts.write_text(json.dumps([[str(endpoint) for endpoint in endpoints] for endpoints in ring]))
         if world.rank == world.size - 1:
             time.sleep(_HEAD_START_S)
-        with _told({"MLX_RANK": str(world.rank), "MLX_HOSTFILE": str(hosts)}):
+        with _ring_variables({"MLX_RANK": str(world.rank), "MLX_HOSTFILE": str(hosts)}):
             try:
                 return mx.distributed.init(strict=True, backend="ring")
             except RuntimeError as error:
                 raise WorldError(
                     f"rank {world.rank} could not join MLX's ring: {str(error).splitlines()[0]}",
                     code="world.mlx-ring-failed",
-                    fix="see what the ranks beside it say",
+                    fix="see the errors of the neighbouring ranks",
                 ) from error
 
 
 def _bound(endpoint: Endpoint, rank: int) -> socket.socket:
-    """Return a socket at `endpoint`; MLX's own can be bound there as well, and nobody else's."""
-    taken = socket.socket()
+    """Return a socket bound to `endpoint`; MLX can bind the same port, other users' processes cannot."""
+    bound = socket.socket()
     try:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        taken.bind((endpoint.host, endpoint.port))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind((endpoint.host, endpoint.port))
     except OSError as error:
-        taken.close()
+        bound.close()
         raise WorldError(
             f"rank {rank} on {socket.gethostname()} cannot listen at {endpoint} for MLX's ring: {error.strerror}",
             code="world.mlx-listen-failed",
-            fix="name an address of that host and a free port in MLX_HOSTFILE, or unset it",
+            fix="set an address of that host and a free port in MLX_HOSTFILE, or unset it",
         ) from error
-    return taken
+    return bound
 
 
 def _on_all(world: World, work: Callable[[], T]) -> Sequence[T]:
-    """Return what each rank's work gave; what one of them could not do is refused on all. Communicates."""
+    """Return the results of `work` by rank; a WorldError of one rank is raised on all. Communicates over the world."""
     mine: T | WorldError
     try:
         mine = work()
@@ -294,30 +303,30 @@ def _on_all(world: World, work: Callable[[], T]) -> Sequence[T]:
 
 
 @contextlib.contextmanager
-def _told(variables_of_ring: Mapping[str, str]) -> Iterator[None]:
-    """Let MLX, which reads the environment alone, find these variables of a ring and no others."""
+def _ring_variables(ring_variables: Mapping[str, str]) -> Iterator[None]:
+    """Set the environment variables of MLX's ring and unset its others; MLX accepts no arguments for them."""
     before = variables("")
     others = {name: value for name, value in before.items() if name not in ("MLX_RANK", "MLX_HOSTFILE")}
-    adopt({**others, **variables_of_ring})
+    adopt({**others, **ring_variables})
     try:
         yield
     finally:
         adopt(before)
 
 
-# MPI under MLX, which insists on starting it: so it comes first, and mpi4py finds it started.
+# MPI under MLX. MLX only uses an MPI that it initialized, so it comes first; mpi4py then uses the initialized MPI.
 
 
 _ALL_THREADS = "3"
-"""MPI_THREAD_MULTIPLE: MLX asks for one thread, and Open MPI lets this variable ask for more."""
+"""MPI_THREAD_MULTIPLE: MLX requests a single thread, and Open MPI lets this variable raise the level."""
 
 
 @cache
 def mpi_group() -> mx.distributed.Group | None:
-    """Start MPI through MLX, on every rank and before the world, and return MLX's group of all ranks.
+    """Initialize MPI through MLX and return MLX's group of all ranks; call on every rank before the world starts.
 
-    None where MPI was started by another, where MLX finds no Open MPI (it knows no other), or where mpirun started
-    none but this rank. There is one MPI in a process: later calls return what the first did.
+    Returns None if MPI is already initialized, if MLX finds no Open MPI (it supports no other), or if mpirun started
+    this rank alone. A process initializes MPI once: later calls return the first result.
     """
     mpi = _mpi4py()
     if mpi is not None and mpi.Is_initialized():
@@ -333,7 +342,7 @@ def mpi_group() -> mx.distributed.Group | None:
 
 
 def _mpi4py() -> Any:
-    """Return mpi4py's module MPI with MPI not started by it; None without mpi4py or a library."""
+    """Return mpi4py's module MPI without initializing MPI; None if mpi4py or the MPI library is missing."""
     try:
         import mpi4py
 
@@ -345,7 +354,7 @@ def _mpi4py() -> Any:
 
 
 def _library() -> dict[str, str]:
-    """Name the library that mpi4py has loaded, so that there are not two; Linux tells, elsewhere MLX looks itself."""
+    """Return the variable that makes MLX load mpi4py's MPI library; only Linux lists loaded libraries."""
     if not sys.platform.startswith("linux"):
         return {}
     lines = Path("/proc/self/maps").read_text().splitlines()

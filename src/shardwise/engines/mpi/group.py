@@ -1,4 +1,4 @@
-"""A process group of torch over mpi4py: every collective, message and reduce operation, each without waiting."""
+"""A torch process group over mpi4py with all collectives, send and receive, each asynchronous."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardwise.dist.stores import Store
+    from shardwise.dist.rendezvous import Store
     from shardwise.engines.mpi.calls import MpiCall
     from shardwise.engines.mpi.progress import MpiProgress
 
 _ProcessGroup: Any = dist.ProcessGroup
-"""Without its stub, which knows each method by several signatures, of which torch itself uses one."""
+"""ProcessGroup without its type stub, which has several signatures for each method; torch calls one of them."""
 _SUM = dist.ReduceOp(dist.ReduceOp.SUM)
 
 
 class MpiGroup(_ProcessGroup):  # type: ignore[misc]
-    """Ranks that talk over a communicator of their own, so that groups never mix what they send."""
+    """A process group with its own communicator, so that messages of different groups never mix."""
 
     def __init__(self, progress: MpiProgress, comm: Any, store: Store, timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)
@@ -33,87 +33,87 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]
         self._store = store
         self._comm = comm
         self.limit_s = timeout.total_seconds()
-        """How long one operation may take."""
+        """Timeout of one operation."""
         self._calls = Calls(progress.mpi, comm.rank, comm.size)
         self._names = {"name": "", "desc": ""}
 
     def getBackendName(self) -> str:  # noqa: N802 - torch asks by this name
-        """Return what users know this backend by."""
+        """Return the backend's name for users."""
         return "mpi"
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - as above
-        """Take the name that torch gives; its own place for it belongs to backends written in C++."""
+        """Set the group's name; torch's own attribute works for C++ backends only."""
         self._names["name"] = name
 
     def getGroupName(self) -> str:  # noqa: N802 - as above
-        """Return the name that torch gave."""
+        """Return the group's name."""
         return self._names["name"]
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - as above
-        """Take the description that torch gives."""
+        """Set the group's description."""
         self._names["desc"] = desc
 
     def getGroupDesc(self) -> str:  # noqa: N802 - as above
-        """Return the description that torch gave."""
+        """Return the group's description."""
         return self._names["desc"]
 
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
 
     def get_group_store(self) -> Store:
-        """Return what the members met in."""
+        """Return the store of the group's rendezvous."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long an operation may take."""
+        """Set the timeout of operations."""
         self.limit_s = timeout.total_seconds()
 
     def allreduce(self, tensors: Any, opts: Any = None) -> MpiWork:
-        """Communicate: reduce `tensors` in place."""
+        """Reduce `tensors` in place on every rank; communicates over this group, as all methods below."""
         return self._run(self._calls.all_reduce(_listed(tensors), _op(opts)), opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any = None) -> MpiWork:
-        """Communicate: reduce in place on the root."""
+        """Reduce a tensor in place on the root."""
         (tensor,) = _listed(tensors)
         return self._run(self._calls.reduce(tensor, _op(opts), _root(opts)), opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> MpiWork:
-        """Communicate: copy the root's tensors to every rank."""
+        """Copy the root's tensors to every rank."""
         return self._run(self._calls.broadcast(_listed(tensors), _root(opts)), opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
-        """Communicate: give every rank the tensors of all, `outputs` a list for each of `inputs`."""
+        """Gather the tensors of all ranks on every rank; `outputs` has a list for each of `inputs`."""
         return self._run(self._calls.all_gather(_paired(outputs, _listed(inputs))), opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
-        """Communicate: give every rank the tensors of all, `outputs` a list for each rank."""
+        """Gather the tensors of all ranks on every rank; `outputs` has a list for each rank."""
         return self._run(self._calls.all_gather(_paired(zip(*outputs, strict=True), inputs)), opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
-        """Communicate: give every rank the tensors of all, one after the other in each of `outputs`."""
+        """Gather the tensors of all ranks on every rank, concatenated in each of `outputs`."""
         return self._run(self._calls.all_gather(_paired([[output] for output in outputs], inputs)), opts)
 
     def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> MpiWork:
         return self._run(self._calls.all_gather([([output], given)]), opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
-        """Communicate: give the root the tensors of all."""
+        """Gather the tensors of all ranks on the root."""
         (given,) = _listed(inputs)
         return self._run(self._calls.gather(outputs[0] if outputs else [], given, _root(opts)), opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
-        """Communicate: give every rank its tensor of the root's list."""
+        """Send each rank its tensor of the root's list."""
         (output,) = _listed(outputs)
         return self._run(self._calls.scatter(output, inputs[0] if inputs else [], _root(opts)), opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
-        """Communicate: reduce the lists `inputs` and keep this rank's part of each."""
+        """Reduce the lists `inputs` and keep this rank's tensor of each list."""
         return self._run(self._calls.reduce_scatter(_paired(_listed(outputs), inputs), _op(opts)), opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
-        """Communicate: reduce each of `inputs` and keep this rank's part of it."""
+        """Reduce each of `inputs` and keep this rank's shard of it."""
         pairs = _paired(outputs, [[given] for given in inputs])
         return self._run(self._calls.reduce_scatter(pairs, _op(opts)), opts)
 
@@ -121,36 +121,36 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]
         return self._run(self._calls.reduce_scatter([(output, [given])], _op(opts)), opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
-        """Communicate: send each rank its tensor of this list."""
+        """Send each rank its tensor of the list `inputs`."""
         return self._run(self._calls.all_to_all(outputs, inputs), opts)
 
     def alltoall_base(
         self, output: Tensor, given: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> MpiWork:
-        """Communicate: send each rank its rows of this tensor."""
+        """Send each rank its rows of a tensor."""
         call = self._calls.all_to_all_single(output, given, output_splits or [], input_splits or [])
         return self._run(call, opts)
 
     def barrier(self, opts: Any = None) -> MpiWork:
-        """Communicate: be done when every rank has called."""
+        """Return a work that completes when every rank has called."""
         return self._run(self._calls.barrier(), opts)
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> MpiWork:
-        """Communicate: send a tensor to a rank of this group."""
+        """Send a tensor to a rank of this group."""
         (tensor,) = _listed(tensors)
         return self._run(self._calls.send(tensor, peer, tag))
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> MpiWork:
-        """Communicate: receive a tensor from a rank of this group."""
+        """Receive a tensor from a rank of this group."""
         (tensor,) = _listed(tensors)
         return self._run(self._calls.receive(tensor, peer, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> MpiWork:
-        """Communicate: receive a tensor from whichever rank sends one first."""
+        """Receive a tensor from any rank of this group."""
         (tensor,) = _listed(tensors)
         return self._run(self._calls.receive(tensor, None, tag))
 
-    # What torch 2.13 calls them; 2.11 knows only the names above.
+    # Names in torch 2.13; 2.11 has only the names above.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
@@ -158,36 +158,36 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]
     all_to_all_single = alltoall_base
 
     def shutdown(self) -> None:
-        """Let go of the communicator, with all others: not while something is under way, nor after a failure."""
+        """Free the communicator, collectively; skipped while work is pending and after a failure."""
         if self._progress.is_idle and not self._progress.is_broken:
-            with self._progress.turn:
+            with self._progress.lock:
                 self._comm.Free()
 
     def abort(self) -> None:
-        """Leave what is under way as it is: nothing of MPI can be taken back alone."""
+        """Do nothing: MPI cannot cancel a collective on one rank."""
 
     def _run(self, call: MpiCall, opts: Any = None) -> MpiWork:
-        """Start what `call` asks, in the order of calls, which is the same on every rank."""
+        """Start `call`; every rank makes its calls in the same order."""
 
-        def said() -> str:
-            return f"{call.said} of group {self.group_name}, rank {self.rank()} of {self.size()},"
+        def describe() -> str:
+            return f"{call.name} of group {self.group_name}, rank {self.rank()} of {self.size()},"
 
         try:
-            work = MpiWork(self._progress, call, self._post, said=said, limit_s=_limit_s(opts) or self.limit_s)
+            work = MpiWork(self._progress, call, self._post, describe=describe, limit_s=_limit_s(opts) or self.limit_s)
         except self._progress.mpi.Exception as error:
-            raise dist.DistBackendError(f"{said()} failed in MPI: {error}") from error
+            raise dist.DistBackendError(f"{describe()} failed in MPI: {error}") from error
         self._progress.add(work)
         if getattr(opts, "asyncOp", True):
-            self._progress.carry()
+            self._progress.run_in_background()
         return work
 
     def _post(self, call: MpiCall) -> list[Any]:
-        """Ask MPI for all of `call` at once, so that nothing of another comes between; return its requests."""
-        with self._progress.turn:
+        """Start all methods of `call` without another call in between; return their MPI requests."""
+        with self._progress.lock:
             try:
-                return [getattr(self._comm, method)(*arguments) for method, arguments in call.asked]
+                return [getattr(self._comm, method)(*arguments) for method, arguments in call.methods]
             except Exception:
-                self._progress.keep(call)
+                self._progress.keep_buffers(call)
                 raise
 
 

@@ -1,4 +1,10 @@
-"""Work under way in MPI: who tests it until it is done, how often, and what a wait beyond its limit says."""
+"""Progress of pending MPI operations: which thread tests them, how often, and their timeouts.
+
+MPI moves data only inside its own calls, so pending requests must be tested again and again. A thread that waits for a
+work tests it itself; while no thread waits, a background thread tests all works, so that communication overlaps with
+computation. One lock serializes all calls: MPI need not support concurrent threads, and libraries that do are not
+faster with them.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +27,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SPIN_S = 100e-6
-"""How long a wait only yields its core: a small collective takes some 10 us, a sleep at least 60."""
+"""Time for which a wait yields its core without sleeping: a small collective takes some 10 us, a sleep at least 60."""
 _SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
 _GROWTH = 50
-"""A pause is this part of what was waited so far: little is lost, and a long wait costs nothing."""
+"""A sleep lasts 1/50 of the time waited so far: it adds at most 2 % to a wait, and long waits use little CPU."""
 _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
-"""macOS has the first only in some builds of Python."""
+"""Some builds of Python for macOS lack sched_yield."""
 _STOP_S = 1.0
-"""What a callback on the thread gets to return, before the end of the process."""
+"""Timeout for a callback on the background thread when the process exits."""
 
 
 class MpiProgress:
-    """The one place that calls MPI: whose turn it is, what is under way, and the thread that carries it on.
-
-    MPI moves data only inside its own calls. Whoever waits makes these calls himself; while nobody does, the thread
-    makes them, so that data moves while the rank computes. All calls take turns: MPI need not grant more threads than
-    one at a time, and libraries that do are no quicker at it.
-    """
+    """Serializes all MPI calls of a process and owns its pending works and the background thread."""
 
     def __init__(self, mpi: Any) -> None:
         self.mpi = mpi
-        self.turn = threading.Lock()
+        self.lock = threading.Lock()
         self._open: dict[int, MpiWork] = {}
         self._lost: list[MpiCall] = []
         self._posted = threading.Event()
@@ -49,40 +50,40 @@ class MpiProgress:
         self._changed_at = 0.0
         self._stopped = False
         self.is_broken = False
-        """Whether a rank failed: nothing that all must do together is begun any more."""
+        """Whether this rank failed: no further collective is started."""
 
     def add(self, work: MpiWork) -> None:
-        """Keep `work` and its buffers until MPI is done with them."""
+        """Keep a reference to `work` and its buffers until it is complete."""
         self._open[id(work)] = work
 
-    def carry(self) -> None:
-        """Have the thread carry on what is under way: for works whose caller does not wait at once."""
+    def run_in_background(self) -> None:
+        """Make the background thread test pending works, for callers that do not wait at once."""
         self._changed_at = time.monotonic()
-        with self.turn:
+        with self.lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._carry, name="shardwise-mpi", daemon=True)
+                self._thread = threading.Thread(target=self._test_pending, name="shardwise-mpi", daemon=True)
                 self._thread.start()
         self._posted.set()
 
-    def forget(self, work: MpiWork) -> None:
-        """Let go of `work`, with which MPI is done."""
+    def remove(self, work: MpiWork) -> None:
+        """Drop the reference to a complete `work`."""
         self._open.pop(id(work), None)
         self._changed_at = time.monotonic()
 
-    def keep(self, call: MpiCall) -> None:
-        """Keep the buffers of `call` for ever: it failed in MPI, which may still use some of them."""
+    def keep_buffers(self, call: MpiCall) -> None:
+        """Keep the buffers of a failed `call` until the process exits: MPI may still use them."""
         self._lost.append(call)
 
     def stop(self) -> bool:
-        """End the thread, which MPI must not have when it is finalized; return False if a callback holds it up."""
+        """End the background thread, as MPI requires before it is finalized; return False if a callback blocks it."""
         self._stopped = True
         self._posted.set()
         if self._thread is not None:
             self._thread.join(_STOP_S)
         return self._thread is None or not self._thread.is_alive()
 
-    def stand_in(self) -> None:
-        """Carry on all that is under way where the thread itself waits: callbacks of futures run on it, and may."""
+    def advance_on_thread(self) -> None:
+        """Advance all pending works if called on the background thread: callbacks of futures run there and may wait."""
         if threading.current_thread() is not self._thread:
             return
         if self._stopped:
@@ -91,14 +92,14 @@ class MpiProgress:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no work is pending."""
         return not self._open
 
-    def _carry(self) -> None:
+    def _test_pending(self) -> None:
         while not self._stopped:
             if not self._open:
                 self._posted.clear()
-                # What was added or stopped since the look above set the event before it was cleared, or will set it.
+                # An add or stop since the check above may have set the event before it was cleared: check again.
                 if not (self._open or self._stopped):
                     self._posted.wait()
             time.sleep(_pause_s(time.monotonic() - self._changed_at))
@@ -111,7 +112,7 @@ class MpiProgress:
 
 
 class MpiWork(Work):
-    """A collective or message under way: torch's Work over requests of MPI."""
+    """A pending collective or message: torch's Work over MPI requests."""
 
     def __init__(
         self,
@@ -119,20 +120,20 @@ class MpiWork(Work):
         call: MpiCall,
         post: Callable[[MpiCall], list[Any]],
         *,
-        said: Callable[[], str],
+        describe: Callable[[], str],
         limit_s: float,
     ) -> None:
         super().__init__()
         self._progress = progress
         self._call = call
-        """Holds the buffers that MPI reads and writes until the work is done."""
+        """Keeps the buffers that MPI reads and writes alive until the work is complete."""
         self._post = post
         self._outputs = call.outputs
-        self._said = said
-        """Puts the operation, its group and this rank into words, for errors."""
+        self._describe = describe
+        """Returns the operation, its group and this rank, for errors."""
         self._limit_s = limit_s
         self._inference = torch.is_inference_mode_enabled() or any(output.is_inference() for output in call.outputs)
-        """Whether tensors are changed in this mode, which every thread has for itself."""
+        """Whether tensors are written in inference mode, which is set per thread."""
         self._began = time.monotonic()
         self._requests = post(call)
         self._statuses = [progress.mpi.Status() for _ in self._requests]
@@ -143,28 +144,28 @@ class MpiWork(Work):
         self._guard = threading.Lock()
 
     def advance(self) -> bool:
-        """Let MPI go on; return whether this work is done."""
+        """Test the requests once; return whether this work is complete."""
         if self._done:
             return True
         error: BaseException | None = None
-        with self._progress.turn:
-            if self._claimed:  # another thread is about to complete it
+        with self._progress.lock:
+            if self._claimed:  # another thread is completing it
                 return False
             try:
                 self._claimed = found = self._progress.mpi.Request.Testall(self._requests, self._statuses)
             except self._progress.mpi.Exception as failed:
                 self._claimed = found = True
-                error = dist.DistBackendError(f"{self._said()} failed in MPI: {self._words(failed)}")
-                self._progress.keep(self._call)
+                error = dist.DistBackendError(f"{self._describe()} failed in MPI: {self._error_text(failed)}")
+                self._progress.keep_buffers(self._call)
         if found:
-            self._go_on(error)
+            self._finish_call(error)
         return self._done
 
-    def _go_on(self, error: BaseException | None) -> None:
-        """Do what is left to do now that MPI is done: a second call, or the end."""
+    def _finish_call(self, error: BaseException | None) -> None:
+        """Post the second call if there is one; otherwise write the outputs and complete the work."""
         try:
             with torch.inference_mode() if self._inference else contextlib.nullcontext():
-                second = self._call.take_following() if error is None else None
+                second = self._call.second_call() if error is None else None
                 if second is not None:
                     self._requests, self._call = self._post(second), second
                     self._statuses = [self._progress.mpi.Status() for _ in self._requests]
@@ -172,22 +173,22 @@ class MpiWork(Work):
                     return
                 for step in self._call.after if error is None else ():
                     step()
-        except Exception as failed:  # noqa: BLE001 - told to whoever waits, in whichever thread
+        except Exception as failed:  # noqa: BLE001 - raised in the thread that waits
             error = failed
-        self._end(error)
-        self._call = MpiCall(self._call.said)  # lets go of the buffers
-        self._progress.forget(self)
+        self._complete(error)
+        self._call = MpiCall(self._call.name)  # releases the buffers
+        self._progress.remove(self)
 
-    def _words(self, failed: Any) -> str:
-        """Put an error of MPI into words: of many requests it says only that a status has the reason."""
+    def _error_text(self, failed: Any) -> str:
+        """Return the text of an MPI error; for several requests, that of the first failed status."""
         mpi = self._progress.mpi
         codes = [status.Get_error() for status in self._statuses]
         codes = [code for code in codes if code not in (mpi.SUCCESS, mpi.ERR_PENDING)]
         in_status = failed.Get_error_class() == mpi.ERR_IN_STATUS and codes
         return str(mpi.Get_error_string(codes[0])) if in_status else str(failed)
 
-    def _end(self, error: BaseException | None) -> None:
-        """Be done, once: who comes second, after the time was over, changes nothing."""
+    def _complete(self, error: BaseException | None) -> None:
+        """Set the result once; later calls, such as a completion after the timeout, have no effect."""
         with self._guard:
             if self._done:
                 return
@@ -195,34 +196,34 @@ class MpiWork(Work):
             self._done = True
             future = self._future
         if future is not None:
-            self._tell(future)
+            self._resolve(future)
 
-    def _tell(self, future: torch.futures.Future[Any]) -> None:
+    def _resolve(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
             future.set_result(self._outputs)
         else:
             future.set_exception(self._error)
 
     def check_limit(self) -> None:
-        """Fail this work once its time is over: for those who hold its future and never call wait."""
+        """Fail this work after its timeout, for callers that use its future and never call wait."""
         if time.monotonic() - self._began > self._limit_s:
-            self._end(self._late(self._limit_s))
+            self._complete(self._timeout_error(self._limit_s))
 
-    def _late(self, limit_s: float) -> BaseException:
+    def _timeout_error(self, limit_s: float) -> BaseException:
         return dist.DistBackendError(
-            f"{self._said()} waited {limit_s:g} s for the other ranks, its timeout: see what they were doing"
+            f"{self._describe()} waited {limit_s:g} s for the other ranks, its timeout: see their logs"
         )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the work is done; raise what went wrong, or that the time is over."""
+        """Return True when the work is complete; raise its error or a timeout."""
         asked_s = timeout.total_seconds() if timeout is not None else 0.0
         limit_s = asked_s if asked_s > 0 else self._limit_s
         start = time.monotonic()
         while not self.advance():
             waited_s = time.monotonic() - start
             if waited_s > limit_s:
-                raise self._late(limit_s)
-            self._progress.stand_in()
+                raise self._timeout_error(limit_s)
+            self._progress.advance_on_thread()
             if waited_s < _SPIN_S:
                 _yield_core()
             else:
@@ -232,58 +233,58 @@ class MpiWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the work is done, letting it go on if not."""
+        """Test the requests once and return whether the work is complete."""
         return self.advance()
 
     def is_success(self) -> bool:
-        """Return whether the work is done and nothing went wrong."""
+        """Return whether the work is complete without an error."""
         return self.advance() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return what went wrong."""
+        """Return the work's error, None if it has none."""
         return self._error
 
     def synchronize(self) -> None:
-        """Return when the work is done."""
+        """Wait until the work is complete."""
         self.wait()
 
     def result(self) -> list[Tensor]:
-        """Return the tensors that the work wrote."""
+        """Return the output tensors."""
         return self._outputs
 
     def source_rank(self) -> int:
-        """Return who sent what was received, as a rank of the group."""
+        """Return the sender of a received message, as a rank of the group."""
         return int(self._statuses[0].Get_source())
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the tensors that the work writes, completed by the thread unless somebody waits."""
+        """Return a future of the output tensors, resolved by the background thread or by a thread that waits."""
         with self._guard:
             if self._future is not None:
                 return self._future
             self._future = future = _Future(self)
             done = self._done
         if done:
-            self._tell(future)
+            self._resolve(future)
         else:
-            self._progress.carry()
+            self._progress.run_in_background()
         return future
 
 
 class _Future(torch.futures.Future[Any]):
-    """A future whose waits carry its work on, so that they may be made on the thread that else would."""
+    """A future whose wait advances its work, so that callbacks on the background thread may wait for it."""
 
     def __init__(self, work: MpiWork) -> None:
         super().__init__()
         self._work = work
 
     def wait(self) -> Any:
-        """Return the tensors when the work is done; raise what went wrong."""
+        """Wait and return the output tensors; raise the work's error."""
         self._work.wait()
         return super().wait()
 
 
 def _pause_s(waited_s: float) -> float:
-    """Return how long to sleep after `waited_s` without news."""
+    """Return how long to sleep after `waited_s` without progress."""
     return min(_LONGEST_S, max(_SHORTEST_S, waited_s / _GROWTH))

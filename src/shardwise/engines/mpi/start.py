@@ -1,4 +1,8 @@
-"""Worlds that MPI started: how their ranks meet over it, their groups, and an end that never waits for the dead."""
+"""Starts worlds over MPI: rendezvous of the ranks, process groups, and an exit that never waits for failed ranks.
+
+MPI_Finalize waits for all ranks. So a rank that failed first waits a short time for the others to exit as well, and
+otherwise aborts the whole job.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shardwise.dist.stores import HashStore, TCPStore
+from shardwise.dist.rendezvous import HashStore, TCPStore
 from shardwise.engines.mpi.group import MpiGroup
 from shardwise.engines.mpi.progress import MpiProgress
 from shardwise.engines.mpi.types import GROUP_NAME, load_mpi
@@ -26,18 +30,18 @@ from shardwise.errors import ShardwiseError, WorldError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardwise.dist.stores import Store
+    from shardwise.dist.rendezvous import Store
 
-_PATIENCE_S = 2.0
-"""What the other ranks get to end by themselves, and to say why, after this one failed."""
+_EXIT_TIMEOUT_S = 2.0
+"""Time for the other ranks to exit by themselves, and to report their errors, after this one failed."""
 _CONNECT_S = 3.0
-_CARD_BYTES = 1024
+_ADDRESS_BYTES = 1024
 _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class _RankCard:
-    """What a rank tells all others as they meet."""
+class _RankAddress:
+    """A rank's host and, for rank 0, the addresses of its store; exchanged between all ranks at the rendezvous."""
 
     rank: int
     host: str
@@ -46,18 +50,18 @@ class _RankCard:
 
 
 class Runtime:
-    """MPI in this process: its communicator of the world, and who carries on what is under way."""
+    """MPI in this process: its communicators and the progress of its pending operations."""
 
     rendezvous = "mpi"
-    """What `World.init_method` says of ranks that were told of their store over MPI."""
+    """The value of `World.init_method` for ranks that exchanged the store's address over MPI."""
 
     def __init__(self) -> None:
         self.mpi = load_mpi()
         self.progress = MpiProgress(self.mpi)
-        self._meeting: Any = None
-        self._farewell: Any = None
+        self._join_comm: Any = None
+        self._exit_comm: Any = None
         self._worlds: dict[tuple[int, ...], Any] = {}
-        """Communicators by the ranks that MPI's processes were given, in MPI's order."""
+        """Communicators of worlds, by the ranks that the launcher assigned to MPI's processes, in MPI's order."""
         self._world: Any = None
         self._exit_code = 0
         self._has_joined = False
@@ -65,7 +69,7 @@ class Runtime:
             dist.Backend.register_backend(GROUP_NAME, self._make_group, extended_api=True, devices=["cpu"])
 
     def identity(self, found: Identity) -> Identity:
-        """Return `found`, or what MPI itself says where no launcher left variables."""
+        """Return `found`, or the identity according to MPI if no launcher set variables."""
         comm = self.mpi.COMM_WORLD
         if found.source != "alone" or comm.size == 1:
             return found
@@ -78,104 +82,108 @@ class Runtime:
         )  # fmt: skip
 
     def join(self, identity: Identity, limit_s: float, *, needs_store: bool) -> Store | None:
-        """Communicate over MPI, called on every rank: make the world's communicator, and a store if `needs_store`."""
+        """Create the world's communicator, and a store if `needs_store`; communicates over MPI, call on every rank."""
         self._require_all(identity)
         self._exit_code, self.progress.is_broken = 0, False
         if not self._has_joined:
             self._has_joined = True
-            atexit.register(self._leave)
+            atexit.register(self._on_exit)
         try:
-            return self._meet(identity, limit_s, needs_store=needs_store)
+            return self._rendezvous(identity, limit_s, needs_store=needs_store)
         except BaseException as error:
             self.fail(error)
             raise
 
-    def _meet(self, identity: Identity, limit_s: float, *, needs_store: bool) -> Store | None:
-        if self._farewell is None:
-            self._meeting = self._duplicate(self.mpi.COMM_WORLD, limit_s)
-            self._farewell = self._duplicate(self.mpi.COMM_WORLD, limit_s)
-        store, card = _open_store(identity) if needs_store else (None, _RankCard(identity.rank, socket.gethostname()))
-        cards = self._exchange(self._meeting, card, limit_s)
-        self._world = self._ordered(self._meeting, tuple(shown.rank for shown in cards))
+    def _rendezvous(self, identity: Identity, limit_s: float, *, needs_store: bool) -> Store | None:
+        if self._exit_comm is None:
+            self._join_comm = self._duplicate(self.mpi.COMM_WORLD, limit_s)
+            self._exit_comm = self._duplicate(self.mpi.COMM_WORLD, limit_s)
+        store, own = None, _RankAddress(identity.rank, socket.gethostname())
+        if needs_store:
+            store, own = _open_store(identity)
+        addresses = self._exchange(self._join_comm, own, limit_s)
+        self._world = self._ordered(self._join_comm, tuple(each.rank for each in addresses))
         if needs_store and store is None:
-            store = _reach_store(identity, next(shown for shown in cards if shown.rank == 0), limit_s)
+            rank_zero = next(each for each in addresses if each.rank == 0)
+            store = _connect_store(identity, rank_zero, limit_s)
         if store is not None:
             store.set_timeout(timedelta(seconds=limit_s))
         return store
 
     def _require_all(self, identity: Identity) -> None:
-        """Refuse a world that MPI counts otherwise."""
+        """Raise if MPI has another number of ranks than the world."""
         size, count = identity.world_size, self.mpi.COMM_WORLD.size
         if count == size:
             return
         if count == 1 and identity.source in MPI_STARTERS:
             library = " ".join(self.mpi.Get_library_version().split(",")[0].splitlines()[0].split())
             raise WorldError(
-                f"mpirun started {size} ranks, and is of another MPI than mpi4py's library, {library}",
+                f"the mpirun that started {size} ranks does not belong to the MPI library of mpi4py, {library}",
                 code="world.mpi-library-mismatch",
                 fix=f"use the mpirun of {library}, or set MPI4PY_LIBMPI to the libmpi.so of this mpirun",
             )
         raise WorldError(
-            f"backend 'mpi' was asked by a world of {size} ranks, and MPI counts {count}",
+            f"the world has {size} ranks, but MPI has {count}",
             code="world.mpi-size-mismatch",
             fix=f"start it with mpirun -n {size} {rerun_command(sys.argv)}",
         )
 
     def fail(self, error: BaseException) -> None:
-        """Note that this rank failed: at its end it takes the others with it if they do not end by themselves."""
+        """Record that this rank failed: at its exit it aborts the others if they do not exit by themselves."""
         self._exit_code = _exit_code(error)
         self.progress.is_broken = self._exit_code != 0
 
     def _duplicate(self, comm: Any, limit_s: float) -> Any:
-        with self.progress.turn:
+        with self.progress.lock:
             copy, request = comm.Idup()
         self._finish(request, limit_s)
         return copy
 
-    def _exchange(self, comm: Any, card: _RankCard, limit_s: float) -> list[_RankCard]:
-        words = "\n".join([str(card.rank), card.host, str(card.port), *card.addresses])
-        mine = bytearray(words.encode()[:_CARD_BYTES].ljust(_CARD_BYTES, b"\0"))
-        every = bytearray(_CARD_BYTES * comm.size)
-        with self.progress.turn:
-            request = comm.Iallgather(mine, every)
+    def _exchange(self, comm: Any, own: _RankAddress, limit_s: float) -> list[_RankAddress]:
+        text = "\n".join([str(own.rank), own.host, str(own.port), *own.addresses])
+        sent = bytearray(text.encode()[:_ADDRESS_BYTES].ljust(_ADDRESS_BYTES, b"\0"))
+        received = bytearray(_ADDRESS_BYTES * comm.size)
+        with self.progress.lock:
+            request = comm.Iallgather(sent, received)
         self._finish(request, limit_s)
-        return [_read_card(every[i * _CARD_BYTES : (i + 1) * _CARD_BYTES]) for i in range(comm.size)]
+        starts = range(0, len(received), _ADDRESS_BYTES)
+        return [_parse_address(received[start : start + _ADDRESS_BYTES]) for start in starts]
 
     def _finish(self, request: Any, limit_s: float) -> None:
         start = time.monotonic()
         while not self._test(request):
             if time.monotonic() - start > limit_s:
                 raise WorldError(
-                    f"after {limit_s:g} s not every one of {self.mpi.COMM_WORLD.size} ranks has come to"
-                    " world(backend='mpi')",
+                    f"not all of {self.mpi.COMM_WORLD.size} ranks have called world(backend='mpi') within"
+                    f" {limit_s:g} s",
                     code="rendezvous.timeout",
                     fix="call it on every rank that mpirun starts",
                 )
             time.sleep(0.0002)
 
     def _test(self, request: Any) -> bool:
-        with self.progress.turn:
+        with self.progress.lock:
             return bool(request.Test())
 
     def _ordered(self, comm: Any, ranks: tuple[int, ...]) -> Any:
-        """Return a communicator in which every process has the rank that it was given."""
+        """Return a communicator in which every process has the rank that the launcher assigned."""
         if ranks == tuple(range(comm.size)):
             return comm
         if sorted(ranks) != list(range(comm.size)):
             raise WorldError(
-                f"the ranks of MPI's processes were given as {list(ranks)}",
+                f"ranks must be 0 to {comm.size - 1}, each once, but MPI's processes have {list(ranks)}",
                 code="world.mpi-ranks-invalid",
-                fix=f"give each of 0 to {comm.size - 1} once",
+                fix=f"assign each of 0 to {comm.size - 1} once",
             )
         if ranks not in self._worlds:
-            self._worlds[ranks] = _select(comm, [ranks.index(rank) for rank in range(comm.size)])
+            self._worlds[ranks] = _sub_communicator(comm, [ranks.index(rank) for rank in range(comm.size)])
         return self._worlds[ranks]
 
     def _make_group(self, options: Any, _: Any) -> MpiGroup:
-        """Communicate among the members of a new group: what torch calls to make one."""
+        """Create a process group, called by torch; communicates over the members of the new group."""
         if self._world is None:
             raise WorldError(
-                f"torch's process group was started as {GROUP_NAME!r} without its world",
+                f"the process group {GROUP_NAME!r} was started without a world",
                 code="world.mpi-without-world",
                 fix="call sw.world(backend='mpi') instead of init_process_group",
             )
@@ -183,14 +191,14 @@ class Runtime:
         if not ranks:
             comm = self._duplicate(self._world, options.timeout.total_seconds())
         else:
-            _gather_members(options.store, options.group_rank, ranks, options.timeout)
-            tag = zlib.crc32(str(options.group_id).encode()) % 2**15  # every MPI has as many tags
-            with self.progress.turn:
-                comm = _select(self._world, ranks, tag)
+            _wait_for_members(options.store, options.group_rank, ranks, options.timeout)
+            tag = zlib.crc32(str(options.group_id).encode()) % 2**15  # the number of tags that MPI guarantees
+            with self.progress.lock:
+                comm = _sub_communicator(self._world, ranks, tag)
         return MpiGroup(self.progress, comm, options.store, options.timeout)
 
-    def _leave(self) -> None:
-        """End the whole job where this rank failed and others wait for it; MPI would wait for them, for ever."""
+    def _on_exit(self) -> None:
+        """Abort the job if this rank failed while others wait for it: MPI_Finalize would wait without limit."""
         has_stopped = self.progress.stop()
         uncaught = getattr(sys, "last_value", None)
         code = self._exit_code if uncaught is None else _exit_code(uncaught)
@@ -199,12 +207,12 @@ class Runtime:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        if not (has_stopped and self._farewell is not None and self._all_leave()):
+        if not (has_stopped and self._exit_comm is not None and self._all_exit()):
             self.mpi.COMM_WORLD.Abort(code)
 
-    def _all_leave(self) -> bool:
-        """Return whether all other ranks come to their end soon."""
-        request, end = self._farewell.Ibarrier(), time.monotonic() + _PATIENCE_S
+    def _all_exit(self) -> bool:
+        """Return whether all other ranks exit within the timeout."""
+        request, end = self._exit_comm.Ibarrier(), time.monotonic() + _EXIT_TIMEOUT_S
         while time.monotonic() < end:
             if self._test(request):
                 return True
@@ -214,27 +222,27 @@ class Runtime:
 
 @cache
 def runtime() -> Runtime:
-    """Return MPI in this process, started at the first call; there is never a second one."""
+    """Return the MPI runtime of this process, initialized at the first call."""
     return Runtime()
 
 
 def try_library() -> None:
-    """Start and finalize MPI in this process."""
+    """Initialize and finalize MPI in this process."""
     load_mpi().Finalize()
 
 
-def _select(comm: Any, ranks: list[int], tag: int = 0) -> Any:
-    """Communicate among `ranks` of `comm` to make a communicator of them, in this order."""
-    every = comm.Get_group()
-    some = every.Incl(ranks)
-    made = comm.Create_group(some, tag)
-    some.Free()
-    every.Free()
+def _sub_communicator(comm: Any, ranks: list[int], tag: int = 0) -> Any:
+    """Return a communicator of `ranks` of `comm`, in this order; communicates over these ranks."""
+    whole = comm.Get_group()
+    group = whole.Incl(ranks)
+    made = comm.Create_group(group, tag)
+    group.Free()
+    whole.Free()
     return made
 
 
-def _gather_members(store: Store, group_rank: int, ranks: list[int], timeout: timedelta) -> None:
-    """Communicate through `store` until all members of a new group are here: making it in MPI has no time limit."""
+def _wait_for_members(store: Store, group_rank: int, ranks: list[int], timeout: timedelta) -> None:
+    """Wait until all members of a new group are ready; communicates over `store`, as MPI has no timeout for it."""
     store.set(f"mpi/{group_rank}", "")
     if store.add("mpi/members", 1) == len(ranks):
         store.set("mpi/all", "")
@@ -243,39 +251,40 @@ def _gather_members(store: Store, group_rank: int, ranks: list[int], timeout: ti
     except RuntimeError as error:
         missing = [rank for at, rank in enumerate(ranks) if not store.check([f"mpi/{at}"])]
         raise dist.DistBackendError(
-            f"ranks {missing} have not come to make the group of ranks {ranks} within {timeout.total_seconds():g} s"
+            f"ranks {missing} have not joined the group of ranks {ranks} within {timeout.total_seconds():g} s"
         ) from error
 
 
-def _open_store(identity: Identity) -> tuple[Store | None, _RankCard]:
-    """Return rank 0's store, None on others, and what to tell all; it listens on loopback alone where it can."""
+def _open_store(identity: Identity) -> tuple[Store | None, _RankAddress]:
+    """Return rank 0's store, None on others, and this rank's address; on one node the store listens on loopback."""
     host = socket.gethostname()
     if identity.rank != 0:
-        return None, _RankCard(identity.rank, host)
+        return None, _RankAddress(identity.rank, host)
     if identity.world_size == 1:
-        return HashStore(), _RankCard(0, host)
+        return HashStore(), _RankAddress(0, host)
     one_node = identity.local_world_size == identity.world_size
     listener = socket.create_server((_LOOPBACK if one_node else "", 0))
     port = listener.getsockname()[1]
     store = TCPStore(
         _LOOPBACK, port, identity.world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    return store, _RankCard(0, host, (_LOOPBACK,) if one_node else _own_addresses(host), port)
+    return store, _RankAddress(0, host, (_LOOPBACK,) if one_node else _own_addresses(host), port)
 
 
 def _own_addresses(host: str) -> tuple[str, ...]:
-    """Return by what other machines may reach this one, the likeliest first."""
+    """Return the addresses and the name by which other machines may reach this one, the likeliest first."""
     found: list[str] = []
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
-        outward.connect(("192.0.2.1", 9))  # sends nothing; an address for documentation, routed as any other
-        found.append(outward.getsockname()[0])
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # an address reserved for documentation; connecting a UDP socket sends nothing
+        found.append(probe.getsockname()[0])
     with contextlib.suppress(OSError):
         found += [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)]
-    return tuple(dict.fromkeys([*(address for address in found if not address.startswith("127.")), host]))
+    remote = [address for address in found if not address.startswith("127.")]
+    return tuple(dict.fromkeys([*remote, host]))
 
 
-def _reach_store(identity: Identity, main: _RankCard, limit_s: float) -> Store:
-    """Communicate with rank 0's store by the first of its addresses that answers."""
+def _connect_store(identity: Identity, main: _RankAddress, limit_s: float) -> Store:
+    """Return a client of rank 0's store at the first of its addresses that accepts a connection."""
     for address in main.addresses:
         try:
             socket.create_connection((address, main.port), timeout=min(_CONNECT_S, limit_s)).close()
@@ -286,20 +295,20 @@ def _reach_store(identity: Identity, main: _RankCard, limit_s: float) -> Store:
             wait_for_workers=False,
         )  # fmt: skip
     raise WorldError(
-        f"rank {identity.rank} on {socket.gethostname()} reaches rank 0 on {main.host} at none of"
+        f"rank {identity.rank} on {socket.gethostname()} cannot reach rank 0 on {main.host} at"
         f" {', '.join(main.addresses)}, port {main.port}",
         code="rendezvous.unreachable",
-        fix="let the machines reach each other, or pass init_method='tcp://host:port'",
+        fix="allow connections between the machines, or pass init_method='tcp://host:port'",
     )
 
 
-def _read_card(data: bytearray) -> _RankCard:
+def _parse_address(data: bytearray) -> _RankAddress:
     rank, host, port, *addresses = bytes(data).rstrip(b"\0").decode().split("\n")
-    return _RankCard(int(rank), host, tuple(addresses), int(port))
+    return _RankAddress(int(rank), host, tuple(addresses), int(port))
 
 
 def _exit_code(error: BaseException) -> int:
-    """Return with which code a process ends that does not catch `error`."""
+    """Return the exit code of a process that does not catch `error`."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
@@ -308,15 +317,16 @@ def _exit_code(error: BaseException) -> int:
 
 
 def rerun_command(argv: Sequence[str]) -> str:
-    """Return in short how a program of these arguments is started: `shardwise train ...`, `python train.py`."""
+    """Return a short form of this program's command line, such as `shardwise train ...` or `python train.py`."""
     program = Path(argv[0])
     if argv[0] in ("", "-c"):
         return "python train.py"
     if program.name == "__main__.py":
-        words = ["python", "-m", program.parent.name, *argv[1:2]]
+        command = ["python", "-m", program.parent.name, *argv[1:2]]
     elif program.suffix == ".py":
-        words = ["python", argv[0]]
+        command = ["python", argv[0]]
     else:
-        words = [program.name, *argv[1:2]]
-    is_whole = words[-1] == argv[-1]
-    return " ".join(words if is_whole else [*words, "..."])
+        command = [program.name, *argv[1:2]]
+    if command[-1] != argv[-1]:
+        command.append("...")
+    return " ".join(command)

@@ -1,4 +1,4 @@
-"""dtypes and reduce operations of MPI for those of torch, and the mpi4py library beneath."""
+"""MPI datatypes and reduce operations for those of torch, and loading of mpi4py."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ CARRIED = {
     torch.complex64: "C_FLOAT_COMPLEX",
     torch.complex128: "C_DOUBLE_COMPLEX",
 }
-"""What MPI reduces as it is, by MPI's names."""
+"""Dtypes that MPI reduces natively, with MPI's names."""
 THROUGH = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-"""What MPI has no name for and is reduced in another dtype, to be rounded once, at the end."""
+"""Dtypes that MPI lacks, with the dtype of their reduction; the result is rounded once, at the end."""
 _OF_SIZE = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
-"""What moves elements of so many bytes: their meaning is nothing to MPI."""
+"""Datatypes that move elements of a size in bytes, whatever their torch dtype."""
 _OPERATIONS = {
     "SUM": "SUM",
     "AVG": "SUM",
@@ -43,28 +43,28 @@ _OPERATIONS = {
     "BXOR": "BXOR",
 }
 _OF_BOOL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR", "BAND": "BAND", "BOR": "BOR", "BXOR": "BXOR"}
-"""What keeps a bool a bool: true and true make true, as nccl has it."""
+"""Operations on bool, whose results stay bool: true + true is true, as in NCCL."""
 _BITWISE = ("BAND", "BOR", "BXOR")
 _SCALING = ("AVG", "PREMUL_SUM")
 _UNSCALED = (torch.uint16, torch.uint32, torch.uint64)
-"""What torch itself cannot multiply or divide on the CPU."""
+"""Dtypes that torch cannot multiply or divide on the CPU."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How MPI reduces one dtype by one operation of torch."""
+    """How MPI implements one reduce operation of torch for one dtype."""
 
     dtype: torch.dtype
-    """What the tensor is carried in."""
+    """Dtype in which the tensor is sent and reduced."""
     datatype: str
     operation: str
     factor: Any = None
-    """What every rank multiplies its tensor by first; None for nothing."""
+    """Factor that every rank multiplies its tensor by first; None means no factor."""
     averages: bool = False
 
 
 def reduction_of(dtype: torch.dtype, reduce_op: Any) -> Reduction:
-    """Return how a tensor of `dtype` is reduced by torch's `reduce_op`; a pair without a meaning is a TypeError."""
+    """Return how MPI reduces tensors of `dtype` by torch's `reduce_op`; raise TypeError if it cannot."""
     name = reduce_op.op.name
     how = _reduction(dtype, name)
     return replace(how, factor=reduce_op.__getstate__()[1]) if name == "PREMUL_SUM" else how
@@ -81,36 +81,38 @@ def _reduction(dtype: torch.dtype, name: str) -> Reduction:
 
 
 def why_not(dtype: torch.dtype, operation: str) -> str:
-    """Return why MPI cannot reduce `dtype` by torch's `operation`, such as "SUM"; empty when it can."""
-    said = f"backend 'mpi' cannot reduce {str(dtype).removeprefix('torch.')} by {operation}"
+    """Return why MPI cannot reduce `dtype` by torch's `operation`, such as "SUM"; "" if it can."""
+    refusal = f"backend 'mpi' cannot reduce {str(dtype).removeprefix('torch.')} by {operation}"
     carried = THROUGH.get(dtype, dtype)
     if carried not in CARRIED:
-        return f"{said}: it reduces {', '.join(str(known).removeprefix('torch.') for known in (*CARRIED, *THROUGH))}"
-    if operation not in (_OF_BOOL if dtype == torch.bool else _OPERATIONS):
-        return f"{said}: it knows {', '.join(_OF_BOOL if dtype == torch.bool else _OPERATIONS)} for it"
+        known = [str(each).removeprefix("torch.") for each in (*CARRIED, *THROUGH)]
+        return f"{refusal}: it reduces {', '.join(known)}"
+    operations = _OF_BOOL if dtype == torch.bool else _OPERATIONS
+    if operation not in operations:
+        return f"{refusal}: it supports {', '.join(operations)} for this dtype"
     if operation in _BITWISE and carried.is_floating_point:
-        return f"{said}: only whole numbers have bits to combine"
+        return f"{refusal}: bitwise operations need integers"
     if operation in _SCALING and carried in _UNSCALED:
-        return f"{said}: torch does not divide or multiply them"
+        return f"{refusal}: torch does not divide or multiply this dtype"
     if carried.is_complex and _OPERATIONS[operation] != "SUM":
-        return f"{said}: complex numbers are only summed, as torch has it"
+        return f"{refusal}: torch reduces complex numbers by sums only"
     return ""
 
 
 def datatype_of(tensor: torch.Tensor) -> str:
-    """Return MPI's name for moving the elements of `tensor`."""
+    """Return the MPI datatype that moves the elements of `tensor`."""
     return _OF_SIZE[tensor.element_size()]
 
 
-# mpi4py and the library of MPI beneath it: whether they are here, and what a process group needs of them.
+# mpi4py and the MPI library underneath.
 
 
 GROUP_NAME = backend_row("mpi").own_name
-"""What torch calls our process group; its own "mpi" cannot be replaced: init_process_group refuses the name."""
+"""Torch's name for this process group; torch reserves "mpi" for builds with MPI and rejects it otherwise."""
 
 
 def load_mpi() -> Any:
-    """Return mpi4py's module MPI with the library started; what is missing is refused with where to get it."""
+    """Return mpi4py's module MPI with MPI initialized; raise with a fix if the library is missing or unusable."""
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
@@ -129,8 +131,8 @@ def load_mpi() -> Any:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise WorldError(
-            "MPI was initialized for one thread, but collectives progress in a second one",
+            "MPI was initialized for one thread, but collectives progress in a second thread",
             code="world.mpi-single-threaded",
-            fix="leave mpi4py.rc.thread_level at 'multiple', or use an MPI that was built with threads",
+            fix="use mpi4py.rc.thread_level = 'multiple', its default, and an MPI library built with thread support",
         )
     return MPI

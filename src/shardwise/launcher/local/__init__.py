@@ -1,1 +1,1 @@
-"""Ranks of one machine: forked or started fresh, supervised, restarted."""
+"""Ranks of one host: started by fork or as new interpreters, supervised and restarted."""

@@ -1,4 +1,4 @@
-"""One launch: attempts of all ranks together, each with a store of its own, until they are done or given up."""
+"""A launch on one host: attempts that start all ranks with a new store, until one succeeds or restarts are used up."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class LocalLaunch:
-    """What to launch on this machine, settled."""
+    """The resolved settings of a launch on this host."""
 
     target: Target
     nproc: int
     max_restarts: int = 0
     run_id: str = "none"
     port: int = 0
-    """Of the first attempt's store; 0 takes a free one."""
+    """Port of the first attempt's store; 0 selects a free port."""
     fork: bool = True
     """Whether ranks may be forked from one parent that has imported torch."""
     on_terminal: tuple[tuple[bool, bool], ...] = ()
-    """By rank, whether (standard output, standard error) stay on the terminal; none by default."""
+    """Per rank, whether (stdout, stderr) are attached to the terminal; empty if none is."""
     grace_s: float = 30.0
-    """Between asking ranks to stop and killing them."""
+    """Seconds from SIGTERM to SIGKILL when ranks are stopped."""
     preload: tuple[str, ...] = ("torch",)
-    """Modules that the fork parent imports; never the user's."""
+    """Modules that the fork parent imports; never the user's modules."""
     record: bool = False
-    """Whether ranks record their collectives in the run directory, for observers."""
+    """Whether ranks record their collectives in the run directory for observers."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What ranks get beside the user's own variables: those of a preset."""
+    """Environment variables of the ranks in addition to the user's, such as those of a preset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """How a launch ended."""
+    """The result of a launch."""
 
     decision: Decision
     outcome: Outcome
-    """Of the last attempt."""
+    """Outcome of the last attempt."""
     restarts: int
 
 
@@ -75,9 +75,9 @@ def launch(
     note: Callable[[str], None] = lambda _: None,
     starter: Starter | None = None,
 ) -> Launched:
-    """Run the target on all ranks, again after failures as the spec allows; nothing is left running after.
+    """Run the target on all ranks and restart them after failures, up to `max_restarts`; all processes end with it.
 
-    `starter` serves several launches and is left open; without one, this launch starts its own.
+    `starter` may be shared by several launches and is not closed; without one, the launch creates a starter.
     """
     environ = node_environment(spec)
     write_variables(run, environ)
@@ -105,24 +105,26 @@ def launch(
 
 
 def node_environment(spec: LocalLaunch) -> dict[str, str]:
-    """Return what all ranks of this machine share."""
+    """Return the environment that all ranks of this host share."""
     return {**base_environment(local_world_size=spec.nproc, cores=usable_cores()), **spec.variables}
 
 
 def write_end(log: LaunchLog, launched: Launched) -> None:
-    """Record how a launch ended, and why if it failed."""
+    """Log the final state of a launch, and the root cause if it failed."""
     decision = launched.decision
     if isinstance(decision, GiveUp):
-        log.verdict(verdict(launched.outcome) or "the ranks were stopped before they were done")
+        log.verdict(verdict(launched.outcome) or "the ranks were stopped before they finished")
         state = "failed"
+    elif launched.outcome.interrupted or decision != Finish():
+        state = "stopped"
     else:
-        state = "stopped" if launched.outcome.interrupted or decision != Finish() else "finished"
+        state = "finished"
     log.finish(state, restarts=launched.restarts)
 
 
 @contextlib.contextmanager
 def starter_for(spec: LocalLaunch, environ: Mapping[str, str], note: Callable[[str], None]) -> Iterator[Starter]:
-    """Choose how ranks are started, and note where it is not by fork."""
+    """Yield the starter of the ranks: by fork if that is safe, else as new interpreters, with a note."""
     if not sys.platform.startswith("linux"):
         yield PlainStarter()
         return
@@ -132,8 +134,8 @@ def starter_for(spec: LocalLaunch, environ: Mapping[str, str], note: Callable[[s
             if not refusal:
                 yield forking
                 return
-            note(f"ranks are started one by one, not forked: {refusal}")
-    # Fresh processes are started by a fork parent too: it takes them along when this process is killed.
+            note(f"ranks are started as new interpreters instead of by fork: {refusal}")
+    # The fork parent starts new interpreters too, because it kills them if this process is killed.
     with ForkStarter.start(environ, (), fresh=True) as starting:
         starting.wait_until_ready()
         yield starting
@@ -148,8 +150,8 @@ def _attempt(
     restarts: int,
     observers: Sequence[Observer],
 ) -> Outcome:
-    """Start a store and all ranks, and wait until the last has ended."""
-    # A fresh server on a fresh port for every attempt: keys of a dead attempt cannot be read by the next.
+    """Start a store and all ranks, and wait until the last rank has exited."""
+    # Each attempt has a new server on a new port, so that it cannot read keys of an earlier attempt.
     with loopback_listener(spec.port if restarts == 0 else 0) as listener:
         port = listener.getsockname()[1]
         store = starter.start_store(listener)
@@ -173,7 +175,7 @@ def _attempt(
 
 @dataclass(frozen=True, kw_only=True)
 class NodeAssignment:
-    """Which ranks of the world of one attempt this node has, and where its store is."""
+    """The ranks of this node in the world of one attempt, and the address of its store."""
 
     world_size: int
     store_host: str
@@ -183,7 +185,7 @@ class NodeAssignment:
     node: int = 0
     num_nodes: int = 1
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Further variables of the ranks, such as which interface to use."""
+    """Additional environment variables of the ranks, such as the network interface."""
 
 
 def start_ranks(
@@ -214,7 +216,7 @@ def start_ranks(
             extra=shared,
         )
         environ |= compile_cache(environ)
-        if "NCCL_DEBUG" in environ:  # beside the output of the rank, not in it, and never in one file with its peers
+        if "NCCL_DEBUG" in environ:  # by default NCCL would log to the rank's standard output
             environ.setdefault("NCCL_DEBUG_FILE", run.nccl_log(rank))
         run.error(rank).unlink(missing_ok=True)
         out, err = spec.on_terminal[local_rank] if spec.on_terminal else (False, False)
@@ -228,26 +230,26 @@ def start_ranks(
 
 
 def write_start(log: LaunchLog, spec: LocalLaunch, assignment: NodeAssignment, ranks: Sequence[RankProcess]) -> None:
-    """Record which ranks this node has started."""
+    """Log the ranks that this node has started."""
     typed = spec.target.typed()
     log.attempt(
         assignment.restarts,
         {process.rank: process.pid for process in ranks},
-        target=shlex.join(typed[: len(typed) - len(spec.target.arguments)]),  # arguments may hold secrets
+        target=shlex.join(typed[: len(typed) - len(spec.target.arguments)]),  # arguments may contain secrets
         world_size=assignment.world_size,
         nodes=assignment.num_nodes,
     )
 
 
 def write_exit(log: LaunchLog, exit_: RankExit) -> None:
-    """Record how a rank ended."""
+    """Log the exit of a rank."""
     log.exit(exit_.rank, exit_.returncode, stopped=exit_.stopped, failure=exit_.failure)
 
 
 def find_failure(run: RunDirectory, rank: int, returncode: int) -> Failure | None:
-    """Return what a rank that ended left behind: its own record, else the exception at the end of its log.
+    """Return the failure that a rank recorded, else the exception at the end of its log; None without either.
 
-    A rank that could write neither, since the disk is full, failed of that.
+    If neither exists because the disk is full, the returned failure states this.
     """
     written = read_failure(run.error(rank))
     if written is not None or returncode not in UNCAUGHT:
@@ -256,10 +258,10 @@ def find_failure(run: RunDirectory, rank: int, returncode: int) -> Failure | Non
 
 
 def describe_lost(starter: Starter, store: RankProcess | None) -> str:
-    """Report which process ended that ranks cannot continue without; empty while all are there.
+    """Return which process required by the ranks has exited, fork parent or store; empty while both run.
 
-    A fork parent that is killed takes the store along, so the store is polled first: a fork parent that ends between
-    the two looks is still named as the cause. `store` is None where another node holds it.
+    A killed fork parent also ends the store. The store is polled first, so that a fork parent that exits between the
+    two polls is still reported as the cause. `store` is None if it runs on a different node.
     """
     returncode = store.poll() if store is not None else None
     store_end = "" if returncode is None else f"the store of this attempt ended with {describe_exit(returncode)}"
@@ -268,16 +270,16 @@ def describe_lost(starter: Starter, store: RankProcess | None) -> str:
 
 @contextlib.contextmanager
 def loopback_listener(port: int) -> Iterator[socket.socket]:
-    """Bind the attempt's port on loopback only; TCPStore by itself would listen on every interface."""
+    """Yield a socket that listens on loopback only; TCPStore would listen on every interface."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((LOOPBACK, port))
         except OSError as error:
             raise LaunchError(
-                f"port {port} is taken ({error.strerror})",
+                f"port {port} is in use ({error.strerror})",
                 code="launch.port-in-use",
-                fix="leave --master-port out, or name another",
+                fix="remove --master-port, or choose a different port",
             ) from None
         listener.listen(2048)
         yield listener

@@ -1,7 +1,7 @@
-"""What a rank of a function runs when it is not a fork of the caller: load the call, make it, keep the result.
+"""The entry point of a rank that runs a pickled function: load the function, call it and store the result.
 
-Ranks of `sw.launch(fn)` and of `bench` are started by our launcher, which reports what they raise; those of mpirun
-write that down themselves, and end with mpirun.
+The launcher starts the ranks of `sw.launch(fn)` and `bench`, and reports the exceptions that they raise. Ranks started
+by mpirun record their exceptions in files and exit with mpirun.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from pathlib import Path
 import cloudpickle
 
 from shardwise.environment import identify
-from shardwise.launcher.local.function import leave_result, portable
+from shardwise.launcher.local.function import picklable, write_result
 
 
 def main(folder: Path, *, by_mpirun: bool) -> None:
-    """Call the function in `folder`, and leave its result or exception there."""
+    """Load the function in `folder`, call it, and write its result or exception to the same directory."""
     if by_mpirun:
-        _end_with(os.getppid())
+        _exit_with(os.getppid())
     call = cloudpickle.loads((folder / "call").read_bytes())
     rank = identify().rank
     if by_mpirun:
-        leave_result(call, rank, folder)
+        write_result(call, rank, folder)
         return
     result = folder / f"{rank}.pickle"
     try:
         result.write_bytes(pickle.dumps(call()))
     except BaseException as error:
-        result.write_bytes(portable(error))
+        result.write_bytes(picklable(error))
         raise
 
 
-def _end_with(parent: int) -> None:
-    """End this process when `parent` does, which a killed mpirun cannot see to.
+def _exit_with(parent: int) -> None:
+    """Start a thread that exits this process when `parent` exits, because a killed mpirun cannot stop its ranks.
 
-    A thread, not the kernel's own signal for it: that one follows the thread which started this process, and Open
-    MPI starts ranks from threads that do not last when they are many.
+    PR_SET_PDEATHSIG is not suitable: it is sent when the thread that started this process ends, and Open MPI starts
+    ranks from short-lived threads.
     """
     if not hasattr(os, "pidfd_open"):
         return
     descriptor = os.pidfd_open(parent)
-    if os.getppid() != parent:  # it ended between our start and the call above
+    if os.getppid() != parent:  # mpirun exited before pidfd_open
         os._exit(1)
 
     def watch() -> None:

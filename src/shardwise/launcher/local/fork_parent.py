@@ -1,7 +1,7 @@
-"""The fork parent: imports torch once, stays single-threaded, forks ranks and the store of an attempt, reaps them.
+"""The fork parent: a single-threaded process that imports torch once, then forks and reaps ranks and stores.
 
-A forked rank runs the user's program as the real `__main__` on the stack of this module: nothing of ours stays open
-but the lines at the end of the file.
+A forked rank runs the user's program as `__main__`. It returns from all functions of this module first, so that only
+the lines at the end of this file remain on its stack.
 """
 
 from __future__ import annotations
@@ -22,18 +22,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.environment import adopt, identify, num_threads
-from shardwise.launcher.local.orders import (
+from shardwise.launcher.local.processes import (
     RENDEZVOUS,
     STORE,
+    STORE_ARGUMENT,
     Ended,
     Order,
     Ready,
     Started,
     StartRank,
     StartRendezvous,
+    StartStore,
+    become_reaper,
+    die_with_parent,
+    ignore_stop_signals,
+    kill_descendants,
 )
-from shardwise.launcher.local.processes import become_reaper, die_with_parent, ignore_stop_signals, kill_descendants
-from shardwise.launcher.local.target import become
+from shardwise.launcher.local.target import set_main
 from shardwise.launcher.nodes.rendezvous import rendezvous_work
 from shardwise.launcher.transport import MessageStream
 from shardwise.recorder import start_record
@@ -41,17 +46,15 @@ from shardwise.recorder.start import listener_variables
 from shardwise.runs import RunDirectory
 from shardwise.runs.directory import make_listener_folder, remove_listener_folder
 from shardwise.runs.failure import describe_failure, write_failure
-from shardwise.torch_private.runtime import was_cuda_used
+from shardwise.torch_private.distributed import was_cuda_used
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import ModuleType
 
-    from shardwise.launcher.local.orders import StartStore
-
 
 class ForkParent:
-    """Serves one supervisor over one socket until that closes; then leaves nothing running."""
+    """Forks processes for one supervisor until it closes the socket, then kills all of them."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel: MessageStream[Order] = MessageStream(channel, Order)
@@ -59,9 +62,9 @@ class ForkParent:
         self._listener_folder = ""
 
     def serve(self, refusal: str) -> Callable[[], None]:
-        """Fork and reap until the supervisor goes away, then end this process; in a child, return what it is to do.
+        """Fork and reap until the supervisor disconnects, then exit; in a forked child, return the function to run.
 
-        `refusal` is why forking is not safe here, for the supervisor to act upon; empty when it is.
+        `refusal` is sent to the supervisor: the reason why forking is not safe, or empty.
         """
         wake_reader, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
@@ -83,7 +86,7 @@ class ForkParent:
                         kill_descendants()
                         if self._listener_folder:
                             remove_listener_folder(self._listener_folder)
-                        os._exit(0)  # nothing of ours is to be flushed, and unloading torch takes 0.1 s
+                        os._exit(0)  # no buffers to flush, and unloading torch takes 0.1 s
                     for order in orders:
                         child = self._fork(order)
                         if child is not None:
@@ -92,9 +95,9 @@ class ForkParent:
                             return child
 
     def _fork(self, order: Order) -> Callable[[], None] | None:
-        """Fork for one order; returns the child's work in the child, None in the parent."""
+        """Fork a process for one order; return its function in the child and None in the parent."""
         if isinstance(order, StartRank) and not self._listener_folder:
-            with contextlib.suppress(OSError):  # a full disk: ranks that need a folder report it themselves
+            with contextlib.suppress(OSError):  # a full disk: ranks that need the directory report it
                 self._listener_folder = make_listener_folder()
         descriptor = None if isinstance(order, StartRank) else self._channel.take_descriptor()
         parent = os.getpid()
@@ -122,28 +125,30 @@ class ForkParent:
                 return
             if pid == 0:
                 return
-            if pid in self._children:  # others are orphans of ranks, adopted because we are their reaper
+            if pid in self._children:  # other pids are orphans of ranks, adopted by this subreaper
                 self._children.discard(pid)
                 self._channel.send(Ended(pid, os.waitstatus_to_exitcode(status)))
 
 
 def _work_of(order: Order, descriptor: int | None, parent: int) -> Callable[[], None]:
-    """Set this fresh fork up for its order, and return what it is to do."""
+    """Set up this forked child for its order and return the function that it runs."""
     if isinstance(order, StartRendezvous):
         return rendezvous_work(order, descriptor, parent)
-    return rank_work(order, parent) if isinstance(order, StartRank) else store_work(order, descriptor, parent)
+    if isinstance(order, StartRank):
+        return rank_work(order, parent)
+    return store_work(order, descriptor, parent)
 
 
 def preload(names: Sequence[str]) -> str:
-    """Import modules that ranks will want; return why ranks must then not be forked from here, empty if they may."""
-    gc.disable()  # a fifth of the time of importing torch with dynamo goes to collections that find nothing
+    """Import modules for the ranks; return the reason why ranks cannot be forked from here, empty if they can."""
+    gc.disable()  # garbage collections take a fifth of the time of importing torch with dynamo, and free nothing
     for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    gc.freeze()  # ranks would only copy these pages to find that nothing in them is garbage
+    gc.freeze()  # a collection in a rank would copy these shared pages without freeing anything
     gc.enable()
-    # numpy's OpenBLAS starts its threads at import, ends them before a fork and starts them anew when it needs them:
-    # after a fork for nothing, whatever thread is left is one that a fork would break.
+    # numpy's OpenBLAS starts threads at import and joins them before a fork. After a trial fork, any remaining thread
+    # is one that does not survive forking.
     pid = os.fork()
     if pid == 0:
         os._exit(was_cuda_used())
@@ -154,18 +159,31 @@ def preload(names: Sequence[str]) -> str:
 
 
 def main() -> Callable[[], None]:
-    """Import what was asked for, then serve the socket whose descriptor is the first argument."""
+    """Import the modules in argv[2:], then serve the socket whose descriptor is argv[1].
+
+    With argv[1] "store", serve one attempt's store instead, for ranks that are not forked: argv[2] is the descriptor of
+    its listening socket, argv[3] the process id of the launcher.
+    """
+    if sys.argv[1] == STORE_ARGUMENT:
+        return _store_of_arguments(*map(int, sys.argv[2:4]))
     ignore_stop_signals()
     channel = socket.socket(fileno=int(sys.argv[1]))
     become_reaper()
     return ForkParent(channel).serve(preload(sys.argv[2:]))
 
 
-# What a forked child does: become the user's program, or serve the store of one attempt.
+def _store_of_arguments(descriptor: int, parent: int) -> Callable[[], None]:
+    listener = socket.socket(fileno=descriptor)
+    host, port = listener.getsockname()[:2]
+    listener.detach()
+    return store_work(StartStore(port, host), descriptor, parent)
+
+
+# The functions of forked children: run the user's program, or serve the store of one attempt.
 
 
 def rank_work(order: StartRank, parent: int) -> Callable[[], None]:
-    """Set this fresh fork up as a rank, and return what runs its target."""
+    """Set up this forked child as a rank and return the function that runs its target."""
     os.setpgid(0, 0)
     die_with_parent(parent)
     for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1):
@@ -177,11 +195,11 @@ def rank_work(order: StartRank, parent: int) -> Callable[[], None]:
         argv = order.target.argv()
         environ = dict(order.environ)
         if order.record:
-            with contextlib.suppress(OSError):  # a full disk, which the fork parent did not get one from either
+            with contextlib.suppress(OSError):  # a full disk, on which the fork parent could not create one either
                 environ |= listener_variables(make_listener_folder())
         os.execvpe(argv[0], argv, environ)  # noqa: S606 - the program the user named
     adopt(order.environ)
-    _settle_libraries(order.environ)
+    _configure_libraries(order.environ)
     if order.record:
         start_record(RunDirectory(Path(order.record)), order.rank, identify().world_size)
     return partial(_run, order)
@@ -192,7 +210,7 @@ def _redirect(order: StartRank) -> None:
         if path is not None:
             with Path(path).open("ab") as file:
                 os.dup2(file.fileno(), descriptor)
-        # The output of a rank is seen when it is written, as on a terminal, though it may go to a file.
+        # Line buffering also for files, so that the launcher can copy the output as it is written.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     null = os.open(os.devnull, os.O_RDONLY)
     if order.stdout is not None:
@@ -200,59 +218,59 @@ def _redirect(order: StartRank) -> None:
     os.close(null)
 
 
-def _settle_libraries(environ: Mapping[str, str]) -> None:
-    """Bring what libraries read at import in line with this rank: threads, debug level, random state."""
+def _configure_libraries(environ: Mapping[str, str]) -> None:
+    """Apply this rank's environment to libraries that read it at import: threads, debug level, random seed."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(num_threads() or torch.get_num_threads())
         if torch.distributed.is_available():
             torch.distributed.set_debug_level_from_env()
-        torch.default_generator.seed()  # a fresh interpreter draws its own: ranks that do not seed differ
+        torch.default_generator.seed()  # as in a new interpreter: ranks that do not seed have different seeds
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed()  # likewise; Python's `random` does so after a fork by itself
+        numpy.random.seed()  # Python's `random` reseeds after a fork without help
         if "OPENBLAS_NUM_THREADS" not in environ:
-            _settle_blas(numpy)
+            _limit_blas_threads(numpy)
 
 
-def _settle_blas(numpy: ModuleType) -> None:
-    """Give numpy's OpenBLAS, which counted its threads when it was loaded, the number that this rank is to have."""
+def _limit_blas_threads(numpy: ModuleType) -> None:
+    """Set the number of threads of numpy's OpenBLAS, which chose it when the fork parent imported numpy."""
     threads = num_threads()
     for path in Path(str(numpy.__file__)).parents[1].glob("numpy.libs/*openblas*"):
         blas = ctypes.CDLL(str(path))
-        with contextlib.suppress(AttributeError):  # a build with other names keeps what it has
+        with contextlib.suppress(AttributeError):  # a build with different symbol names keeps its number
             if threads and blas.scipy_openblas_get_num_threads64_() > threads:
                 blas.scipy_openblas_set_num_threads64_(threads)
 
 
 def _run(order: StartRank) -> None:
     try:
-        code = become(order.target)  # type: ignore[arg-type]  # programs are always fresh
+        code = set_main(order.target)  # type: ignore[arg-type]  # programs are always fresh
         exec(code, sys.modules["__main__"].__dict__)  # noqa: S102 - running the user's script is the job
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001 - written down for the supervisor, then shown as Python shows it
-        own = error.__traceback__
-        while own is not None and Path(own.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
-            own = own.tb_next  # our frames tell the user nothing
-        error = error.with_traceback(own)
-        with contextlib.suppress(OSError):  # a full disk: the terminal may still show it
+    except BaseException as error:  # noqa: BLE001 - recorded for the supervisor, then printed as Python does
+        frames = error.__traceback__
+        while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+            frames = frames.tb_next  # hide the launcher's frames from the user
+        error = error.with_traceback(frames)
+        with contextlib.suppress(OSError):  # a full disk: the terminal still shows the exception
             write_failure(Path(order.failure), describe_failure(error, order.rank))
-        sys.last_value = error  # as Python leaves it after an exception that nobody caught
-        sys.excepthook(type(error), error, own)  # torch's own puts the rank before each line
+        sys.last_value = error  # as Python sets it after an uncaught exception
+        sys.excepthook(type(error), error, frames)  # torch's hook prefixes each line with the rank
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def store_work(order: StartStore, descriptor: int | None, parent: int | None = None) -> Callable[[], None]:
-    """Return what serves one attempt's store on a socket the supervisor has bound, until the parent is gone."""
+    """Return a function that serves one attempt's store on the bound socket `descriptor` until the parent exits."""
     if parent is not None:
         die_with_parent(parent)
-    ignore_stop_signals()  # it ends with its attempt, not before
+    ignore_stop_signals()  # the store ends with its attempt
 
     def serve() -> None:
         import torch.distributed as dist
 
-        # The port is the supervisor's own socket: bound to one interface, where TCPStore itself would take all.
+        # The supervisor's socket is bound to one interface; TCPStore would bind all of them.
         store = dist.TCPStore(  # type: ignore[attr-defined]
             order.host,
             order.port,
@@ -268,6 +286,6 @@ def store_work(order: StartStore, descriptor: int | None, parent: int | None = N
 
 
 if __name__ == "__main__":
-    # A child comes back with its work and does it here, at the top of the interpreter, so that
-    # the interpreter then ends as it always does: atexit handlers, threads joined, buffers flushed.
+    # A forked child returns its function and runs it at the top level, so that the interpreter exits normally:
+    # it calls atexit handlers, joins threads and flushes buffers.
     main()()

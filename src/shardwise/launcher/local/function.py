@@ -1,4 +1,4 @@
-"""Running a function on forked or fresh ranks of this machine, from a script or a notebook, as mp.spawn does."""
+"""Run a function on ranks of this host, from a script or a notebook, similar to torch.multiprocessing.spawn."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from shardwise.environment import adopt, rank_environment
 from shardwise.errors import LaunchError, RankFailedError
 from shardwise.launcher.local.attempts import LOOPBACK, LocalLaunch, launch, loopback_listener
 from shardwise.launcher.local.fork_parent import store_work
-from shardwise.launcher.local.orders import STORE, StartStore
-from shardwise.launcher.local.processes import RankProcess, start_fork
+from shardwise.launcher.local.processes import STORE, RankProcess, StartStore, start_fork
 from shardwise.launcher.local.supervise import Outcome, supervise
 from shardwise.launcher.local.target import Module
 from shardwise.launcher.policy import RankExit, root_cause
@@ -28,7 +27,7 @@ from shardwise.runs import RunDirectory, Tail, create_run
 from shardwise.runs.console import INTERRUPTED, describe_exit
 from shardwise.runs.directory import use_listener_folder
 from shardwise.runs.failure import describe_failure, read_failure, write_failure
-from shardwise.torch_private.runtime import was_cuda_used
+from shardwise.torch_private.distributed import was_cuda_used
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,20 +35,20 @@ if TYPE_CHECKING:
     from shardwise.launcher.local.starters import Starter
 
 
-_NOTHING: Mapping[str, str] = MappingProxyType({})
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 _DUMP_S = 0.3
-"""Time for a stuck rank to write its stacks before it is killed."""
+"""Seconds for a hung rank to dump its stacks before it is killed."""
 
 
 def run_forked(
-    body: Callable[[int], Any], nproc: int, *, timeout_s: float | None, extra: Mapping[str, str] = _NOTHING
+    body: Callable[[int], Any], nproc: int, *, timeout_s: float | None, extra: Mapping[str, str] = _NO_VARIABLES
 ) -> list[Any]:
     """Run `body(rank)` in `nproc` forks of this process and return the results by rank.
 
-    The first failing rank's exception is raised here, with its traceback as a note. Results and exceptions
-    travel by pickle; closures need not. `extra` are environment variables for all ranks.
+    The exception of the first rank that failed is raised here, with its traceback as a note. Results and exceptions
+    are pickled, `body` is not. `extra` contains environment variables for all ranks.
     """
-    # As short as multiprocessing's own "pymp-": a Unix socket of a listener in it may have a path of 107 bytes.
+    # The prefix is short because the path of a Unix socket in this directory is limited to 107 bytes.
     with tempfile.TemporaryDirectory(prefix="rank-") as name:
         folder = Path(name)
         processes = [
@@ -66,37 +65,37 @@ def run_forked(
 
 
 def _child(body: Callable[[int], Any], rank: int, nproc: int, folder: Path, extra: Mapping[str, str]) -> int:
-    use_listener_folder(str(folder))  # the parent removes it, also after a kill
+    use_listener_folder(str(folder))  # the parent removes it, even if this rank is killed
     adopt(rank_environment(rank=rank, world_size=nproc, local_rank=rank, local_world_size=nproc, extra=extra))
     torch = sys.modules.get("torch")
     if torch is not None:
-        # OMP's threads did not survive the fork: a first parallel region in the child would wait for them.
+        # OpenMP threads do not survive the fork: the first parallel region in the child would wait for them.
         torch.set_num_threads(1)
-    leave_result(lambda: body(rank), rank, folder)
+    write_result(lambda: body(rank), rank, folder)
     return 0
 
 
-def leave_result(call: Callable[[], Any], rank: int, folder: Path) -> None:
-    """Make the call of one rank and leave its result in `folder`; a rank that raises leaves that, and ends here."""
+def write_result(call: Callable[[], Any], rank: int, folder: Path) -> None:
+    """Run `call()` and write its result to `folder`; if it raises, write the exception and exit the process."""
     with (folder / f"{rank}.stacks").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         result = folder / f"{rank}.pickle"
         try:
             result.write_bytes(pickle.dumps(call()))
-        except BaseException as error:  # noqa: BLE001 - handed to the parent, which raises it
-            result.write_bytes(portable(error))
+        except BaseException as error:  # noqa: BLE001 - raised by the parent
+            result.write_bytes(picklable(error))
             write_failure(folder / f"{rank}.json", describe_failure(error, rank))
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # here: letting go of the frames may wait for peers (DDP's destructor does)
+            os._exit(1)  # without unwinding: destructors such as DDP's may wait for peers
 
 
-def portable(error: BaseException) -> bytes:
-    """Pickle an exception, or a description of one that cannot be unpickled."""
+def picklable(error: BaseException) -> bytes:
+    """Pickle an exception, or a RankFailedError with its message if it cannot be unpickled."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)  # noqa: S301 - our own bytes: some exceptions pickle but do not unpickle
-    except Exception:  # noqa: BLE001 - any class may break in any way here
+    except Exception:  # noqa: BLE001 - __reduce__ of a user's class may raise anything
         return pickle.dumps(RankFailedError(f"{type(error).__name__}: {error}", code="launch.rank-failed"))
     return data
 
@@ -108,25 +107,32 @@ def dump_stacks(process: RankProcess) -> None:
 
 
 def take_results(outcome: Outcome, nproc: int, folder: Path, timeout_s: float | None) -> list[Any]:
-    """Return what the ranks of `outcome` left in `folder`, by rank, or raise what the first that failed raised."""
+    """Return the results in `folder` by rank, or raise the exception of the first rank that failed."""
     if outcome.interrupted:
         raise KeyboardInterrupt(INTERRUPTED)
     if outcome.timed_out:
-        stacks = "\n".join(f"rank {rank}:\n{(folder / f'{rank}.stacks').read_text()}" for rank in outcome.timed_out)
+        stacks = "\n".join(_read_stacks(folder, rank) for rank in outcome.timed_out)
         ranks = ", ".join(map(str, outcome.timed_out))
         raise RankFailedError(
-            f"ranks {ranks} were still running after {timeout_s} s\n{stacks}", code="launch.rank-timeout"
+            f"ranks {ranks} did not finish within {timeout_s} s\n{stacks}", code="launch.rank-timeout"
         )
     cause = root_cause(outcome.exits)
     if cause is not None:
         raise_failure(cause, folder / f"{cause.rank}.pickle")
     if any(exit_.stopped for exit_ in outcome.exits):
-        raise RankFailedError("the ranks were stopped before they were done", code="launch.ranks-stopped")
+        raise RankFailedError("the ranks were stopped before they finished", code="launch.ranks-stopped")
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(nproc)]  # noqa: S301 - our own child wrote it
 
 
+def _read_stacks(folder: Path, rank: int) -> str:
+    try:
+        return f"rank {rank}:\n{(folder / f'{rank}.stacks').read_text()}"
+    except FileNotFoundError:
+        return f"rank {rank} had not started the function"
+
+
 def raise_failure(cause: RankExit, path: Path) -> NoReturn:
-    """Raise the exception that a rank left at `path`, its traceback as a note; or an error with its exit code."""
+    """Raise the pickled exception at `path` with the rank's traceback as a note, or an error with its exit code."""
     if cause.failure is None or not path.exists():
         raise RankFailedError(
             f"rank {cause.rank} ended with {describe_exit(cause.returncode)}", code="launch.rank-exited"
@@ -139,34 +145,34 @@ def raise_failure(cause: RankExit, path: Path) -> NoReturn:
 def launch_function(fn: Callable[..., Any], *args: Any, nproc: int = 2, **kwargs: Any) -> list[Any]:
     """Run `fn(*args, **kwargs)` on `nproc` ranks of this machine and return its results by rank.
 
-    Ranks have torchrun's variables, so `sw.world()` and `init_process_group()` work inside. They are forks of this
-    process where that is clean, else of a fresh one (a notebook has threads), and then `fn` travels by cloudpickle.
-    The first failing rank's exception is raised here.
+    Ranks have torchrun's environment variables, so `fn` can call `sw.world()` or `init_process_group()`. They are
+    forked from this process if that is safe, else from a new process (a notebook has threads), to which `fn` is sent
+    with cloudpickle. The exception of the first rank that failed is raised here.
     """
     if not isinstance(nproc, int) or nproc < 1:
         raise LaunchError(
-            f"launch(nproc={nproc!r})", code="launch.nproc-invalid", fix="give a whole number of at least 1"
+            f"nproc must be a positive integer, got {nproc!r}", code="launch.nproc-invalid", fix="pass nproc=2"
         )
-    if _may_fork_here():
-        return _from_here(lambda: fn(*args, **kwargs), nproc)
+    if _is_fork_safe():
+        return _run_forked_with_store(lambda: fn(*args, **kwargs), nproc)
     return run_fresh(partial(fn, *args, **kwargs), nproc, shows_output=True)
 
 
-def _may_fork_here() -> bool:
-    """Whether children of this process would be sound: one thread, CUDA untouched, no process group of its own.
+def _is_fork_safe() -> bool:
+    """Return whether this process has one thread, no CUDA context and no process group, so that forks of it work.
 
-    MLX computes in a thread that Python does not count, and a fork without it waits without limit.
+    MLX is excluded because it computes in a native thread, without which a forked child waits without limit.
     """
     if not sys.platform.startswith("linux") or threading.active_count() > 1 or "mlx.core" in sys.modules:
         return False
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return True
-    started = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not (started or was_cuda_used())
+    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not (is_initialized or was_cuda_used())
 
 
-def _from_here(call: Callable[[], Any], nproc: int) -> list[Any]:
+def _run_forked_with_store(call: Callable[[], Any], nproc: int) -> list[Any]:
     with loopback_listener(0) as listener:
         port, descriptor = listener.getsockname()[1], listener.fileno()
 
@@ -190,10 +196,10 @@ def run_fresh(
     starter: Starter | None = None,
     shows_output: bool = False,
 ) -> list[Any]:
-    """Make `call()` on `nproc` ranks that share nothing with this process, and return its results by rank.
+    """Run `call()` on `nproc` ranks that are not forks of this process, and return the results by rank.
 
-    It travels by cloudpickle. The first failing rank's exception is raised here. `starter` serves several calls;
-    without one, this call starts its own, which imports `preload` once for all ranks.
+    `call` is sent with cloudpickle. The exception of the first rank that failed is raised here. `starter` may be
+    shared by several calls; without one, this call creates a starter, which imports `preload` once for all ranks.
     """
     import cloudpickle
 
@@ -202,19 +208,19 @@ def run_fresh(
         (folder / "call").write_bytes(cloudpickle.dumps(call))
         run = create_run(folder / "run", "launch")
         target = Module("shardwise.launcher.local.call", (name,))
-        observers = [_Echo(run, nproc)] if shows_output else []
+        observers = [_OutputCopier(run, nproc)] if shows_output else []
         spec = LocalLaunch(target=target, nproc=nproc, preload=preload)
         outcome = launch(spec, run, observers=observers, starter=starter).outcome
         return take_results(outcome, nproc, folder, None)
 
 
-class _Echo:
-    """Shows what ranks print through sys.stdout, which a notebook has its own of."""
+class _OutputCopier:
+    """Copies the output of the ranks to sys.stdout, which a notebook replaces."""
 
     def __init__(self, run: RunDirectory, nproc: int) -> None:
         self._tails = [Tail(path(rank)) for rank in range(nproc) for path in (run.stdout, run.stderr)]
 
     def tick(self) -> None:
-        """Show what is new."""
+        """Copy new output."""
         for tail in self._tails:
             sys.stdout.write(tail.read().decode(errors="replace"))

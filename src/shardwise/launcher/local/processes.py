@@ -1,4 +1,4 @@
-"""Processes of one machine's ranks, which never outlive their launcher, and the compile cache they share."""
+"""Processes of the ranks of one host, and the messages between their supervisor and the fork parent."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from shardwise.environment import cache_directory
+from shardwise.launcher.local.target import (
+    Module,  # noqa: TC001 - read at run time by msgspec
+    Program,  # noqa: TC001 - read at run time by msgspec
+    Script,  # noqa: TC001 - read at run time by msgspec
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class RankProcess:
-    """One running rank: its process group, and how it ended."""
+    """The process of one rank, which leads a process group, and its exit code."""
 
     def __init__(self, rank: int, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
         self.rank = rank
@@ -35,7 +41,7 @@ class RankProcess:
         self._returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code once it ended (negative: signal), else None."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         if self._popen is not None:
             return self._popen.poll()
         if self._returncode is None:
@@ -45,13 +51,13 @@ class RankProcess:
         return self._returncode
 
     def end(self) -> None:
-        """Kill the rank and whatever it started, and wait until it is gone."""
+        """Kill the rank and its process group, and wait until it has exited."""
         self.signal(signal.SIGKILL)
         while self.poll() is None:
             time.sleep(0.001)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the rank and to whatever it started."""
+        """Send a signal to the rank and its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
@@ -59,7 +65,7 @@ class RankProcess:
 def start_program(
     rank: int, argv: Sequence[str], environ: Mapping[str, str], *, stdout: Path | None, stderr: Path | None
 ) -> RankProcess:
-    """Start a program as one rank in its own process group, its output appended to files; None is the terminal."""
+    """Start a program as one rank in a new process group; append its output to files, or to the terminal if None."""
     with contextlib.ExitStack() as files:
         out, err = (None if path is None else files.enter_context(path.open("ab")) for path in (stdout, stderr))
         popen = subprocess.Popen(
@@ -75,14 +81,14 @@ def start_program(
 
 
 def start_fork(rank: int, body: Callable[[], int]) -> RankProcess:
-    """Fork this process; the child runs `body` and exits with what it returns."""
+    """Fork this process; the child runs `body()` and exits with the code that it returns."""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
     pid = os.fork()
     if pid:
         with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpgid(pid, pid)  # also done by the child: whichever comes first
+            os.setpgid(pid, pid)  # in parent and child, because either may run first
         return RankProcess(rank, pid)
     code = 1
     try:
@@ -93,7 +99,7 @@ def start_fork(rank: int, body: Callable[[], int]) -> RankProcess:
         if not ignores_hangup():
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
         code = body()
-    except BaseException:  # noqa: BLE001 - the child must end here, whatever happened
+    except BaseException:  # noqa: BLE001 - the child must not return to the caller's stack
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -102,38 +108,38 @@ def start_fork(rank: int, body: Callable[[], int]) -> RankProcess:
 
 
 def ignores_hangup() -> bool:
-    """Whether this process ignores SIGHUP, as nohup has the programs that it starts do; their children do too."""
+    """Return whether this process ignores SIGHUP, as under nohup; child processes inherit that."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def ignore_stop_signals() -> None:
-    """Leave it to the supervisor what a signal means; SLURM sends its own to every process of a step."""
+    """Ignore stop signals, which SLURM sends to every process of a step; the supervisor handles them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies (Linux; elsewhere the launcher's stop is all)."""
+    """Request that the kernel kill this process when its parent exits (Linux only)."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died between our start and the call above
+    if os.getppid() != parent_pid:  # the parent exited before prctl
         os._exit(1)
 
 
 def become_reaper() -> None:
-    """Have orphans of our descendants handed to this process, so that it can find and end them (Linux)."""
+    """Make this process the subreaper of its descendants, so that it can find and kill orphans (Linux only)."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_descendants() -> None:
-    """Kill every descendant of this process, again and again until none is left (Linux)."""
+    """Kill all descendants of this process, repeatedly until none remains (Linux only)."""
     if not sys.platform.startswith("linux"):
         return
     quiet = 0
-    while quiet < 2:  # looks in a row that found none: a process may change parents while we look
+    while quiet < 2:  # two scans without a process, because one may change its parent during a scan
         pids = _descendants(os.getpid())
         quiet = 0 if pids else quiet + 1
         for pid in pids:
@@ -146,7 +152,7 @@ def kill_descendants() -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return running descendants from /proc; zombies wait for their own parent."""
+    """Return the pids of running descendants from /proc, without zombies."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -163,38 +169,37 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-# Where compiled graphs are kept, so that the second run of a job compiles nothing.
+# The compile cache, so that the second run of a job compiles nothing.
 
 
-FOLDER = "TORCHINDUCTOR_CACHE_DIR"
-"""torch keeps graphs, kernels and what autograd made of them there, for all ranks of a machine; by default in /tmp,
-which is emptied by restarts, and by some clusters after every job."""
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""torch's directory of compiled graphs and kernels for all ranks of a host. Its default is in /tmp, which reboots and
+some clusters clear."""
 _ELF = struct.Struct("<4s36xQ10xHH2x")
-"""Magic, and where the table of sections is, which is last in a file: its offset, size of an entry, entries."""
+"""The ELF magic, and offset, entry size and length of the section table, which is at the end of the file."""
 _LINKED_S = 60.0
-"""A younger library may be one that is being linked."""
+"""Age in seconds below which a library may still be written by a linker."""
 
 
 def compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank that keep its compiled graphs with the user's other caches.
+    """Return the environment variable that places a rank's compiled graphs in the user's cache directory.
 
-    None where the user has named a folder, or where theirs cannot be written. Libraries that a run was killed over
-    while it linked them are removed: torch takes a library that is there for a whole one, and every later run would
-    end with "file too short".
+    Empty if the user has set it or the directory is not writable. Truncated libraries, left by a run that was killed
+    while it linked them, are removed: torch would load them, and every later run would fail with "file too short".
     """
     folder = cache_directory(environ) / "compiled"
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110 - Path.exists raises where a folder above may not be entered
-    if FOLDER in environ or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110 - Path.exists raises if a parent is not accessible
+    if CACHE_VARIABLE in environ or not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return {}
     for library in folder.glob("*/*.so") if sys.platform == "linux" else ():
-        with contextlib.suppress(OSError):  # somebody else has removed it
-            if _is_torn(library):
+        with contextlib.suppress(OSError):  # a different process removed it
+            if _is_truncated(library):
                 library.unlink()
-    return {FOLDER: str(folder)}
+    return {CACHE_VARIABLE: str(folder)}
 
 
-def _is_torn(library: Path) -> bool:
-    """Whether a library ends before its last section, and nobody is writing it."""
+def _is_truncated(library: Path) -> bool:
+    """Return whether a library ends before its section table and is too old to be still written."""
     about = library.stat()
     if time.time() - about.st_mtime < _LINKED_S:
         return False
@@ -204,3 +209,92 @@ def _is_torn(library: Path) -> bool:
         return True
     magic, offset, entry_bytes, entries = _ELF.unpack(head)
     return bool(magic != b"\x7fELF" or about.st_size < offset + entry_bytes * entries)
+
+
+class StartRank(msgspec.Struct, frozen=True, tag="start"):
+    """The order to fork one rank."""
+
+    rank: int
+    target: Script | Module | Program
+    environ: dict[str, str]
+    stdout: str | None
+    """File to append to; None for the terminal."""
+    stderr: str | None
+    failure: str
+    """File to which the rank writes its uncaught exception."""
+    record: str = ""
+    """Run directory in which the rank records its collectives; empty if it does not record."""
+    fresh: bool = False
+    """Whether the fork executes a new interpreter or program."""
+    ignore_hangup: bool = False
+    """Whether the rank ignores SIGHUP, as the launcher does under nohup."""
+
+
+class StartStore(msgspec.Struct, frozen=True, tag="store"):
+    """The order to fork the server of one attempt's store; its listening socket is sent with the order."""
+
+    port: int
+    host: str = "127.0.0.1"
+
+
+class StartRendezvous(msgspec.Struct, frozen=True, tag="rendezvous"):
+    """Request to fork a process that joins torch's rendezvous and reports on the socket sent with the request."""
+
+    host: str
+    """Host of the round's store."""
+    port: int
+    run_id: str
+    node: int
+    """Number of this node; ranks are assigned in the order of node numbers."""
+    nproc: int
+    least: int
+    most: int
+    join_s: float
+    last_call_s: float
+    environ: dict[str, str]
+    key: str = ""
+    """Key with which the nodes sign the rendezvous state."""
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """The report that a child was started: a rank, the store (rank -1) or a rendezvous (rank -2)."""
+
+    rank: int
+    pid: int
+    listener_folder: str = ""
+    """For a rank, the directory of multiprocessing's listener sockets; removed after all ranks have exited."""
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """The report that a child exited."""
+
+    pid: int
+    returncode: int
+    """The exit code, or the negated number of the signal that terminated the child."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The report that the imports are done, with the reason why forking is not safe, if there is one."""
+
+    refusal: str = ""
+
+
+Order = StartRank | StartStore | StartRendezvous
+Report = Started | Ended | Ready
+
+STORE = -1
+"""Rank number that represents the process of the store."""
+STORE_ARGUMENT = "store"
+"""First argument of `fork_parent` if it serves one attempt's store in a process that is not forked."""
+KEY_VARIABLE = "SHARDWISE_RENDEZVOUS_KEY"
+"""Environment variable that passes the rendezvous key to a process that is not forked."""
+RENDEZVOUS = -2
+"""Rank number that represents the process of a rendezvous."""
+
+
+class RendezvousResult(msgspec.Struct, frozen=True, tag="result"):
+    """The result of a rendezvous: the nodes that joined, in the order of their ranks, or the reason for its failure."""
+
+    nodes: tuple[int, ...] = ()
+    nprocs: tuple[int, ...] = ()
+    refusal: str = ""

@@ -1,4 +1,4 @@
-"""Two ways to start ranks: forked from one parent that has imported torch, or each as a fresh process."""
+"""Starters of ranks: by fork from one parent that has imported torch, or each as a new process."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from typing import TYPE_CHECKING, Protocol, Self
 import msgspec
 
 from shardwise.errors import LaunchError
-from shardwise.launcher.local.orders import (
+from shardwise.launcher.local.processes import (
     KEY_VARIABLE,
     RENDEZVOUS,
     STORE,
+    STORE_ARGUMENT,
     Ended,
     Order,
+    RankProcess,
     Ready,
     Report,
     Started,
     StartRank,
     StartRendezvous,
     StartStore,
+    ignores_hangup,
+    start_program,
 )
-from shardwise.launcher.local.processes import RankProcess, ignores_hangup, start_program
 from shardwise.launcher.transport import MessageStream
 from shardwise.recorder.start import record_variables
 from shardwise.runs.console import describe_exit
@@ -46,7 +49,7 @@ _END_S = 10
 
 
 class Starter(Protocol):
-    """Starts the ranks and the stores of every attempt of one launch."""
+    """The interface that starts the ranks and stores of all attempts of a launch."""
 
     def start_rank(
         self, rank: int, target: Target, environ: Mapping[str, str], *, output: Output, failure: Path
@@ -57,51 +60,52 @@ class Starter(Protocol):
         """Start the server of one attempt's store on a bound socket."""
 
     def start_rendezvous(self, order: StartRendezvous, answer: socket.socket) -> RankProcess:
-        """Start a process that joins the other nodes and reports on `answer` who joined."""
+        """Start a process that joins the rendezvous and reports the nodes that joined on `answer`."""
 
     @property
     def lost(self) -> str:
-        """What ended, and the ranks with it; empty while all is well."""
+        """Description of the required process that exited; empty while all run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Where a rank's output goes; None is the terminal."""
+    """The output files of a rank; None for the terminal."""
 
     stdout: Path | None
     stderr: Path | None
     record: Path | None = None
-    """Run directory in which it records its collectives; None for no record."""
+    """Run directory in which the rank records its collectives; None if it does not record."""
 
 
-def _of_a_fresh_process(environ: Mapping[str, str], output: Output, failure: Path) -> dict[str, str]:
-    """Return the environment of a rank that is a fresh interpreter or program, and so gets no order."""
+def _new_process_environment(environ: Mapping[str, str], output: Output, failure: Path) -> dict[str, str]:
+    """Return the environment of a rank that is a new interpreter or program, with its settings as variables."""
     record = {} if output.record is None else record_variables(environ, output.record)
     return {**environ, **record, "TORCHELASTIC_ERROR_FILE": str(failure.with_suffix(".record.json"))}
 
 
 class PlainStarter:
-    """Every rank is a process started from here: for systems other than Linux, which lack what forking needs."""
+    """Starts every rank as a child process; for systems other than Linux, on which forking is not supported."""
 
     lost = ""
 
     def start_rank(
         self, rank: int, target: Target, environ: Mapping[str, str], *, output: Output, failure: Path
     ) -> RankProcess:
-        """Start one rank as its own process."""
-        environ = _of_a_fresh_process(environ, output, failure)
+        """Start one rank as a child process."""
+        environ = _new_process_environment(environ, output, failure)
         return start_program(rank, target.argv(), environ, stdout=output.stdout, stderr=output.stderr)
 
     def start_store(self, listener: socket.socket) -> RankProcess:
-        """Start a process that serves the store; it imports torch while the ranks do."""
+        """Start a process that serves the store; it imports torch at the same time as the ranks."""
         descriptor = listener.fileno()
-        argv = [sys.executable, "-m", "shardwise.launcher.local.store_process", str(descriptor), str(os.getpid())]
+        arguments = [STORE_ARGUMENT, str(descriptor), str(os.getpid())]
+        argv = [sys.executable, "-m", "shardwise.launcher.local.fork_parent", *arguments]
         popen = subprocess.Popen(argv, pass_fds=[descriptor], process_group=0)
         return RankProcess(STORE, popen.pid, popen)
 
     def start_rendezvous(self, order: StartRendezvous, answer: socket.socket) -> RankProcess:
-        """Start a process that joins the other nodes; it imports torch first."""
-        # Environment and key are passed as an environment: command lines can be read by every user of the machine.
+        """Start a process that imports torch and joins the rendezvous."""
+        # The key is passed in the environment, because every user of the host can read command lines.
         bare = msgspec.structs.replace(order, environ={}, key="")
         arguments = [msgspec.json.encode(bare).decode(), str(answer.fileno()), str(os.getpid())]
         argv = [sys.executable, "-m", "shardwise.launcher.nodes.rendezvous", *arguments]
@@ -111,10 +115,10 @@ class PlainStarter:
 
 
 class ForkStarter:
-    """Ranks are forks of one process that has imported torch: N ranks cost one import, a restart costs none."""
+    """Forks ranks from one process that has imported torch: N ranks need one import, and a restart needs none."""
 
     def __init__(self, channel: socket.socket, parent: subprocess.Popen[bytes], *, fresh: bool = False) -> None:
-        """Send orders to the fork parent at the other end of `channel`; `fresh` ranks are new interpreters."""
+        """Use the fork parent connected to `channel`; if `fresh`, it starts ranks as new interpreters."""
         self._channel: MessageStream[Report] = MessageStream(channel, Report)
         self._socket = channel
         self._parent = parent
@@ -127,12 +131,12 @@ class ForkStarter:
 
     @classmethod
     def start(cls, environ: Mapping[str, str], preload: Sequence[str], *, fresh: bool = False) -> Self:
-        """Start a fork parent; it imports while this process continues."""
+        """Start a fork parent, which imports `preload` in the background."""
         ours, theirs = socket.socketpair()
         with theirs:
             descriptor = theirs.fileno()
             argv = [sys.executable, "-m", "shardwise.launcher.local.fork_parent", str(descriptor), *preload]
-            # It must not die of a signal that comes before it can ignore it; so it begins with that blocked.
+            # SIGUSR1 is blocked until the fork parent ignores it, so that it is not killed during its start.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
             try:
                 parent = subprocess.Popen(argv, env=dict(environ), pass_fds=[descriptor], process_group=0)
@@ -141,7 +145,7 @@ class ForkStarter:
         return cls(ours, parent, fresh=fresh)
 
     def wait_until_ready(self) -> str:
-        """Wait for the imports; return why forking is not safe here, empty when it is."""
+        """Wait for the imports; return the reason why forking is not safe, empty if it is."""
         while self._refusal is None:
             self._wait()
         return self._refusal
@@ -149,10 +153,10 @@ class ForkStarter:
     def start_rank(
         self, rank: int, target: Target, environ: Mapping[str, str], *, output: Output, failure: Path
     ) -> RankProcess:
-        """Order one rank."""
+        """Fork one rank."""
         stdout, stderr = (None if path is None else str(path) for path in (output.stdout, output.stderr))
         if self._fresh:
-            environ = _of_a_fresh_process(environ, output, failure)
+            environ = _new_process_environment(environ, output, failure)
         record = "" if output.record is None else str(output.record)
         order = StartRank(
             rank, target, dict(environ), stdout, stderr, str(failure), record, self._fresh, ignores_hangup()
@@ -160,40 +164,40 @@ class ForkStarter:
         return self._order(rank, order)
 
     def start_store(self, listener: socket.socket) -> RankProcess:
-        """Order the server of one attempt's store."""
+        """Fork the server of one attempt's store."""
         host, port = listener.getsockname()[:2]
         return self._order(STORE, StartStore(port, host), [listener.fileno()])
 
     def start_rendezvous(self, order: StartRendezvous, answer: socket.socket) -> RankProcess:
-        """Order a process that joins the other nodes."""
+        """Fork a process that joins the rendezvous."""
         return self._order(RENDEZVOUS, order, [answer.fileno()])
 
     def returncode(self, pid: int) -> int | None:
-        """Return how a child of the fork parent ended, None while it runs."""
-        self._look()
-        return self._ended.get(pid, -signal.SIGKILL if self._gone else None)  # it takes its children with it
+        """Return the exit code of a child of the fork parent; None while it runs."""
+        self._read_reports()
+        return self._ended.get(pid, -signal.SIGKILL if self._gone else None)  # its children die with it
 
     @property
     def lost(self) -> str:
-        """How the fork parent ended, and its children with it; empty while it lives."""
-        self._look()
+        """Description of how the fork parent, and with it all ranks, exited; empty while it runs."""
+        self._read_reports()
         if not self._gone:
             return ""
         return f"the fork parent of the ranks (pid {self._parent.pid}) ended with {describe_exit(self._parent.wait())}"
 
     def close(self) -> None:
-        """End the fork parent, and with it everything it started."""
+        """Terminate the fork parent and all processes that it started."""
         deadline = time.monotonic() + _END_S
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-        while not self._gone and time.monotonic() < deadline:  # its end closes when all that it started is gone
+        while not self._gone and time.monotonic() < deadline:  # it disconnects after its children have exited
             self._pump(deadline - time.monotonic())
         if not self._gone:
             self._parent.kill()
         self._channel.close()
         self._parent.wait()
         if self._listener_folder:
-            remove_listener_folder(self._listener_folder)  # a fork parent that was killed has not
+            remove_listener_folder(self._listener_folder)  # not done by a fork parent that was killed
 
     def __enter__(self) -> Self:
         return self
@@ -211,23 +215,25 @@ class ForkStarter:
         return _ForkedProcess(rank, self._started[rank], self)
 
     def _wait(self) -> None:
-        """Wait for the next report, which must come."""
+        """Wait for the next report; raise LaunchError if none arrives or the fork parent exited."""
         if not self._pump(_READY_S):
             raise LaunchError(
-                "the fork parent does not answer", code="launch.fork-parent-timeout", fix="try --start-method spawn"
+                f"the fork parent did not respond within {_READY_S} s",
+                code="launch.fork-parent-timeout",
+                fix="try --start-method spawn",
             )
         if self._gone:
             raise LaunchError(
                 self.lost, code="launch.fork-parent-lost", fix="see its output above, or try --start-method spawn"
             )
 
-    def _look(self) -> None:
-        """Take in what has been reported."""
+    def _read_reports(self) -> None:
+        """Process the reports that have arrived."""
         if not self._gone:
             self._pump(0)
 
     def _pump(self, timeout_s: float) -> bool:
-        """Take in reports, or learn that the fork parent is gone; False when neither comes in time."""
+        """Wait for reports or the exit of the fork parent and process them; return False after the timeout."""
         reports = self._channel.receive(timeout_s)
         self._gone = reports is None
         for report in reports or ():
@@ -243,12 +249,12 @@ class ForkStarter:
 
 
 class _ForkedProcess(RankProcess):
-    """A child of the fork parent, which reaps it and reports."""
+    """A child of the fork parent, which reports its exit code."""
 
     def __init__(self, rank: int, pid: int, starter: ForkStarter) -> None:
         super().__init__(rank, pid)
         self._starter = starter
 
     def poll(self) -> int | None:
-        """Return the exit code once the fork parent reported it."""
+        """Return the exit code that the fork parent reported; None while the process runs."""
         return self._starter.returncode(self.pid)

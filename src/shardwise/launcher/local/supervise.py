@@ -1,4 +1,4 @@
-"""The supervisor: waits for ranks, and when one fails stops them all together."""
+"""The supervisor: waits for ranks to exit, and stops all of them when one fails."""
 
 from __future__ import annotations
 
@@ -24,80 +24,80 @@ if TYPE_CHECKING:
 
 TICK_S = 0.1
 SETTLE_S = 0.5
-"""After a failure that another may explain, the others get this long to end by themselves."""
+"""Seconds to wait for the root cause after a failure that a different rank may have caused."""
 GRACE_S = 30.0
-"""Between a stop request to a rank and its end by force."""
+"""Seconds from a stop request to SIGKILL."""
 FAILURE_GRACE_S = 5.0
-"""The same after a failure: what a rank could still save needs the one that failed."""
+"""The same after a failure; shorter, because a checkpoint needs the rank that failed."""
 _FORWARDED: Mapping[int, signal.Signals] = {signal.SIGUSR1: signal.SIGUSR1}
-"""What ranks get for a signal the launcher got; SIGTERM for all others: Ctrl-C should not print N tracebacks."""
+"""Signals that are forwarded to ranks unchanged; others become SIGTERM, so that Ctrl-C does not print N tracebacks."""
 
 
 class Observer(Protocol):
-    """Something that observes running ranks: a progress view, a guard against hangs."""
+    """The interface of observers of running ranks, such as the progress view and the hang detector."""
 
     def tick(self) -> str | None:
-        """Observe now; called about ten times a second and once after the last rank ended.
+        """Observe the ranks; called about ten times a second and once after the last rank exited.
 
-        A text that is returned stops the ranks; it is returned once, since the ranks may be started again.
+        If it returns a text, the supervisor stops the ranks with that text as the reason.
         """
 
 
 class OtherNodes(Protocol):
-    """The other nodes of the run: they get reports of what happens here, and may request a stop."""
+    """The connection to the other nodes of the run, which receive reports and may request a stop."""
 
     def requested_stop(self) -> int:
-        """Return the signal by which they request a graceful stop of the ranks of this node; 0 for none."""
+        """Return the signal of a graceful stop that another node requested; 0 without a request."""
 
     def report_failure(self, exit_: RankExit) -> None:
-        """Report that a rank failed."""
+        """Report that a rank of this node failed."""
 
     def report_signal(self, number: int) -> None:
-        """Report that this launcher got a signal to stop."""
+        """Report that this launcher received a stop signal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a world of ranks ended."""
+    """The exits of all ranks of an attempt, and the other reasons for which they were stopped."""
 
     exits: tuple[RankExit, ...]
     interrupted: int = 0
-    """Signal that asked the launcher to stop; 0 for none."""
+    """Stop signal that the launcher received; 0 without one."""
     timed_out: tuple[int, ...] = ()
     """Ranks that were still running at the time limit."""
     lost: str = ""
-    """What the ranks could not continue without, and how it ended; empty when nothing else failed."""
+    """Description of a required process or node that was lost; empty if the ranks were not stopped for that."""
     by_verdict: bool = False
-    """`lost` is the verdict of an observer that stopped the ranks: another attempt may do better."""
+    """Whether `lost` is the verdict of an observer that stopped the ranks; a restart may then succeed."""
     out_of_memory: bool = False
-    """The kernel killed a process of this cgroup for lack of memory meanwhile."""
+    """Whether the kernel's OOM killer killed a process of this cgroup during the attempt."""
     mismatch: str = ""
-    """Which collectives of the ranks did not match, if that ended them; else empty."""
+    """Description of mismatched collectives that caused the failure, or empty."""
 
 
 @dataclass
 class _RankWatch:
-    """What the supervisor knows while it waits."""
+    """The state of the supervisor while it waits for ranks."""
 
     running: dict[int, RankProcess]
     exits: list[RankExit] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
-    """That this launcher got."""
-    asked: int = 0
-    """Signal with which the other nodes asked for a stop; 0 for none."""
+    """Stop signals that this launcher received."""
+    remote_request: int = 0
+    """Signal of a stop that another node requested; 0 without a request."""
     stopping_since: float | None = None
     stop_at: float = math.inf
-    """When all others are stopped because one failed."""
+    """Time at which all ranks are stopped because one failed."""
     killed: bool = False
     num_reported: int = 0
-    """How many of the exits the other nodes know."""
+    """Number of exits that were reported to the other nodes."""
     reported_signal: bool = False
-    """Whether the other nodes know that this launcher got a signal."""
+    """Whether the stop signal was reported to the other nodes."""
 
     @property
     def request(self) -> int:
-        """Signal by which anybody requested a graceful stop; 0 for none."""
-        return self.signals[0] if self.signals else self.asked
+        """Signal of a graceful stop requested here or on another node; 0 without a request."""
+        return self.signals[0] if self.signals else self.remote_request
 
 
 def supervise(
@@ -112,11 +112,10 @@ def supervise(
     timeout_s: float | None = None,
     before_kill: Callable[[RankProcess], None] | None = None,
 ) -> Outcome:
-    """Wait for all ranks; after a failure, a signal or the time limit, stop all and reap them.
+    """Wait for all ranks to exit; after a failure, a stop signal or the time limit, stop and reap all of them.
 
-    `failure_of` returns what a rank with this exit code recorded. `ended` is called with each exit as it is seen.
-    `lost` returns what else has ended that ranks cannot continue without; empty while all is there. `other_nodes` is
-    None when there are none.
+    `failure_of(rank, exit code)` returns the exception that a rank recorded. `ended` is called with each exit. `lost`
+    returns a description of a required process that exited, else an empty text. `other_nodes` is None on one node.
     """
     watch = _RankWatch({process.rank: process for process in processes})
     kills_before = oom_kills()
@@ -128,10 +127,10 @@ def supervise(
             wait(TICK_S)
             now = time.monotonic()
             codes = {rank: process.poll() for rank, process in watch.running.items()}
-            missing = missing or lost()  # after the polls: what is lost may have ended ranks with it
+            missing = missing or lost()  # after the polls, because a lost process may have ended ranks
             if missing and watch.stopping_since is None:
-                watch.stop_at = now  # ranks would wait for each other until a time limit
-                _stop_if_needed(watch, now, grace_s)  # before their exits are noted, which explain nothing now
+                watch.stop_at = now  # the ranks would wait for each other until a timeout
+                _stop_if_needed(watch, now, grace_s)  # first, so that exits seen now are not taken for the cause
             for exit_ in _reap(watch, codes, now, failure_of):
                 ended(exit_)
             if other_nodes is not None:
@@ -160,13 +159,13 @@ def supervise(
 def _reap(
     watch: _RankWatch, codes: Mapping[int, int | None], now: float, failure_of: Callable[[int, int], Failure | None]
 ) -> list[RankExit]:
-    """Take note of the ranks that have ended since the last look, as their exit codes show, and return them."""
+    """Move ranks with an exit code from `watch.running` to `watch.exits`, and return their exits."""
     known = len(watch.exits)
     for rank, returncode in codes.items():
         if returncode is None:
             continue
         process = watch.running.pop(rank)
-        process.signal(signal.SIGKILL)  # whatever it started and left behind in its process group
+        process.signal(signal.SIGKILL)  # kills child processes that remain in its process group
         exit_ = RankExit(
             rank=rank,
             returncode=returncode,
@@ -181,19 +180,19 @@ def _reap(
 
 
 def _synchronize(watch: _RankWatch, other_nodes: OtherNodes) -> None:
-    """Report what is new to the other nodes, and take their request to stop."""
+    """Report new failures and signals to the other nodes, and read their stop request."""
     for exit_ in watch.exits[watch.num_reported :]:
         if exit_.failed:
             other_nodes.report_failure(exit_)
     watch.num_reported = len(watch.exits)
-    watch.asked = watch.asked or other_nodes.requested_stop()
+    watch.remote_request = watch.remote_request or other_nodes.requested_stop()
     if watch.signals and not watch.reported_signal:
         watch.reported_signal = True
         other_nodes.report_signal(watch.signals[0])
 
 
 def _stop_if_needed(watch: _RankWatch, now: float, grace_s: float) -> None:
-    """Stop in two steps, ask and kill. A second signal from the user skips to the last."""
+    """Stop the ranks by SIGTERM, then by SIGKILL after the grace period or a second signal from the user."""
     limit_s = grace_s if watch.request else min(grace_s, FAILURE_GRACE_S)
     if watch.stopping_since is None:
         if watch.request or now >= watch.stop_at:
@@ -213,14 +212,14 @@ def _kill(watch: _RankWatch) -> None:
 
 @contextlib.contextmanager
 def _wakeups(processes: Sequence[RankProcess]) -> Iterator[Callable[[float], object]]:
-    """Yield a wait that returns at once when a rank ends (pidfd, Linux), else after the time given."""
+    """Yield a function that waits for a timeout, or on Linux until a rank exits (pidfd), if that is earlier."""
     if not hasattr(os, "pidfd_open"):
         yield time.sleep
         return
     with selectors.DefaultSelector() as selector:
         descriptors = []
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):  # ended already, and reaped by the fork parent
+            with contextlib.suppress(ProcessLookupError):  # already reaped by the fork parent
                 descriptors.append(os.pidfd_open(process.pid))
                 selector.register(descriptors[-1], selectors.EVENT_READ)
 
@@ -237,9 +236,9 @@ def _wakeups(processes: Sequence[RankProcess]) -> Iterator[Callable[[float], obj
 
 @contextlib.contextmanager
 def caught_signals(seen: list[int]) -> Iterator[None]:
-    """Collect SIGINT, SIGTERM, SIGHUP and SIGUSR1 instead of dying from them with ranks still running.
+    """Append SIGINT, SIGTERM, SIGHUP and SIGUSR1 to `seen` instead of terminating while ranks run.
 
-    A SIGHUP that this process inherited as ignored (nohup) stays ignored.
+    SIGHUP stays ignored if this process inherited that, as under nohup.
     """
 
     def remember(number: int, _frame: FrameType | None) -> None:
@@ -250,7 +249,7 @@ def caught_signals(seen: list[int]) -> Iterator[None]:
         numbers.append(signal.SIGHUP)
     try:
         before = {number: signal.signal(number, remember) for number in numbers}
-    except ValueError:  # not the main thread: signals go to another thread
+    except ValueError:  # only the main thread can handle signals
         before = {}
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a rank runs: a script, a module or a program, and how a fork becomes its `__main__`."""
+"""The target of a rank: a script, a module or a program, and how a forked process runs it as `__main__`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Script(msgspec.Struct, frozen=True, tag="script"):
         return Path(self.path).stem or "script"
 
     def typed(self) -> list[str]:
-        """Return what the user typed, the same on every machine."""
+        """Return the command as the user typed it, which is the same on every machine."""
         return [self.path, *self.arguments]
 
     def argv(self) -> list[str]:
-        """Return the command line of a fresh interpreter."""
+        """Return the command line of a new interpreter."""
         return [sys.executable, "-u", *self.typed()]
 
 
@@ -49,11 +49,11 @@ class Module(msgspec.Struct, frozen=True, tag="module"):
         return self.module.rpartition(".")[2]
 
     def typed(self) -> list[str]:
-        """Return what the user typed, the same on every machine."""
+        """Return the command as the user typed it, which is the same on every machine."""
         return ["-m", self.module, *self.arguments]
 
     def argv(self) -> list[str]:
-        """Return the command line of a fresh interpreter."""
+        """Return the command line of a new interpreter."""
         return [sys.executable, "-u", *self.typed()]
 
 
@@ -69,7 +69,7 @@ class Program(msgspec.Struct, frozen=True, tag="program"):
         return Path(self.program).name
 
     def typed(self) -> list[str]:
-        """Return what the user typed, the same on every machine."""
+        """Return the command as the user typed it, which is the same on every machine."""
         return [self.program, *self.arguments]
 
     def argv(self) -> list[str]:
@@ -81,35 +81,35 @@ Target = Script | Module | Program
 
 
 def check_target(target: Target) -> None:
-    """Refuse a target that cannot be started, before anything is."""
+    """Raise LaunchError if the script, module or program does not exist."""
     if isinstance(target, Script):
         path = Path(target.path)
         if not path.exists():
             raise LaunchError(
                 f"script {target.path} does not exist",
                 code="launch.script-not-found",
-                fix="name a Python file, or use -m for a module",
+                fix="pass a Python file, or use -m for a module",
             )
         if path.is_dir() and not (path / "__main__.py").is_file():
             raise LaunchError(
-                f"{target.path} is a folder without __main__.py",
+                f"{target.path} is a directory without __main__.py",
                 code="launch.script-is-folder",
-                fix="name a Python file",
+                fix="pass a Python file",
             )
     elif isinstance(target, Module):
         _check_module(target.module)
     elif shutil.which(target.program) is None:
         raise LaunchError(
-            f"program {target.program} is not on the path",
+            f"program {target.program} is not on the PATH",
             code="launch.program-not-found",
-            fix="name an executable, or leave --no-python out",
+            fix="pass an executable, or remove --no-python",
         )
 
 
 def _check_module(name: str) -> None:
     top = name.partition(".")[0]
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # where python -m looks first
+        sys.path.insert(0, str(Path.cwd()))  # the first entry under python -m
     try:
         found = importlib.util.find_spec(top)
     except (ImportError, ValueError):
@@ -118,24 +118,24 @@ def _check_module(name: str) -> None:
         raise LaunchError(
             f"module {top!r} does not exist",
             code="launch.module-not-found",
-            fix="name a module that python -m finds, or a script without -m",
+            fix="pass a module that python -m finds, or a script without -m",
         )
 
 
-# Running a target as the real `__main__` of a process that was forked, not started.
+# Running a target as `__main__` of a forked process.
 
 
-def become(target: Script | Module) -> CodeType:
-    """Make this process look as if Python had been started on `target`, and return its code.
+def set_main(target: Script | Module) -> CodeType:
+    """Set up `__main__`, sys.argv and sys.path as `python TARGET` does, and return the code of the target.
 
-    `__main__` is a fresh module with the file, spec and loader that `python` gives it, so that pickling, spawned
-    DataLoader workers and mp.spawn find their way back to it.
+    `__main__` is a new module with the file, spec and loader that `python` sets, so that pickle, spawned DataLoader
+    workers and mp.spawn can import it.
     """
-    return _become_script(target) if isinstance(target, Script) else _become_module(target)
+    return _set_script(target) if isinstance(target, Script) else _set_module(target)
 
 
-def _become_script(target: Script) -> CodeType:
-    path = str(Path(target.path).absolute())  # as Python does; argv keeps what was typed
+def _set_script(target: Script) -> CodeType:
+    path = str(Path(target.path).absolute())  # as in Python; argv contains the path as typed
     main = _fresh_main()
     main.__file__ = path
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
@@ -145,17 +145,18 @@ def _become_script(target: Script) -> CodeType:
         return compile(file.read(), path, "exec", dont_inherit=True)
 
 
-def _become_module(target: Module) -> CodeType:
+def _set_module(target: Module) -> CodeType:
     sys.path[0] = str(Path.cwd())
     sys.argv[:] = ["-m", *target.arguments]
     spec = importlib.util.find_spec(target.module)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{target.module}.__main__")
-    loader = spec.loader if spec is not None else None
-    code = loader.get_code(spec.name) if spec is not None and isinstance(loader, InspectLoader) else None
+    code = None
+    if spec is not None and isinstance(spec.loader, InspectLoader):
+        code = spec.loader.get_code(spec.name)
     if spec is None or code is None:
         raise LaunchError(
-            f"module {target.module!r} cannot be run", code="launch.module-not-runnable", fix="give it a __main__.py"
+            f"module {target.module!r} cannot be run", code="launch.module-not-runnable", fix="add a __main__.py to it"
         )
     main = _fresh_main()
     main.__file__, main.__loader__, main.__spec__ = spec.origin, spec.loader, spec

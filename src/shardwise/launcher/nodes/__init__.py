@@ -1,1 +1,1 @@
-"""Runs on several nodes: rendezvous, the hub on node 0, and rounds."""
+"""Runs on several nodes: the rendezvous, the hub on node 0, and the rounds of a run."""

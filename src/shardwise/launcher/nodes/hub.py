@@ -1,8 +1,8 @@
-"""The hub: one small process on node 0 to which every node keeps a connection.
+"""The hub: a process on node 0 to which every node of a run is connected.
 
-Nodes report what happens to their ranks; the roster (`roster.py`, pure) decides; the hub sends its decisions. It is a
-process of its own so that heartbeats continue while a launcher is busy; a node that is silent for LOST_S is lost.
-A connection that has not proved the secret costs at most UNAUTHENTICATED_BYTES and _GREETING_S, and is never a node.
+Nodes report events of their ranks, the roster (`roster.py`, without I/O) decides, and the hub sends the decisions. It
+is a separate process so that heartbeats continue while a launcher is busy. A node that is silent for LOST_S is lost.
+An unauthenticated connection is limited to UNAUTHENTICATED_BYTES and _GREETING_S.
 """
 
 from __future__ import annotations
@@ -16,25 +16,23 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shardwise.launcher.local.processes import ignore_stop_signals, start_fork
-from shardwise.launcher.nodes.authentication import (
-    AUTHENTICATED_BYTES,
-    Challenge,
-    Proof,
-    is_proof,
-    new_nonce,
-    node_stream,
-    prove,
-)
 from shardwise.launcher.nodes.messages import (
+    AUTHENTICATED_BYTES,
     Admit,
     Beat,
+    Challenge,
     FromNode,
     Hello,
     NodeEnded,
     Over,
+    Proof,
     Refused,
     RelayMessage,
     Welcome,
+    is_proof,
+    new_nonce,
+    node_stream,
+    prove,
     rebased,
 )
 from shardwise.launcher.nodes.roster import Roster
@@ -48,29 +46,29 @@ if TYPE_CHECKING:
     from shardwise.launcher.transport import MessageStream
 
 BEAT_S = 1.0
-"""Between two signs of life, in both directions."""
+"""Seconds between two heartbeats, in both directions."""
 LOST_S = 5.0
-"""A node that is silent for so long is lost: five beats, so that one lost packet and its repeat do not count."""
+"""Seconds of silence after which a node is lost: five heartbeats, so that a retransmitted packet does not count."""
 _GREETING_S = 5.0
-"""For a connection to prove the secret and introduce itself."""
+"""Seconds for a connection to authenticate and send its Hello."""
 _MAX_UNAUTHENTICATED = 256
-"""Connections that have not proved the secret, at a time."""
+"""Maximum number of concurrent unauthenticated connections."""
 _CLOSE_S = 3.0
-"""For nodes to learn that the run is over."""
+"""Seconds for the nodes to receive the end of the run."""
 HUB = -3
-"""In place of the rank of the hub."""
+"""Rank number that represents the process of the hub."""
 
 
 @dataclass
 class _Peer:
-    """One connection, and what is known of who is at its other end."""
+    """A connection, which belongs to a node after authentication and a Hello."""
 
     stream: MessageStream[FromNode]
     nonce: str
     address: str
     since: float
     authenticated: bool = False
-    """Whether it has proved that it knows the secret."""
+    """Whether the peer has proved that it has the secret."""
     node: int | None = None
 
 
@@ -83,10 +81,10 @@ def start_hub(
     host: str,
     run: str,
 ) -> RankProcess:
-    """Fork a hub that serves `listener`; it ends when the run is over or this process is gone."""
+    """Fork a hub that serves `listener`; it exits when the run is over or this process exits."""
 
     def serve() -> int:
-        ignore_stop_signals()  # it ends with the run, not before
+        ignore_stop_signals()  # the hub ends with the run
         roster = Roster(limits, facts=facts, host=host, run=run, now=time.monotonic())
         Hub(listener, secret, roster, version=facts.get("shardwise", "")).serve()
         return 0
@@ -95,7 +93,7 @@ def start_hub(
 
 
 class Hub:
-    """Moves messages between sockets and the roster, and detects silent nodes."""
+    """Transfers messages between the nodes' sockets and the roster, and detects lost nodes."""
 
     def __init__(self, listener: socket.socket, secret: str, roster: Roster, *, version: str) -> None:
         self._listener = listener
@@ -104,10 +102,10 @@ class Hub:
         self._version = version
         self._peers: list[_Peer] = []
         self._admitted: tuple[str, ...] = ()
-        """The addresses of nodes that node 0 knows."""
+        """The node addresses that were sent to node 0."""
 
     def serve(self) -> None:
-        """Serve until the run is over and every node knows it."""
+        """Serve until the run is over and all nodes have disconnected, or _CLOSE_S later."""
         self._listener.settimeout(0)
         next_beat, close_by = 0.0, None
         while close_by is None or (self._peers and time.monotonic() < close_by):
@@ -138,13 +136,13 @@ class Hub:
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
-            for _ in range(_MAX_UNAUTHENTICATED):  # in one turn: nodes are served between
+            for _ in range(_MAX_UNAUTHENTICATED):  # a limit per iteration, so that nodes are served in between
                 end, address = self._listener.accept()
                 peer = _Peer(node_stream(end, FromNode), new_nonce(), str(address[0]), time.monotonic())
                 peer.stream.queue(Challenge(peer.nonce, shardwise=self._version))
                 self._peers.append(peer)
         unauthenticated = [peer for peer in self._peers if not peer.authenticated]
-        # A flood costs the oldest their turn: a node proves the secret within a round trip.
+        # Under a flood of connections the oldest are closed, because a node authenticates within one round trip.
         for peer in unauthenticated[: max(0, len(unauthenticated) - _MAX_UNAUTHENTICATED)]:
             self._peers.remove(peer)
             peer.stream.close()
@@ -159,7 +157,7 @@ class Hub:
             elif isinstance(message, RelayMessage):
                 self._relay(peer, message)
             else:
-                self._roster.receive(peer.node, _dated(message), now)
+                self._roster.receive(peer.node, _with_times(message), now)
         silent_s = now - peer.stream.heard_at
         if messages is None or silent_s > LOST_S or (peer.node is None and now - peer.since > _GREETING_S):
             how = "its connection closed" if messages is None else f"silent for {silent_s:.0f} s"
@@ -171,7 +169,7 @@ class Hub:
                 peer.stream.queue(message)
 
     def _greet(self, peer: _Peer, message: FromNode) -> bool:
-        """Take in the message of a peer that is not a node yet; False when it cannot become one."""
+        """Process a message of a peer that has not joined yet; return False if it must be disconnected."""
         if isinstance(message, Proof) and not peer.authenticated:
             if not is_proof(message.mac, self._secret, "node", peer.nonce, message.nonce):
                 return False
@@ -200,21 +198,23 @@ class Hub:
         for node, message in messages:
             if isinstance(message, Welcome):
                 streams[node].queue(message)
-        # Node 0 learns the addresses after it was welcomed, and before other nodes are sent to its store.
+        # Node 0 receives the addresses after its Welcome and before other nodes connect to its store.
         addresses = tuple(sorted({peer.address for peer in self._peers if peer.node is not None}))
         if 0 in streams and addresses != self._admitted:
             self._admitted = addresses
             streams[0].queue(Admit(addresses))
         for node, message in messages:
             if not isinstance(message, Welcome):
-                streams[node].queue(_aged(message))
+                streams[node].queue(_with_ages(message))
 
 
-def _dated(message: FromNode) -> FromNode:
-    return msgspec.structs.replace(message, exits=rebased(message.exits)) if isinstance(message, NodeEnded) else message
+def _with_times(message: FromNode) -> FromNode:
+    if not isinstance(message, NodeEnded):
+        return message
+    return msgspec.structs.replace(message, exits=rebased(message.exits))
 
 
-def _aged(message: msgspec.Struct) -> msgspec.Struct:
+def _with_ages(message: msgspec.Struct) -> msgspec.Struct:
     if not isinstance(message, Over):
         return message
     cause = None if message.cause is None else rebased([message.cause])[0]

@@ -1,4 +1,4 @@
-"""Pure decisions about the nodes of a run: who may join, and what follows when a round of all ranks has ended."""
+"""Decisions about the nodes of a run as pure functions: which nodes may join, and what follows after a round."""
 
 from __future__ import annotations
 
@@ -17,58 +17,58 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLimits:
-    """Between which bounds a run changes its nodes, and how long it waits for them."""
+    """The minimum and maximum number of nodes of a run, its restarts and its join timeouts."""
 
     least: int
     most: int
-    """Nodes: the run continues with any number between the two."""
+    """Maximum number of nodes; the run continues with any number from `least` to `most`."""
     max_restarts: int = 0
     join_s: float = 600.0
-    """For the first round to have its nodes."""
+    """Seconds for the nodes of the first round to join."""
     last_call_s: float = 5.0
-    """For more nodes, once the first round has enough."""
+    """Seconds to wait for more nodes after `least` nodes have joined the first round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundStatus:
-    """What is known when all ranks of a round have ended, or their node is gone."""
+    """The status of a round after all of its ranks have exited or their nodes are lost."""
 
     exits: tuple[RankExit, ...]
     gone: tuple[str, ...] = ()
-    """Nodes that were lost, one sentence each."""
+    """Descriptions of the nodes that were lost."""
     broken: str = ""
-    """What else the ranks could not continue without, and how it ended."""
+    """Description of a required process that exited; empty if none did."""
     verdict: str = ""
-    """The verdict for which the ranks were stopped."""
+    """The verdict of an observer for which the ranks were stopped."""
     num_nodes: int
-    """That could make the next round."""
+    """Number of nodes available for the next round."""
     had_joined: bool = True
-    """Whether the run ever had its nodes together."""
+    """Whether the nodes of the run have joined a round before."""
     interrupted: int = 0
-    """Signal by which somebody asked the whole run to stop."""
+    """Signal that requested the end of the whole run; 0 without one."""
     reshaping: bool = False
-    """The ranks were asked to stop because a node joins or leaves."""
+    """Whether the ranks were stopped because a node joins or leaves."""
     complete: bool = False
-    """Every node of the round has reported how its ranks ended, also those that are gone."""
+    """Whether every node of the round, including lost ones, has reported the exits of its ranks."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the script ran to its end on all ranks: then no loss, and no node that joins or leaves, matters."""
+        """Whether all ranks exited with code 0, so that lost, joining or leaving nodes no longer matter."""
         return self.complete and all(exit_.returncode == 0 and not exit_.stopped for exit_ in self.exits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextRound:
-    """All ranks start again on the nodes that are there."""
+    """The decision to start all ranks again on the available nodes."""
 
     restarts: int
-    """Failures so far; a change of nodes is none."""
+    """Number of restarts after failures; a change of nodes is not counted."""
     why: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndRun:
-    """No further round."""
+    """The decision to end the run."""
 
     exit_code: int = 0
     failed: bool = False
@@ -77,16 +77,16 @@ class EndRun:
 
 
 def decide_round(status: RoundStatus, limits: NodeLimits, restarts: int) -> NextRound | EndRun:
-    """Return what follows a round."""
+    """Decide whether the run ends after a round or starts the next one."""
     if status.interrupted or status.is_done:
         saved = any(exit_.returncode == PREEMPTED for exit_ in status.exits)
         return EndRun(exit_code=PREEMPTED if saved else 0)
     if status.gone or status.broken:
         return _after_loss(status, limits, restarts)
     cause = root_cause(status.exits)
-    # Ranks that stop a moment later than their peers see them go away.
+    # Ranks that stop slightly later than their peers may fail because the peers disconnect.
     if status.reshaping and status.num_nodes >= limits.least and not (cause and cause.is_certain):
-        return NextRound(restarts=restarts, why=f"continuing with {_count(status.num_nodes)}")
+        return NextRound(restarts=restarts, why=f"continuing with {counted(status.num_nodes, 'node')}")
     decision = decide(
         status.exits,
         max_restarts=limits.max_restarts,
@@ -103,31 +103,28 @@ def decide_round(status: RoundStatus, limits: NodeLimits, restarts: int) -> Next
 
 
 def _after_loss(status: RoundStatus, limits: NodeLimits, restarts: int) -> NextRound | EndRun:
-    """A lost node explains whatever else went wrong, and is not a failure of the job."""
+    """Decide after a lost node or process; a lost node explains other failures and does not count as a restart."""
     if not status.gone:
         return EndRun(failed=True, lost=status.broken)
     if not status.had_joined:
         return NextRound(restarts=restarts, why="waiting for nodes again")
     if status.num_nodes >= limits.least:
-        return NextRound(restarts=restarts, why=f"continuing with {_count(status.num_nodes)}")
-    few = f", and {_count(status.num_nodes)} left of at least {limits.least}"
+        return NextRound(restarts=restarts, why=f"continuing with {counted(status.num_nodes, 'node')}")
+    few = f", and {counted(status.num_nodes, 'node')} left of at least {limits.least}"
     return EndRun(failed=True, lost=" and ".join(status.gone) + few)
 
 
-def _count(nodes: int) -> str:
-    return counted(nodes, "node")
-
-
 def place_node(hello: Hello, facts: Mapping[str, str], taken: Mapping[int, str], most: int, host: str) -> int | Refused:
-    """Return which node of the run a newcomer is, or why it cannot be one; `taken` are hosts by node.
+    """Return the node number of a host that joins, or the reason why it is rejected.
 
-    `facts` are those of node 0, on `host`: versions and command, which every node must share.
+    `facts` are the versions and the command of node 0 on `host`, which must be the same on every node. `taken` maps
+    assigned node numbers to hosts.
     """
     for what, ours in facts.items():
         theirs = hello.facts.get(what, "nothing")
         if theirs != ours:
             return Refused(
-                f"{hello.host} has {what} {theirs!r}, node 0 ({host}) has {ours!r}",
+                f"{hello.host} has {what} {theirs!r}, but node 0 ({host}) has {ours!r}",
                 f"make {what} the same on all nodes",
                 code="rendezvous.nodes-differ",
             )
@@ -136,20 +133,20 @@ def place_node(hello: Hello, facts: Mapping[str, str], taken: Mapping[int, str],
     node = hello.node_rank if hello.node_rank is not None else _first_free(taken, most)
     if node is None:
         return Refused(
-            f"all {most} nodes of the run are here, and {hello.host} is one more",
-            "raise --nnodes",
+            f"{hello.host} cannot join: all {most} nodes of the run have joined",
+            "increase --nnodes",
             code="rendezvous.too-many-nodes",
         )
     if node >= most:
         return Refused(
-            f"--node-rank {node} on {hello.host} is not below --nnodes {most}",
+            f"--node-rank on {hello.host} must be below --nnodes {most}, got {node}",
             f"use 0 to {most - 1}",
             code="launch.node-rank-invalid",
         )
     if node in taken or node == 0:
         return Refused(
-            f"{hello.host} joins as --node-rank {node}, which {taken.get(node, host)} has already",
-            "give every node its own --node-rank",
+            f"{hello.host} has --node-rank {node}, which {taken.get(node, host)} already uses",
+            "use a different --node-rank on every node",
             code="rendezvous.node-rank-taken",
         )
     return node

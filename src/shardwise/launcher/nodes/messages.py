@@ -1,72 +1,128 @@
-"""Messages between the nodes and the hub of a run; every message about ranks names its round."""
+"""Messages between nodes and hub of a run, and their mutual authentication by challenge and response.
+
+Both ends sign a random challenge of the peer with an HMAC under the shared secret. The signature includes the role of
+the sender, so that it cannot be replayed in the opposite direction. Until a peer is authenticated, its messages are
+decoded strictly and limited in size.
+"""
 
 from __future__ import annotations
 
+import hmac
+import secrets
+import socket
 import time
 from dataclasses import replace
 from signal import Signals  # noqa: TC003 - read at run time by msgspec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardwise.launcher.nodes.authentication import Challenge, Proof
 from shardwise.launcher.policy import RankExit  # noqa: TC001 - read at run time by msgspec
+from shardwise.launcher.transport import MessageStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+PROTOCOL = 2
+"""Version of the messages between nodes; nodes with a different version are rejected."""
+UNAUTHENTICATED_BYTES = 1 << 12
+"""Maximum message size of a peer that is not authenticated."""
+AUTHENTICATED_BYTES = 1 << 24
+"""Maximum message size of an authenticated peer."""
+
+
+def node_stream(end: socket.socket, kind: Any) -> MessageStream[Any]:
+    """Return a strict message stream over a socket to an unauthenticated host."""
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return MessageStream(end, kind, strict=True, limit_bytes=UNAUTHENTICATED_BYTES)
+
+
+class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    """The first message of the hub, which requests a proof of the secret."""
+
+    nonce: str
+    protocol: int = PROTOCOL
+    shardwise: str = ""
+
+
+class Proof(msgspec.Struct, frozen=True, tag="proof"):
+    """The response to a challenge, which requires the secret, with a challenge for the peer."""
+
+    mac: str
+    nonce: str = ""
+
+
+def new_nonce() -> str:
+    """Return a random challenge."""
+    return secrets.token_hex(16)
+
+
+def prove(secret: str, role: str, challenge: str, own: str) -> str:
+    """Return the signature of `challenge`; `role` prevents a replay in the opposite direction."""
+    return hmac.digest(secret.encode(), f"{role} {challenge} {own}".encode(), "sha256").hex()
+
+
+def is_proof(mac: str, secret: str, role: str, challenge: str, own: str) -> bool:
+    """Return whether `mac` is the valid signature of `challenge`."""
+    return hmac.compare_digest(mac.encode(), prove(secret, role, challenge, own).encode())
+
+
+def rendezvous_key(secret: str, run_id: str) -> str:
+    """Return the key that signs the state of the rendezvous `run_id`, derived from the secret."""
+    return hmac.digest(secret.encode(), f"rendezvous {run_id}".encode(), "sha256").hex()
+
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Let me be a node of this run."""
+    """A node's request to join the run."""
 
     host: str
     node_rank: int | None
-    """The --node-rank of the user."""
+    """The user's --node-rank, or None."""
     facts: dict[str, str]
-    """What must be the same on every node, by what it is: versions, command."""
+    """Values that must be the same on every node, such as versions and the command, by name."""
     is_host: bool = False
-    """This node runs the hub and will hold the stores."""
+    """Whether this node runs the hub and the stores."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """You are node `node` of this run, which the first node records in `run`."""
+    """The hub's acceptance of a node: its node number, and node 0's run directory."""
 
     node: int
     run: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """You are not: one sentence and what to type."""
+    """The hub's rejection of a node, with the reason and the fix."""
 
     fact: str
     fix: str
     code: str = "rendezvous.node-refused"
-    """A hub of an older version sends none."""
+    """Error code; a hub of an older version does not send it."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """I am here."""
+    """A heartbeat."""
 
 
 class NodeReady(msgspec.Struct, frozen=True, tag="ready"):
-    """This node can start ranks at once."""
+    """A node's report that it is ready to start ranks."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """The store of this round listens at this port of node 0."""
+    """Node 0's report that the store of a round listens on this port."""
 
     round: int
     port: int
 
 
 class Admit(msgspec.Struct, frozen=True, tag="admit"):
-    """To node 0: the nodes of the run have these addresses, and no other machine needs to reach the store."""
+    """The addresses of all nodes, sent to node 0, whose store accepts connections from these hosts only."""
 
     addresses: tuple[str, ...]
 
 
 class JoinRound(msgspec.Struct, frozen=True, tag="join"):
-    """Join the others at the store of this round, by torch's rendezvous."""
+    """The hub's order to join a round by torch's rendezvous at its store."""
 
     round: int
     port: int
@@ -77,40 +133,40 @@ class JoinRound(msgspec.Struct, frozen=True, tag="join"):
 
 
 class RoundJoined(msgspec.Struct, frozen=True, tag="joined"):
-    """These nodes joined, in the order of their ranks."""
+    """The report of the nodes that joined a round, in the order of their ranks."""
 
     round: int
     nodes: tuple[int, ...]
 
 
 class Failing(msgspec.Struct, frozen=True, tag="failing"):
-    """A rank of this node failed."""
+    """A node's report that one of its ranks failed."""
 
     round: int
     certain: bool
-    """No other rank's end could explain it."""
+    """Whether no other rank can have caused the failure."""
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """This node's launcher got a signal to stop."""
+    """A node's report that its launcher received a stop signal."""
 
     signal: Signals
 
 
 class NodeEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """All ranks of this node have ended; or could not be started, for the reason in `lost`."""
+    """A node's report that all of its ranks exited, or could not be started for the reason in `lost`."""
 
     round: int
     exits: tuple[RankExit, ...]
-    """Their times are seconds ago; see `rebased`."""
+    """Exits of the ranks; their times are ages in seconds, see `rebased`."""
     lost: str = ""
     by_verdict: bool = False
-    """`lost` is a verdict for which the ranks were stopped."""
+    """Whether `lost` is the verdict of an observer that stopped the ranks."""
     out_of_memory: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Stop the ranks of this round: at once because of a fault, or gracefully by `signal`."""
+    """The hub's order to stop the ranks of a round: at once after a failure, or gracefully by `signal`."""
 
     round: int
     reason: str
@@ -118,34 +174,34 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Note(msgspec.Struct, frozen=True, tag="note"):
-    """Show this to the user."""
+    """A text that the launchers display."""
 
     text: str
 
 
 class Again(msgspec.Struct, frozen=True, tag="again"):
-    """The next round begins."""
+    """The hub's announcement of the next round."""
 
     round: int
 
 
 class Over(msgspec.Struct, frozen=True, tag="over"):
-    """The run is over, for the node that receives this."""
+    """The hub's announcement that the run is over for the receiving node."""
 
     exit_code: int = 0
     failed: bool = False
     exits: tuple[RankExit, ...] = ()
-    """The root cause and all that failed after it; times are seconds ago."""
+    """The root cause and all other failures; times are ages in seconds."""
     cause: RankExit | None = None
     lost: str = ""
     interrupted: int = 0
     out_of_memory: bool = False
     mismatch: str = ""
-    """Which collectives of the ranks did not match, if that ended them."""
+    """Description of mismatched collectives that caused the failure, or empty."""
 
 
 class RelayMessage(msgspec.Struct, frozen=True, tag="relay"):
-    """What the observers of nodes send each other, and the hub does not read: to node 0, or from it to all."""
+    """An opaque text between observers of different nodes: to node 0, or from node 0 to all."""
 
     body: str
     to_all: bool = False
@@ -156,7 +212,7 @@ FromHub = Challenge | Proof | Welcome | Refused | Beat | Admit | JoinRound | Sto
 
 
 def rebased(exits: Iterable[RankExit]) -> tuple[RankExit, ...]:
-    """Turn times of this machine's clocks into seconds ago, and seconds ago into times: clocks of machines differ."""
+    """Convert times to ages in seconds and ages to times, because the clocks of hosts differ."""
     now, clock = time.monotonic(), time.time()
     return tuple(
         replace(

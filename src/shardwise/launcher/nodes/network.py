@@ -1,4 +1,4 @@
-"""The address and interface by which other nodes reach this one, and who may connect to a listening socket."""
+"""Network addresses of this host: which address other nodes connect to, and a filter for a listening socket."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 _RESOLVE_S = 5.0
-"""A cluster's own name service may learn of a fresh node a little late."""
+"""Seconds to retry name resolution, because a cluster's DNS may register a new node late."""
 _SIOCGIFADDR = 0x8915
 
 
 def resolve(host: str, port: int, timeout_s: float = _RESOLVE_S) -> tuple[str, ...]:
-    """Return the addresses of a host name, in the resolver's order; refused when there is none for some seconds."""
+    """Return the addresses of a host name in the resolver's order; raise LaunchError after `timeout_s` without one."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -35,15 +35,15 @@ def resolve(host: str, port: int, timeout_s: float = _RESOLVE_S) -> tuple[str, .
                 time.sleep(0.2)
                 continue
             raise LaunchError(
-                f"host {host!r} has no address that this machine can look up",
+                f"host name {host!r} cannot be resolved",
                 code="rendezvous.host-not-resolved",
-                fix="name the address of node 0 itself",
+                fix="pass the IP address of node 0",
             ) from None
         return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def is_own(address: str) -> bool:
-    """Return whether `address` belongs to this machine: whether one can listen there."""
+    """Return whether `address` is an address of this host, tested by binding a socket to it."""
     with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address, 0))
@@ -53,19 +53,19 @@ def is_own(address: str) -> bool:
 
 
 def own_addresses() -> Mapping[str, str]:
-    """Return the IPv4 address of every interface of this machine that has one, by interface (Linux)."""
+    """Return the IPv4 addresses of this host by interface (Linux only)."""
     found = {}
     if sys.platform.startswith("linux"):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
             for _, name in socket.if_nameindex():
                 with contextlib.suppress(OSError):
-                    answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                    answer = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                     found[name] = socket.inet_ntoa(answer[20:24])
     return found
 
 
 def interface_of(address: str) -> str:
-    """Return the interface that has `address`, empty when it is unknown."""
+    """Return the name of the interface with this address; empty if it is unknown."""
     named = {own: name for name, own in own_addresses().items()}
     if address in named:
         return named[address]
@@ -77,50 +77,50 @@ def interface_of(address: str) -> str:
 
 
 def own_address(local_addr: str) -> str:
-    """Return the address of this machine that the user named; refused when it is not one."""
+    """Return the address of --local-addr; raise LaunchError if it is not an address of this host."""
     address = next((address for address in resolve(local_addr, 0) if is_own(address)), None)
     if address is None:
         raise LaunchError(
-            f"--local-addr {local_addr} is not an address of this machine",
+            f"--local-addr {local_addr} is not an address of this host",
             code="launch.local-address-unknown",
-            fix="see: ip addr",
+            fix="use an address that `ip addr` lists",
         )
     return address
 
 
 def listening_address(host: str, port: int, local_addr: str) -> str:
-    """Return the one address on which node 0 listens: what `host` means here, but never a loopback that others miss.
+    """Return the address on which node 0 listens: an address of `host` that other hosts can reach.
 
-    `local_addr` is the address that the user passed, empty when they did not.
+    `local_addr` is the value of --local-addr, or empty. Raises LaunchError if no address is suitable.
     """
     if local_addr:
         return own_address(local_addr)
-    meant = resolve(host, port)
-    own = [address for address in meant if is_own(address)]
+    resolved = resolve(host, port)
+    own = [address for address in resolved if is_own(address)]
     outward = [address for address in own if not is_loopback(address)]
     if outward:
         return outward[0]
     others = {name: address for name, address in own_addresses().items() if not is_loopback(address)}
-    known = ", ".join(f"{address} on {name}" for name, address in others.items()) or "none but loopback"
+    known = ", ".join(f"{address} on {name}" for name, address in others.items()) or "loopback only"
     if not own:
         raise LaunchError(
-            f"{host} is {meant[0]}, which is not an address of this machine, node 0 (it has {known})",
+            f"{host} resolves to {resolved[0]}, which is not an address of this host, node 0 (it has {known})",
             code="launch.master-address-foreign",
-            fix="name an address of node 0, or pass with --local-addr which of these others reach",
+            fix="pass an address of node 0, or --local-addr with the address that other nodes can reach",
         )
     if host == own[0] or host == "localhost":
         return own[0]
-    if len(others) == 1:  # Debian's installer writes 127.0.1.1 beside the host's own name
+    if len(others) == 1:  # Debian's installer maps the host name to 127.0.1.1 in /etc/hosts
         return next(iter(others.values()))
     raise LaunchError(
-        f"{host} is {own[0]} here, which other machines cannot reach (it has {known})",
+        f"on node 0, {host} resolves to {own[0]}, which other hosts cannot reach (addresses of node 0: {known})",
         code="launch.master-address-loopback",
-        fix="name an address of node 0, or pass with --local-addr which of these others reach",
+        fix="pass an address of node 0, or --local-addr with the address that other nodes can reach",
     )
 
 
 def listen(address: str, port: int, option: str = "--master-port") -> socket.socket:
-    """Return a socket that listens at this address alone; port 0 takes a free one."""
+    """Return a socket that listens on this address only; port 0 selects a free port."""
     listener = socket.socket(_family(address))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -128,16 +128,16 @@ def listen(address: str, port: int, option: str = "--master-port") -> socket.soc
     except OSError as error:
         listener.close()
         raise LaunchError(
-            f"port {port} of {address} is taken ({error.strerror})",
+            f"port {port} of {address} is in use ({error.strerror})",
             code="launch.port-in-use",
-            fix=f"end what listens there, or change {option}",
+            fix=f"stop the process that listens there, or change {option}",
         ) from None
     listener.listen(2048)
     return listener
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only this machine reaches `address`."""
+    """Return whether `address` is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
@@ -145,26 +145,25 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-# Which machines may connect to a listening socket: the kernel drops the packets of all others.
+# A filter that limits which hosts can connect to a listening socket.
 #
-# torch's TCPStore answers whoever connects: it reads, changes and deletes keys for anybody. So node 0 attaches a
+# torch's TCPStore does not authenticate clients: any client can read, change and delete keys. So node 0 attaches a
 # socket filter (classic BPF, see socket(7) and the kernel's networking/filter.rst) to the listening socket before
-# the store gets it: packets of any address but the run's nodes are dropped before there is a connection, which a
-# port without a listener would refuse. Connections that the socket accepts inherit the filter. No privilege is
-# needed; Linux only.
+# the store uses it. The kernel drops packets from all addresses except those of the run's nodes. Accepted connections
+# inherit the filter. It requires no privileges, and Linux.
 #
-# A filter knows machines, not users: other users of an admitted machine still pass.
+# The filter distinguishes hosts, not users: all users of an admitted host can connect.
 
 
 UNFILTERED_STORE = (
-    "shardwise: this kernel has no socket filters: every machine that reaches the store can read and change it"
+    "shardwise: this kernel does not support socket filters, so every host that can connect to the store can change it"
 )
 _SO_ATTACH_FILTER = 26
-_MOST_INSTRUCTIONS = 4096
+_MAX_INSTRUCTIONS = 4096
 _NETWORK_HEADER = 0xFFF00000
-"""SKF_NET_OFF: offsets from here count from the IP header; the filter itself begins at the TCP header."""
+"""SKF_NET_OFF: makes an offset relative to the IP header; by default offsets are relative to the TCP header."""
 _SOURCE_AT = {4: 12, 6: 8}
-"""Where the source address begins in an IP header, by version."""
+"""Offset of the source address in an IP header, by IP version."""
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ACCEPT, _DROP = 0xFFFFFFFF, 0
 
@@ -178,27 +177,27 @@ class _Program(ctypes.Structure):
 
 
 def admit_only(listener: socket.socket, addresses: Iterable[str]) -> bool:
-    """Have `listener` accept these addresses and its own alone, in place of those admitted before.
+    """Restrict `listener` to connections from these addresses and its own; replaces an earlier restriction.
 
-    Returns False, with nothing changed, where the kernel cannot: not Linux, or more machines than a filter holds.
+    Returns False, without a change, if the kernel does not support it or a filter cannot contain as many addresses.
     """
     if not sys.platform.startswith("linux"):
         return False
     own = _parse(listener.getsockname()[0])
     admitted = {own, *(_parse(address) for address in addresses)}
     program = _program(sorted(address.packed for address in admitted if address.version == own.version), own.version)
-    if len(program) > _MOST_INSTRUCTIONS:
+    if len(program) > _MAX_INSTRUCTIONS:
         return False
     array = (_Instruction * len(program))(*program)
     try:
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(_Program(len(program), array)))
-    except OSError:  # a kernel, or a sandbox, without filters
+    except OSError:  # a kernel or sandbox without socket filters
         return False
     return True
 
 
 class StoreFilter:
-    """The filter of a round's store, while nodes join the round and each is admitted."""
+    """The filter of a round's store, which is updated while nodes join the round."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
@@ -206,7 +205,7 @@ class StoreFilter:
 
     @contextlib.contextmanager
     def opened(self, listener: socket.socket, note: Callable[[str], None]) -> Iterator[socket.socket]:
-        """Yield `listener`, which accepts the nodes that have joined and, until `close`, those that join later."""
+        """Yield `listener`, restricted to the nodes that have joined and, until `close`, to those that join later."""
         with listener:
             self._listener = listener
             if not admit_only(listener, self._admitted):
@@ -214,13 +213,13 @@ class StoreFilter:
             yield listener
 
     def admit(self, addresses: tuple[str, ...]) -> None:
-        """Take note of the addresses of all nodes."""
+        """Set the addresses of all nodes and update the filter."""
         self._admitted = addresses
         if self._listener is not None:
             admit_only(self._listener, addresses)
 
     def close(self) -> None:
-        """Close this process's hold on the port: when the store ends, connections shall be refused."""
+        """Close this process's copy of the socket, so that connections are refused after the store exits."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -231,15 +230,15 @@ def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _program(sources: list[bytes], version: int) -> list[_Instruction]:
-    """Return a filter that accepts packets from one of `sources`, and drops all others."""
+    """Return a BPF program that accepts packets from `sources` and drops all others."""
     program = []
     for source in sources:
         quads = [source[at : at + 4] for at in range(0, len(source), 4)]
         for index, quad in enumerate(quads):
-            left = len(quads) - 1 - index
-            # Four bytes that differ lead past the others of this address (two instructions each) and its return.
+            remaining = len(quads) - 1 - index
+            # On a mismatch, skip the remaining quads of this address (two instructions each) and its return.
             program.append(_Instruction(_LOAD_WORD, 0, 0, _NETWORK_HEADER + _SOURCE_AT[version] + 4 * index))
-            program.append(_Instruction(_JUMP_IF_EQUAL, 0, 2 * left + 1, int.from_bytes(quad, "big")))
+            program.append(_Instruction(_JUMP_IF_EQUAL, 0, 2 * remaining + 1, int.from_bytes(quad, "big")))
         program.append(_Instruction(_RETURN, 0, 0, _ACCEPT))
     program.append(_Instruction(_RETURN, 0, 0, _DROP))
     return program

@@ -1,4 +1,4 @@
-"""How nodes agree who is in a round: torch's dynamic rendezvous, run by a process of its own beside the launcher."""
+"""The rendezvous of a round: torch's dynamic rendezvous in a separate process; the launcher does not import torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shardwise.environment import adopt, variables
-from shardwise.launcher.local.orders import KEY_VARIABLE, RendezvousResult, StartRendezvous
-from shardwise.launcher.local.processes import die_with_parent, ignore_stop_signals
+from shardwise.launcher.local.processes import (
+    KEY_VARIABLE,
+    RendezvousResult,
+    StartRendezvous,
+    die_with_parent,
+    ignore_stop_signals,
+)
 from shardwise.launcher.transport import MessageStream
 
 if TYPE_CHECKING:
@@ -20,21 +25,21 @@ if TYPE_CHECKING:
 
 PRELOAD = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _NO_KEEP_ALIVE = timedelta(hours=1)
-"""torch would drop a node whose clock is some seconds off; the hub detects lost nodes itself."""
+"""Disables torch's keep-alive, which drops nodes with clock skew; the hub detects lost nodes."""
 
 
 class _NodeCard(msgspec.Struct):
-    """What nodes send each other through the store when they have joined."""
+    """The node number and number of ranks that a node publishes in the store after it has joined."""
 
     node: int
     nproc: int
 
 
 def rendezvous_work(order: StartRendezvous, descriptor: int | None, parent: int) -> Callable[[], None]:
-    """Return what joins the other nodes, reports them on the socket `descriptor`, and stays until it is killed."""
+    """Return a function that joins the rendezvous, reports the result on socket `descriptor`, and runs until killed."""
     die_with_parent(parent)
     ignore_stop_signals()
-    # The ranks' store is ours, one for every round: torch would make another from the name of this node.
+    # Ranks use the launcher's store of the round; torch would create a second one on this node.
     adopt({**order.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     answer: MessageStream[RendezvousResult] = MessageStream(socket.socket(fileno=descriptor), RendezvousResult)
 
@@ -45,13 +50,13 @@ def rendezvous_work(order: StartRendezvous, descriptor: int | None, parent: int)
             result = RendezvousResult(refusal=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
         answer.send(result)
         while True:
-            signal.pause()  # its thread keeps torch's rendezvous open for those who are slower
+            signal.pause()  # torch's thread keeps the rendezvous open for slower nodes
 
     return work
 
 
 def _join(order: StartRendezvous) -> RendezvousResult:
-    """Communicate with the other nodes through the store of this round until enough have joined."""
+    """Join the rendezvous through the store of this round and return the nodes that joined."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -66,7 +71,7 @@ def _join(order: StartRendezvous) -> RendezvousResult:
         SignedBackend(C10dRendezvousBackend(store, order.run_id), order.key),
         order.least,
         order.most,
-        # torch numbers nodes by the alphabet of their addresses; ours begin with the number they are to have.
+        # torch ranks nodes by the alphabetical order of their addresses, so the node number is the address.
         local_addr=f"{order.node:06d}",
         timeout=RendezvousTimeout(join=limit, last_call=timedelta(seconds=order.last_call_s)),
         keep_alive_interval=int(_NO_KEEP_ALIVE.total_seconds()),

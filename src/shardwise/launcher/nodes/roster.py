@@ -1,8 +1,8 @@
-"""The state of a run on several nodes, and what each node is sent next; pure: no sockets, no clock of its own.
+"""The state machine of a run on several nodes, without sockets or clocks: events in, messages to nodes out.
 
-A run is a sequence of rounds. In each, node 0 opens a store, the nodes that are ready join it by torch's rendezvous,
-start their ranks and report how those ended; then `decide_round` ends the run or begins the next round. The invariant
-is that a message about an earlier round changes nothing: every such message names its round, and late ones are dropped.
+A run is a sequence of rounds. In each round, node 0 opens a store, the ready nodes join it by torch's rendezvous, start
+their ranks and report the exits; then `decide_round` ends the run or starts the next round. Every message about ranks
+contains its round, and messages of earlier rounds are dropped, so that they cannot change the state.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
     from shardwise.launcher.nodes.messages import FromNode, Hello
 
 GATHER_S = 2.0
-"""Nodes that come within this time of each other join together."""
+"""Seconds to wait for more nodes before all ranks are stopped to let a new node join."""
 
 
 @dataclass
 class _Member:
-    """One node that was welcomed."""
+    """A node that has joined the run."""
 
     node: int
     host: str
     is_ready: bool = False
     in_round: bool = False
-    """It was asked to join the round, or has joined."""
+    """Whether the node was ordered to join the round, or has joined it."""
     ended: NodeEnded | None = None
     is_leaving: int = 0
-    """Signal by which its launcher was asked to stop; 0 for none."""
+    """Stop signal that its launcher received; 0 without one."""
 
     @property
     def name(self) -> str:
@@ -63,39 +63,39 @@ class _Member:
 
 @dataclass
 class _Round:
-    """What is known of one round."""
+    """The state of one round."""
 
     number: int
     port: int = 0
-    """Of its store; 0 until that is open."""
+    """Port of the round's store; 0 until it is open."""
     nodes: tuple[int, ...] = ()
-    """That joined; none until they have."""
+    """Nodes that joined; empty until the rendezvous is complete."""
     is_settled: bool = False
-    """Its nodes are known, so that a newcomer waits for the next."""
+    """Whether the nodes of the round are fixed, so that a new node waits for the next round."""
     is_stopping: bool = False
-    """Its ranks were stopped because of a fault."""
+    """Whether the ranks were stopped because of a failure."""
     is_reshaping: bool = False
-    """They were asked to, because a node joins or leaves."""
+    """Whether the ranks were stopped because a node joins or leaves."""
     interrupted: int = 0
-    """Signal by which somebody asked the whole run to stop."""
+    """Signal that requested the end of the whole run; 0 without one."""
     stop_at: float = math.inf
     stop_reason: str = ""
     grow_at: float = math.inf
     gone: list[str] = field(default_factory=list)
     ends: list[tuple[str, NodeEnded]] = field(default_factory=list)
-    """Name of a node, and how its ranks ended."""
+    """Name of each node whose ranks have exited, with its report."""
 
     @property
     def has_joined(self) -> bool:
         return bool(self.nodes)
 
     def stop(self, reason: str, at: float) -> None:
-        """Have the ranks stopped at this time, unless they are earlier."""
+        """Schedule the stop of all ranks at this time, unless an earlier stop is scheduled."""
         if not self.is_stopping and at < self.stop_at:
             self.stop_at, self.stop_reason = at, reason
 
     def status(self, *, num_nodes: int, had_joined: bool) -> RoundStatus:
-        """Return what there is to decide upon."""
+        """Return the status for `decide_round`."""
         return RoundStatus(
             exits=tuple(exit_ for _, ended in self.ends for exit_ in ended.exits),
             gone=tuple(self.gone),
@@ -105,7 +105,7 @@ class _Round:
             had_joined=had_joined,
             interrupted=self.interrupted,
             reshaping=self.is_reshaping,
-            # One that was stopped before it joined the others has no exits.
+            # A node that was stopped before its rendezvous was complete has no exits.
             complete=self.has_joined and len(self.nodes) == sum(bool(ended.exits) for _, ended in self.ends),
         )
 
@@ -117,45 +117,45 @@ class _Round:
 
 
 class Roster:
-    """Takes what happens, in the order of events, and yields messages by node; node 0 has the store."""
+    """The state machine of a run: receives events in order and queues messages to nodes; node 0 runs the store."""
 
     def __init__(self, limits: NodeLimits, *, facts: Mapping[str, str], host: str, run: str, now: float) -> None:
-        """Begin with no node; `facts` must be the same on all, `host` and `run` are node 0's name and directory."""
+        """Create an empty roster; `facts` must be the same on all nodes, `host` and `run` are those of node 0."""
         self.is_over = False
         self._limits = limits
         self._facts, self._host, self._run = facts, host, run
         self._members: dict[int, _Member] = {}
         self._dismissed: dict[int, str] = {}
-        """Hosts of nodes that were released and are still connected: until then their numbers are taken."""
+        """Hosts of released nodes that are still connected, whose node numbers are not free yet."""
         self._out: list[tuple[int, msgspec.Struct]] = []
         self._round = _Round(0)
         self._restarts = 0
         self._join_by = now + limits.join_s
         self._was_whole = False
-        """Whether a first round has joined: from then on the hub knows who is there, and nobody waits for more."""
+        """Whether the first round has joined; later rounds start with the connected nodes without waiting for more."""
 
     def take(self) -> list[tuple[int, msgspec.Struct]]:
-        """Return what is to be sent now: (node, message)."""
+        """Return and clear the queued (node, message) pairs."""
         out, self._out = self._out, []
         return out
 
     def join(self, hello: Hello) -> int | Refused:
-        """Welcome a newcomer and return which node it is, or why it cannot be one."""
+        """Add a node to the run and return its node number, or the reason why it is rejected."""
         if self.is_over:
             return Refused("the run is over", "start it again on all nodes", code="rendezvous.run-over")
         taken = {**self._dismissed, **{node: member.host for node, member in self._members.items()}}
         node = place_node(hello, self._facts, taken, self._limits.most, self._host)
         if isinstance(node, Refused):
-            self._send(0, Note(f"refused a node: {node.fact}"))
+            self._send(0, Note(f"rejected a node: {node.fact}"))
             return node
         self._members[node] = _Member(node, hello.host)
         self._send(node, Welcome(node, self._run))
         if self._was_whole:
-            self._note(f"{self._members[node].name} has come and will join")
+            self._note(f"{self._members[node].name} has connected and will join")
         return node
 
     def receive(self, node: int, message: FromNode, now: float) -> None:
-        """Take in the message of a node; one about an earlier round is too late."""
+        """Process a message of a node; messages of earlier rounds are dropped."""
         member = self._members.get(node)
         if member is None or self.is_over or getattr(message, "round", self._round.number) != self._round.number:
             return
@@ -178,7 +178,7 @@ class Roster:
                 self._take_end(member, message, now)
 
     def lose(self, node: int, how: str, now: float) -> None:
-        """Take note that a node is gone; `how` is what was seen of it."""
+        """Process the loss of a node; `how` describes it, such as "its connection closed"."""
         self._dismissed.pop(node, None)
         member = self._members.pop(node, None)
         if member is None or self.is_over:
@@ -191,38 +191,38 @@ class Roster:
             self._note(lost)
         if member.in_round and not member.is_leaving:
             self._round.gone.append(lost)
-            if member.ended is None:  # else nobody waits for its ranks any more
+            if member.ended is None:  # otherwise its ranks have exited
                 self._round.stop(f"{member.name} is lost", now)
                 self.tick(now)
         self._conclude_if_done()
 
     def tick(self, now: float) -> None:
-        """Do what is due at time `now`."""
+        """Execute the stops and joins that are due at time `now`, and end the run after the join timeout."""
         if self.is_over:
             return
         if now >= self._round.stop_at:
             self._round.stop_at = math.inf
-            self._ask_to_stop(self._round.stop_reason, 0)
+            self._order_stop(self._round.stop_reason, 0)
         if now >= self._round.grow_at:
             self._round.grow_at = math.inf
             self._grow()
         if not self._was_whole and now >= self._join_by:
             here = ", ".join(member.name for member in self._members.values())
             least = self._limits.least
-            self._end(EndRun(failed=True, lost=f"of at least {least} nodes only these joined in time: {here}"))
+            self._end(EndRun(failed=True, lost=f"fewer than {least} nodes joined in time: {here}"))
 
     def _grow(self) -> None:
         joining = [member.name for member in self._ready() if not member.in_round]
         if joining and not (self._round.ends or self._round.is_stopping or self._round.is_reshaping):
             self._round.is_reshaping = True
-            self._note(f"{' and '.join(joining)} can start: all ranks are asked to save and stop")
-            self._ask_to_stop("a node joins", signal.SIGTERM)
+            self._note(f"{' and '.join(joining)} can join: all ranks save a checkpoint and stop")
+            self._order_stop("a node joins", signal.SIGTERM)
 
     def _ready(self) -> list[_Member]:
         return [member for member in self._members.values() if member.is_ready and not member.is_leaving]
 
     def _invite(self, member: _Member, now: float) -> None:
-        """Ask a node to join if this round still forms, else let it join by a new round."""
+        """Order a node to join this round if its rendezvous is open, else schedule a new round."""
         limits, now_round = self._limits, self._round
         if member.in_round or not member.is_ready or now_round.is_stopping:
             return
@@ -230,7 +230,7 @@ class Roster:
             now_round.grow_at = min(now_round.grow_at, now + GATHER_S)
             return
         if not now_round.port or now_round.is_settled:
-            return  # the store is not open yet, or this round knows whom it waits for
+            return  # the store is not open yet, or the nodes of this round are fixed
         least, most = (limits.least, limits.most) if not self._was_whole else (len(self._ready()),) * 2
         member.in_round = True
         join = JoinRound(now_round.number, now_round.port, least, most, limits.last_call_s, self._restarts)
@@ -250,14 +250,14 @@ class Roster:
         if any(not member.in_round for member in self._ready()) and len(nodes) < self._limits.most:
             self._round.grow_at = now + GATHER_S
 
-    def _ask_to_stop(self, reason: str, number: int) -> None:
+    def _order_stop(self, reason: str, number: int) -> None:
         self._round.is_stopping = self._round.is_stopping or number == 0
         for member in self._members.values():
             if member.in_round and member.ended is None:
                 self._send(member.node, Stop(self._round.number, reason, number))
 
     def _release(self, member: _Member, number: int) -> None:
-        """A launcher was asked to stop: its node leaves, or the whole run stops."""
+        """Release a node whose launcher received a stop signal, or stop the run if too few nodes would remain."""
         member.is_leaving = number
         if member.node == 0 or len(self._ready()) < self._limits.least:
             self._round.interrupted = number
@@ -265,8 +265,8 @@ class Roster:
             self._dismiss(member)
             return
         self._round.is_reshaping = True
-        self._note(f"{member.name} was asked to stop by {signal.Signals(number).name}")
-        self._ask_to_stop(f"{member.name} was asked to stop", number)
+        self._note(f"{member.name} received {signal.Signals(number).name}")
+        self._order_stop(f"{member.name} received a stop signal", number)
         self._conclude_if_done()
 
     def _take_end(self, member: _Member, ended: NodeEnded, now: float) -> None:
@@ -278,7 +278,7 @@ class Roster:
         self._conclude_if_done()
 
     def _conclude_if_done(self) -> None:
-        """Decide what follows once every node of the round has ended its ranks or is gone."""
+        """End the run or start the next round if all nodes of this round have reported or are lost."""
         waiting = [member for member in self._members.values() if member.in_round and member.ended is None]
         if self.is_over or waiting or not (self._round.ends or self._round.gone or self._round.interrupted):
             return
@@ -297,7 +297,7 @@ class Roster:
             self._send(member.node, Again(self._round.number))
 
     def _dismiss(self, member: _Member) -> None:
-        """Release a node that was asked to stop, while the run continues."""
+        """Send the end of the run to a node that received a stop signal, while the run continues."""
         exits = member.ended.exits if member.ended is not None else ()
         saved = any(exit_.returncode == PREEMPTED for exit_ in exits)
         self._send(member.node, Over(exit_code=PREEMPTED if saved else 0, interrupted=member.is_leaving))
@@ -318,9 +318,9 @@ class Roster:
 
 
 def _over(decision: EndRun, last: _Round) -> Over:
-    """Return what every node receives at the end: of all exits, those that the report names."""
+    """Return the final message to every node, with the exits that failed and the root cause."""
     ends = [exit_ for _, ended in last.ends for exit_ in ended.exits]
-    # What was compared here need not travel again.
+    # The recorded calls are compared here and need not be sent to the nodes.
     exits = tuple(replace(exit_, calls=None) for exit_ in ends if exit_.failed or exit_ == decision.cause)
     return Over(
         exit_code=decision.exit_code,

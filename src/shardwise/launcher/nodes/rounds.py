@@ -1,8 +1,8 @@
-"""The rounds of one node: open the store, join the others, run the ranks, report, and learn what follows.
+"""The rounds of one node: open the store, join the rendezvous, run the ranks, report their exits, and continue.
 
-Each round has a fresh store on a fresh port of node 0, so that keys of a dead round cannot reach the next, and all
-nodes of a round start and stop their ranks together. The hub decides (`roster.py`); this file carries its decisions
-out. torch's own rendezvous numbers the nodes: a process beside the launcher runs it, since it imports torch.
+Each round has a new store on a new port of node 0, so that it cannot read keys of an earlier round. All nodes of a
+round start and stop their ranks together. The hub decides (`roster.py`), and this file executes its decisions. torch's
+rendezvous assigns the ranks; a separate process runs it because it imports torch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from shardwise.launcher.local.attempts import (
     write_exit,
     write_start,
 )
-from shardwise.launcher.local.orders import RendezvousResult, StartRendezvous
+from shardwise.launcher.local.processes import RendezvousResult, StartRendezvous
 from shardwise.launcher.local.supervise import Observer, Outcome, caught_signals, supervise
-from shardwise.launcher.nodes.authentication import rendezvous_key
 from shardwise.launcher.nodes.messages import (
     Admit,
     Again,
@@ -45,11 +44,13 @@ from shardwise.launcher.nodes.messages import (
     RoundJoined,
     Stop,
     rebased,
+    rendezvous_key,
 )
 from shardwise.launcher.nodes.network import StoreFilter, interface_of, listen, own_address
 from shardwise.launcher.nodes.rendezvous import PRELOAD
 from shardwise.launcher.policy import Finish, GiveUp, RankExit
 from shardwise.launcher.transport import MessageStream
+from shardwise.runs.console import counted
 from shardwise.runs.events import LaunchLog, launch_log
 from shardwise.runs.failure import write_variables
 
@@ -58,18 +59,17 @@ if TYPE_CHECKING:
 
     from shardwise.launcher.local.processes import RankProcess
     from shardwise.launcher.local.starters import Starter
-    from shardwise.launcher.nodes.link import HubLink
-    from shardwise.launcher.nodes.node import NodesSpec
+    from shardwise.launcher.nodes.node import HubLink, NodesSpec
     from shardwise.runs import RunDirectory
 
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _HUB_FIRST_S = 60.0
-"""By so much torch waits longer than the hub, which can name the missing nodes."""
+"""Seconds by which torch's timeout exceeds that of the hub, which reports the missing nodes."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-class _Ended(Exception):  # noqa: N818 - no error: the run is over for this node
-    """How the run ended for this node."""
+class _RunOver(Exception):  # noqa: N818 - not an error
+    """Raised when the run is over for this node, with the final message of the hub."""
 
     def __init__(self, over: Over) -> None:
         self.over = over
@@ -85,12 +85,12 @@ def launch_nodes(
     on_assigned: Callable[[range], None] = lambda _: None,
     note: Callable[[str], None] = lambda _: None,
 ) -> Launched:
-    """Run the target on this node's ranks, round after round, until the hub or its loss ends the run.
+    """Run the target on this node's ranks, in rounds, until the hub ends the run or the connection to it is lost.
 
-    `on_assigned` is called with the ranks of this node before each round starts them. Nothing is left running after.
+    `on_assigned` is called with the ranks of this node before each round starts them. All processes end with it.
     """
     environ = node_environment(spec)
-    if link.node == 0 or not run.environment.exists():  # nodes may share a disk
+    if link.node == 0 or not run.environment.exists():  # nodes may share a file system
         write_variables(run, environ)
     address = own_address(nodes.local_addr) if nodes.local_addr else link.own_address
     spec = replace(spec, preload=(*spec.preload, PRELOAD) if spec.preload else ())
@@ -104,7 +104,7 @@ def launch_nodes(
         try:
             while True:
                 node.run_round(observers, on_assigned)
-        except _Ended as end:
+        except _RunOver as end:
             launched = _launched(end.over, node.restarts)
             write_end(log, launched)
             return launched
@@ -125,7 +125,7 @@ def _launched(over: Over, restarts: int) -> Launched:
 
 @dataclass
 class _Node:
-    """This node's side of a run; to its supervisor, the other nodes."""
+    """The state of this node in a run; its supervisor uses it as `OtherNodes`."""
 
     spec: LocalLaunch
     nodes: NodesSpec
@@ -134,9 +134,9 @@ class _Node:
     starter: Starter
     environ: Mapping[str, str]
     interface: str
-    """By which ranks of other nodes reach those of this one."""
+    """Network interface at which ranks of other nodes reach the ranks of this node."""
     signals: list[int]
-    """That came while no rank was running."""
+    """Stop signals that arrived while no rank was running."""
     note: Callable[[str], None]
     log: LaunchLog
     round: int = 0
@@ -144,17 +144,17 @@ class _Node:
     join: JoinRound | None = None
     stop: Stop | None = None
     over: Over | None = None
-    """The last of each that the hub sent."""
+    """The hub's final message; like `join` and `stop`, the latest of its type."""
     broken: str = ""
-    """For which this node stopped its ranks of the last round by itself."""
+    """Reason for which this node stopped its ranks in the last round; empty if the hub stopped them."""
     rendezvous: RankProcess | None = None
     store_filter: StoreFilter = field(default_factory=StoreFilter)
-    """On node 0."""
+    """Filter of the round's store; used on node 0."""
     has_reported_ready: bool = False
     is_leaving: bool = False
 
     def run_round(self, observers: Sequence[Observer], on_assigned: Callable[[range], None]) -> None:
-        """Take part in one round, and return when the hub calls the next; _Ended when there is none."""
+        """Run one round and return when the hub announces the next; raise _RunOver if the run is over."""
         with self._store() as store:
             join = self._wait_for_round(store)
             if join.restarts > self.restarts and self.link.node == 0:
@@ -162,14 +162,14 @@ class _Node:
                 self.log.restart(join.restarts, self.nodes.max_restarts, reason)
             self.round, self.restarts = join.round, join.restarts
             try:
-                self._take_part(join, store, observers, on_assigned)
+                self._join_and_run(join, store, observers, on_assigned)
             finally:
                 if self.rendezvous is not None:
                     self.rendezvous.end()
             while self.round == join.round:
-                self._look()
+                self._poll()
 
-    def _take_part(
+    def _join_and_run(
         self,
         join: JoinRound,
         store: RankProcess | None,
@@ -188,32 +188,31 @@ class _Node:
 
     @property
     def _stopped(self) -> Stop | None:
-        """The hub's order to stop this round, None when there is none."""
+        """The hub's request to stop the ranks of this round, or None."""
         return self.stop if self.stop is not None and self.stop.round == self.round else None
 
     def requested_stop(self) -> int:
-        """Return the signal by which the other nodes request a stop of the ranks."""
+        """Return the signal of a graceful stop that the hub requested; 0 without a request."""
         return self._stopped.signal if self._stopped else 0
 
     def report_failure(self, exit_: RankExit) -> None:
-        """Report a rank that failed to the hub."""
+        """Report a failed rank to the hub."""
         self.link.send(Failing(self.round, exit_.is_certain))
 
     def report_signal(self, number: int) -> None:
-        """Report a signal to stop to the hub; the next that comes while no rank runs is the second."""
+        """Report a stop signal to the hub; a second one while no rank runs raises KeyboardInterrupt."""
         self.is_leaving = True
         self.link.send(Leaving(Signals(number)))
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[RankProcess | None]:
-        """Serve the store of this round if this is node 0, and report it."""
+        """Start the store of this round and report its port if this is node 0; else report that this node is ready."""
         if self.link.node != 0:
             if not self.has_reported_ready:
                 self.link.send(NodeReady())
                 self.has_reported_ready = True
             yield None
             return
-        # A fresh server on a fresh port for every round: keys of a dead round cannot reach the next.
         with self.store_filter.opened(listen(self.link.hub_address, 0), self.note) as listener:
             store = self.starter.start_store(listener)
             try:
@@ -224,15 +223,15 @@ class _Node:
 
     def _wait_for_round(self, store: RankProcess | None) -> JoinRound:
         while self.join is None or self.join.round < self.round:
-            self._look()
+            self._poll()
             broken = describe_lost(self.starter, store)
             if broken:
-                raise _Ended(Over(failed=True, lost=broken))
+                raise _RunOver(Over(failed=True, lost=broken))
         join, self.join = self.join, None
         return join
 
     def _join_others(self, join: JoinRound) -> RendezvousResult | None:
-        """Join the other nodes by torch's rendezvous; None when the hub calls it off."""
+        """Join the other nodes by torch's rendezvous; return None if the hub cancels the round."""
         ours, theirs = socket.socketpair()
         order = _rendezvous_order(join, self.link, self.nodes, self.spec.nproc, self.environ)
         answer: MessageStream[RendezvousResult] = MessageStream(ours, RendezvousResult)
@@ -240,10 +239,10 @@ class _Node:
             self.rendezvous = self.starter.start_rendezvous(order, theirs)
         try:
             while self._stopped is None and self.round == join.round:
-                self._look()
+                self._poll()
                 found = answer.receive()
                 if found is None:
-                    return RendezvousResult(refusal="its process ended")
+                    return RendezvousResult(refusal="the rendezvous process exited")
                 if found:
                     return found[0]
         finally:
@@ -279,28 +278,28 @@ class _Node:
         self.link.send(ended)
 
     def _lost(self, store: RankProcess | None) -> str:
-        """Return what has ended that the ranks cannot continue without, here or on another node."""
+        """Return why the ranks cannot continue: the hub's stop order or a lost connection or process; else empty."""
         self._receive()
         if self._stopped and not self._stopped.signal:
             return self._stopped.reason
         return self.link.lost or describe_lost(self.starter, store)
 
-    def _look(self) -> None:
-        """Wait a little and take in what is new; _Ended when there is nothing to wait for any more."""
-        time.sleep(_LOOK_S)
+    def _poll(self) -> None:
+        """Wait for _POLL_S and process signals and messages; raise _RunOver if the run is over."""
+        time.sleep(_POLL_S)
         if self.signals:
             if self.is_leaving:
                 raise KeyboardInterrupt
             self.report_signal(self.signals.pop())
-        lost = self.link.lost  # before its last messages are taken
+        lost = self.link.lost  # read first, because messages that arrived before the loss are processed below
         self._receive()
         if self.over is not None:
-            raise _Ended(self.over)
+            raise _RunOver(self.over)
         if lost:
-            raise _Ended(Over(failed=True, lost=lost))
+            raise _RunOver(Over(failed=True, lost=lost))
 
     def _receive(self) -> None:
-        """Take in the messages of the hub."""
+        """Process the messages of the hub."""
         for message in self.link.take():
             match message:
                 case Admit(addresses):
@@ -318,7 +317,7 @@ class _Node:
 def _rendezvous_order(
     join: JoinRound, link: HubLink, nodes: NodesSpec, nproc: int, environ: Mapping[str, str]
 ) -> StartRendezvous:
-    """Return the order to join the rendezvous of a round, at the store of node 0."""
+    """Return the order to join the rendezvous of a round at the store of node 0."""
     run_id = f"{nodes.run_id}.{join.round}"
     return StartRendezvous(
         host=link.hub_address,
@@ -336,7 +335,7 @@ def _rendezvous_order(
 
 
 def _ended(round_: int, outcome: Outcome, run: RunDirectory, *, is_stopped: bool) -> NodeEnded:
-    """Return the report of this node's ranks to the hub; if it stopped them itself, not why they were stopped."""
+    """Return the report of this node's exits to the hub; without a reason if the hub ordered the stop."""
     return NodeEnded(
         round_,
         rebased(gather_evidence(outcome.exits, run)),
@@ -347,7 +346,7 @@ def _ended(round_: int, outcome: Outcome, run: RunDirectory, *, is_stopped: bool
 
 
 def _assign(link: HubLink, join: JoinRound, members: RendezvousResult, variables: Mapping[str, str]) -> NodeAssignment:
-    """Return which ranks this node has in the world that the nodes have agreed on."""
+    """Return the ranks of this node in the world of the nodes that joined."""
     index = members.nodes.index(link.node)
     return NodeAssignment(
         world_size=sum(members.nprocs),
@@ -363,8 +362,7 @@ def _assign(link: HubLink, join: JoinRound, members: RendezvousResult, variables
 
 def _describe(node: int, assignment: NodeAssignment, ranks: range, interface: str) -> str:
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
-    nodes = "alone" if assignment.num_nodes == 1 else f"one of {assignment.num_nodes}"
     return (
-        f"shardwise: node {node}, {nodes}: {which} of {assignment.world_size};"
+        f"shardwise: node {node}, {counted(assignment.num_nodes, 'node')} in total: {which} of {assignment.world_size};"
         f" store at {assignment.store_host}:{assignment.store_port}; gloo and nccl on {interface or 'any interface'}"
     )

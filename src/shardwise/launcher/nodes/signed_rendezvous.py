@@ -1,7 +1,8 @@
-"""torch's rendezvous with its state signed: torch keeps that state in the store as a pickle, and loads what is there.
+"""A rendezvous backend of torch with signed state.
 
-Whoever can write to the store could have every node run code by a pickle of their own. So each node signs what it
-writes with a key that only those have who know the secret of the run, and loads nothing that is not signed.
+torch stores the rendezvous state in the store as a pickle and unpickles it on every node, so a client with write access
+to the store could execute code on all nodes. Each node therefore signs the state with a key derived from the run's
+secret, and rejects state without a valid signature.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _MAC_BYTES = 32
 
 
 class SignedBackend(RendezvousBackend):
-    """Keeps the state in another backend, each time with its signature before it."""
+    """Stores the rendezvous state in another backend, prefixed by its signature."""
 
     def __init__(self, backend: RendezvousBackend, key: str) -> None:
         self._backend = backend
@@ -28,16 +29,16 @@ class SignedBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """Name of the backend that holds the state."""
+        """Name of the wrapped backend."""
         return self._backend.name
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the state and its token, None when there is none; RendezvousStateError when it is not signed."""
+        """Return the state and its token, or None; raise RendezvousStateError if the signature is invalid."""
         found = self._backend.get_state()
         return None if found is None else (self._verified(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Set the state if `token` is that of the present one; return what is there then, and whether it is ours."""
+        """Replace the state if `token` is current; return the resulting state, its token, and whether it was set."""
         found = self._backend.set_state(self._sign(state) + state, token)
         return None if found is None else (self._verified(found[0]), found[1], found[2])
 
@@ -47,5 +48,5 @@ class SignedBackend(RendezvousBackend):
     def _verified(self, signed: bytes) -> bytes:
         mac, state = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._sign(state)):
-            raise RendezvousStateError("the state in the store was not written by a node of this run")
+            raise RendezvousStateError("the rendezvous state does not have a valid signature of this run")
         return state

@@ -1,1 +1,1 @@
-"""Launching on other hosts over OpenSSH."""
+"""Launch on remote hosts over OpenSSH."""

@@ -1,4 +1,4 @@
-"""The guard that `--hosts` starts on every machine: answers checks, runs the node, and ends it when its stdin does."""
+"""The guard that `--hosts` starts on every host: replies to checks, runs the node, and stops it when stdin closes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from functools import partial
 
 from shardwise.environment import variables
 from shardwise.errors import LaunchError
+from shardwise.hardware.probe import package_version
 from shardwise.launcher.local.processes import become_reaper, die_with_parent, kill_descendants
 from shardwise.launcher.local.target import Target, check_target
 from shardwise.launcher.nodes.network import is_own, listen, own_addresses
@@ -32,21 +33,20 @@ from shardwise.launcher.ssh.session import (
 )
 from shardwise.launcher.transport import MessageStream, encode_line
 from shardwise.runs.console import JOB_FAILED
-from shardwise.versions import package_version
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _REACH_S = 3.0
 
 
 class _Launcher:
-    """The other end of stdin: its orders, and whether it is still there."""
+    """The connection over stdin to the launcher: its orders, and whether it disconnected."""
 
     def __init__(self) -> None:
         self._stream: MessageStream[Order] = MessageStream(sys.stdin.buffer, Order)
         self.is_gone = False
 
     def orders(self, timeout_s: float, listener: socket.socket | None = None, token: str = "") -> list[Order]:
-        """Wait for orders, or for `timeout_s`; meanwhile send `token` to whoever connects to `listener`."""
+        """Return the orders that arrive within `timeout_s`; send `token` to clients that connect to `listener`."""
         watched: list[MessageStream[Order] | socket.socket] = [self._stream]
         if listener is not None:
             watched.append(listener)
@@ -62,11 +62,11 @@ class _Launcher:
 
 
 def main() -> int:
-    """Obey the launcher until it is gone or what it had started has ended; return the exit code of that."""
+    """Execute the launcher's orders until it disconnects or the node exits; return the exit code of the node."""
     launcher = _Launcher()
     listener, token = None, ""
     while not launcher.is_gone:
-        for order in launcher.orders(_LOOK_S, listener, token):
+        for order in launcher.orders(_POLL_S, listener, token):
             if listener is not None and isinstance(order, Listen | Start):
                 listener.close()
                 listener = None
@@ -94,7 +94,7 @@ def _facts(target: Target) -> Facts:
         "torch": package_version("torch").partition("+")[0],
     }
     outward = {name: address for name, address in own_addresses().items() if not address.startswith("127.")}
-    # What sshd reports of its connection: client, its port, server, its port.
+    # sshd sets SSH_CONNECTION to: client address, client port, server address, server port.
     ssh = variables("SSH_CONNECTION").get("SSH_CONNECTION", "").split()
     launcher, own = (ssh[0], ssh[2]) if len(ssh) == 4 else ("", "")
     try:
@@ -105,9 +105,9 @@ def _facts(target: Target) -> Facts:
 
 
 def _open(order: Listen) -> socket.socket | None:
-    """Listen and report how that went."""
+    """Listen on an address and reply with the port or the error."""
     if not is_own(order.address):
-        _reply(HostAnswer(refusal=f"{order.address} is not its address"))
+        _reply(HostAnswer(refusal=f"{order.address} is not an address of this host"))
         return None
     try:
         listener = listen(order.address, order.port)
@@ -119,19 +119,19 @@ def _open(order: Listen) -> socket.socket | None:
 
 
 def _reach(order: Reach) -> str:
-    """Return why the token is not received there; empty when it is."""
+    """Connect and return the reason why the token was not received; empty if it was."""
     try:
         with socket.create_connection((order.address, order.port), timeout=_REACH_S) as end:
             received = end.recv(len(order.token))
     except OSError as error:
-        return error.strerror or "no answer"
-    return "" if received.decode(errors="replace") == order.token else "another machine answers there"
+        return error.strerror or "no response"
+    return "" if received.decode(errors="replace") == order.token else "a different process responds there"
 
 
 def _run(order: Start, launcher: _Launcher) -> int:
-    """Run the node; when the launcher goes first, ask the node to stop, then kill what is left."""
+    """Run the node and return its exit code; if the launcher disconnects, terminate the node and its descendants."""
     become_reaper()
-    # -P: the folder of the user's script is not where our own modules are imported from.
+    # -P: modules in the user's directory must not shadow those of shardwise.
     node = subprocess.Popen(
         [sys.executable, "-P", "-m", "shardwise", *order.arguments],
         stdin=subprocess.DEVNULL,
@@ -141,17 +141,17 @@ def _run(order: Start, launcher: _Launcher) -> int:
     )
     deadline = None
     while node.poll() is None and (deadline is None or time.monotonic() < deadline):
-        if launcher.is_gone:  # its end of stdin would stay readable
+        if launcher.is_gone:  # select would return at once, because stdin is at end of file
             if deadline is None:
                 node.terminate()
                 deadline = time.monotonic() + order.grace_s
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             continue
-        for passed in launcher.orders(_LOOK_S):
-            if isinstance(passed, Signal):
-                node.send_signal(passed.number)
+        for received in launcher.orders(_POLL_S):
+            if isinstance(received, Signal):
+                node.send_signal(received.number)
     code = node.poll()
-    kill_descendants()  # also the node, and what left its process group
+    kill_descendants()  # also the node, and processes outside of its process group
     code = node.wait() if code is None else code
     return 128 - code if code < 0 else code
 

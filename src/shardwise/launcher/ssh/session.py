@@ -1,4 +1,4 @@
-"""Sessions with the guards of many machines: started over OpenSSH, read all at once, and never left behind."""
+"""Sessions with the guards on remote hosts: started over OpenSSH, read with one selector, and closed together."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ if TYPE_CHECKING:
 
 
 STDERR = 1
-"""Index of the second stream."""
+"""Index of the stderr stream."""
 NO_FOLDER, NO_PYTHON = 91, 92
-"""Exit codes of the shell line on a host, before there is a guard."""
+"""Exit codes of the shell command on a host that cannot start the guard."""
 _SSH = (
-    *("ssh", "-T", "-a", "-x", "-S", "none"),  # no terminal, no agent, no X11, no connection shared with others
+    *("ssh", "-T", "-a", "-x", "-S", "none"),  # no terminal, no agent, no X11, no shared connection
     *("-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "LogLevel=ERROR"),
-    *("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"),  # a lost link ends the client in 8 s
-    *("-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none"),  # whatever the user's file says for shells
+    *("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"),  # the client exits 8 s after a link is lost
+    *("-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none"),  # override the user's settings for shells
 )
 _CLOSE_S = 2.0
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 def ssh_argv(host: HostSpec) -> list[str]:
-    """Return the argv of the ssh client up to the command: never a prompt, no forwarding, dead links noticed."""
+    """Return the ssh command line up to the remote command: without prompts and forwarding, with keep-alive."""
     user = ["-l", host.user] if host.user else []
     port = ["-p", str(host.port)] if host.port else []
     return [*_SSH, *user, *port, host.name]
 
 
 def guard_command(folder: Path) -> str:
-    """Return the shell line that becomes the guard in this folder, under the Python of this process."""
+    """Return the shell command that executes the guard in this directory with the Python of this process."""
     python = shlex.quote(sys.executable)
     line = (
         f"cd {shlex.quote(str(folder))} || exit {NO_FOLDER}; test -x {python} || exit {NO_PYTHON}; "
@@ -64,10 +64,10 @@ def guard_command(folder: Path) -> str:
 
 
 class Session:
-    """One guard: the lines it and its node write, and how it ended."""
+    """A guard on one host: its process, its orders, and the output of the guard and its node."""
 
     def __init__(self, host: HostSpec, *, is_here: bool, command: str = "") -> None:
-        """Start a guard, or another shell `command`, on `host`: over ssh, or directly on this machine."""
+        """Start the guard, or a shell `command`, on `host`: over ssh, or directly if it is this machine."""
         self.host = host
         self.is_here = is_here
         command = command or guard_command(Path.cwd())
@@ -76,38 +76,38 @@ class Session:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is ours to pass on, and ssh finds no terminal to ask on
-            # A guard of this machine lives on for as long as its node takes to stop; ssh has nothing to wait for.
+            start_new_session=True,  # this process forwards Ctrl-C, and ssh has no terminal to prompt on
+            # A local guard must outlive this process until its node has stopped; the ssh client need not.
             preexec_fn=None if is_here else partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - one thread
         )
         self._orders: MessageStream[Order] = MessageStream(cast("IO[bytes]", self.process.stdin), Order)
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self.stderr_tail: deque[str] = deque(maxlen=20)
-        """The last lines of its stderr."""
+        """The last lines of stderr."""
         self._rests = [b"", b""]
 
     @property
     def name(self) -> str:
-        """Name that users gave the host."""
+        """Name of the host in --hosts."""
         return self.host.name
 
     @property
     def streams(self) -> tuple[IO[bytes], IO[bytes]]:
-        """Its stdout and stderr."""
+        """The guard's stdout and stderr."""
         return cast("IO[bytes]", self.process.stdout), cast("IO[bytes]", self.process.stderr)
 
     def send(self, order: Any) -> None:
-        """Send an order, from any thread; one that is gone is noticed elsewhere."""
-        with self._turn, contextlib.suppress(ValueError):  # we hung up
+        """Send an order from any thread; ignored if the guard has exited."""
+        with self._lock, contextlib.suppress(ValueError):  # stdin is closed
             self._orders.send(order)
 
     def close_stdin(self) -> None:
-        """Close the guard's stdin, which has it stop its node."""
-        with self._turn, contextlib.suppress(OSError):
+        """Close the guard's stdin, after which it stops its node."""
+        with self._lock, contextlib.suppress(OSError):
             self._orders.close()
 
     def read(self, stream: int) -> list[bytes] | None:
-        """Return the new lines of a stream; None at its end."""
+        """Return the new lines of a stream; None at end of file."""
         data = os.read(self.streams[stream].fileno(), 1 << 16)
         *lines, self._rests[stream] = (self._rests[stream] + data).split(b"\n")
         if not data and self._rests[stream]:
@@ -120,19 +120,19 @@ class Session:
 
 
 class Sessions:
-    """All sessions of one launch; leaving the context ends them.
+    """All sessions of one launch, as a context that closes them.
 
-    Within it, beats and signals go out from a thread of their own: whoever shows the output may have to wait for a
-    pager or a terminal that is stopped, and guards would take that for the launcher's death.
+    A separate thread sends heartbeats and signals, because displaying output may block on a pager or a stopped
+    terminal, and the guards would treat the silence as the exit of the launcher.
     """
 
     def __init__(self, sessions: Iterable[Session]) -> None:
         self.all = list(sessions)
         self._selector = selectors.DefaultSelector()
         self.signals: list[int] = []
-        """Signals that came; each is taken from here and passed on to every guard."""
-        self.was_asked = False
-        """Whether a signal was passed on."""
+        """Received stop signals, which are removed as they are forwarded to every guard."""
+        self.is_interrupted = False
+        """Whether a stop signal was forwarded."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._send_beats, name="beats", daemon=True)
         for session in self.all:
@@ -141,12 +141,12 @@ class Sessions:
 
     @property
     def running(self) -> list[Session]:
-        """Sessions of which more may come."""
+        """Sessions that are running or have unread output."""
         open_ = [key.data[0] for key in self._selector.get_map().values()]
         return [session for session in self.all if session in open_ or session.process.poll() is None]
 
     def receive(self, timeout_s: float) -> list[tuple[Session, int, bytes]]:
-        """Return (session, stream, line) of what came, waiting up to `timeout_s`."""
+        """Return the (session, stream, line) triples that arrive within `timeout_s`."""
         received = []
         for key, _ in self._selector.select(timeout_s):
             session, stream = key.data
@@ -154,22 +154,22 @@ class Sessions:
             if lines is None:
                 self._selector.unregister(key.fileobj)
             received += [(session, stream, line) for line in lines or ()]
-        if not self._selector.get_map():  # all streams are closed: what is left is to be reaped
+        if not self._selector.get_map():  # all streams are closed, and the processes are about to exit
             time.sleep(0.01)
         return received
 
-    def ask(self, orders: Sequence[tuple[Session, Order]], timeout_s: float) -> dict[Session, Reply]:
-        """Send orders and return the replies of all that gave one in time, before they ended."""
+    def query(self, orders: Sequence[tuple[Session, Order]], timeout_s: float) -> dict[Session, Reply]:
+        """Send orders and return the replies that arrive within `timeout_s`."""
         for session, order in orders:
             session.send(order)
-        asked = {session for session, _ in orders}
+        queried = {session for session, _ in orders}
         replies: dict[Session, Reply] = {}
         deadline = time.monotonic() + timeout_s
-        while asked - set(replies) and time.monotonic() < deadline:
+        while queried - set(replies) and time.monotonic() < deadline:
             for session, stream, line in self.receive(0.1):
                 if stream != STDERR and line.startswith(MARK):
                     replies[session] = decode_line(line.removeprefix(MARK), Reply)
-            asked &= set(self.running) | set(replies)
+            queried &= set(self.running) | set(replies)
         return replies
 
     def _send_beats(self) -> None:
@@ -177,7 +177,7 @@ class Sessions:
         while not self._closing.is_set():
             orders: list[Order] = []
             while self.signals:
-                self.was_asked = True
+                self.is_interrupted = True
                 orders.append(Signal(self.signals.pop(0)))
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_S
@@ -185,7 +185,7 @@ class Sessions:
             for session in self.all:
                 for order in orders:
                     session.send(order)
-            self._closing.wait(_LOOK_S)
+            self._closing.wait(_POLL_S)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -209,26 +209,26 @@ class Sessions:
         self._selector.close()
 
 
-# Messages between the launcher and its guard on another machine.
+# Messages between the launcher and its guard on a remote host.
 
 
 BEAT_S = 1.0
-"""Between two signs of life of the launcher."""
+"""Seconds between two heartbeats of the launcher."""
 SILENCE_S = 8.0
-"""A launcher that is silent for so long is gone: the guard ends what it runs. Over ssh, a lost packet costs more
-than between nodes, whose own heartbeats are faster."""
+"""Seconds without a heartbeat after which the guard stops its node; longer than between nodes, because ssh takes
+longer to recover from a lost packet."""
 MARK = b"shardwise-guard "
-"""Begins every line of a guard, since shells may write something of their own before it starts."""
+"""Prefix of every line of a guard, because a login shell may print text before the guard starts."""
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """Report what is there."""
+    """The order to reply with the facts of the host."""
 
     target: Script | Module | Program
 
 
 class Listen(msgspec.Struct, frozen=True, tag="listen"):
-    """Listen at this address of yours, port 0 takes a free one, and send `token` to whoever connects."""
+    """The order to listen on an address and to send `token` to clients; port 0 selects a free port."""
 
     address: str
     port: int
@@ -236,7 +236,7 @@ class Listen(msgspec.Struct, frozen=True, tag="listen"):
 
 
 class Reach(msgspec.Struct, frozen=True, tag="reach"):
-    """Report whether `token` is received there."""
+    """The order to connect to an address and check that it sends `token`."""
 
     address: str
     port: int
@@ -244,43 +244,43 @@ class Reach(msgspec.Struct, frozen=True, tag="reach"):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Run `shardwise` with these arguments and variables; from now on your output is its output."""
+    """The order to run `shardwise` with these arguments and variables; the guard's output is then that of the node."""
 
     arguments: list[str]
     variables: dict[str, str]
     grace_s: float
-    """From a stop request, or the launcher's death, to a kill."""
+    """Seconds from a stop request, or the exit of the launcher, to SIGKILL."""
 
 
 class Signal(msgspec.Struct, frozen=True, tag="signal"):
-    """Pass this signal on."""
+    """The order to send a signal to the node."""
 
     number: int
 
 
 class SessionBeat(msgspec.Struct, frozen=True, tag="beat"):
-    """The launcher is alive."""
+    """A heartbeat of the launcher."""
 
 
 class Facts(msgspec.Struct, frozen=True, tag="facts"):
-    """What is there."""
+    """The facts of a host: versions, addresses, and whether it has the target."""
 
     versions: dict[str, str]
-    """Of what must be the same on all hosts, by name."""
+    """Versions of packages that must be the same on all hosts, by name."""
     addresses: dict[str, str]
-    """By interface, loopback left out."""
+    """Addresses by interface, without loopback."""
     own: str = ""
-    """Address at which ssh came in; empty on the launcher's own machine."""
+    """Server address of the ssh connection; empty on the launcher's host."""
     launcher: str = ""
-    """Address from which ssh came; empty on the launcher's own machine."""
+    """Client address of the ssh connection; empty on the launcher's host."""
     refusal: str = ""
     fix: str = ""
     code: str = ""
-    """Why the target cannot be started there; empty when it can."""
+    """Error code if the target cannot be started, with `refusal` and `fix`; all empty if it can."""
 
 
 class HostAnswer(msgspec.Struct, frozen=True, tag="answer"):
-    """To Listen (with the port) and Reach: how it went; no refusal is success."""
+    """The reply to Listen (with the port) and Reach; `refusal` is empty on success."""
 
     port: int = 0
     refusal: str = ""

@@ -1,1 +1,1 @@
-"""Collectives: timed, checked, judged."""
+"""Benchmarks of collectives: times, correctness checks and verdicts."""

@@ -1,4 +1,4 @@
-"""Whether a collective computes what it should, and which reduce operations and dtypes a backend supports."""
+"""Correctness checks of collectives, and the reduce operations and dtypes that a backend supports."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardwise.dist import World
-    from shardwise.dist.stores import Store
+    from shardwise.dist.rendezvous import Store
     from shardwise.measurement.comm.collectives import Collective
     from shardwise.measurement.comm.spec import SweepSettings
 
 
 PERIOD = 251
-"""Elements after which inputs repeat: a prime, so that no slice at a round number equals its neighbour."""
+"""Elements after which inputs repeat: a prime, so that slices at round offsets differ from each other."""
 _STRIDE = 89
-"""By how much a rank's moved values are ahead of those of the rank before it."""
+"""Offset between the inputs of successive ranks, for collectives that only move data."""
 _ROWS = 4096
-"""Periods that are compared at once: a million elements, so that checking takes little memory."""
+"""Periods that are compared at once: a million elements, which limits the memory of a check."""
 _LATE_S = 0.02
-"""How much later than the others the last rank comes to a barrier that is checked."""
+"""Seconds by which the last rank is late at a checked barrier."""
+_REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError)
+"""Errors with which backends refuse an operation or a dtype."""
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
 
 
 def count_wrong(collective: Collective, store: Store, key: str) -> int:
-    """Communicate over the collective's group: call it once, and count the wrong elements that this rank received.
+    """Communicate over the collective's group: call it once and return the number of wrong elements on this rank.
 
-    `store` and `key`, one of its own for each call, are for barrier: a rank that leaves it before all came has one
-    wrong. Ranks that receive nothing, as those that are no root of a reduce, have none.
+    `store` and `key`, which must be unique, are for barrier: a rank that leaves it before all ranks arrived has one
+    wrong element. Ranks that receive nothing, such as those that are not the root of a reduce, have none.
     """
     spec = collective.spec
     if spec.name == "barrier":
@@ -56,9 +58,9 @@ def count_wrong(collective: Collective, store: Store, key: str) -> int:
 
 
 def inputs(ranks: int, operation: str | None, dtype: torch.dtype) -> Tensor:
-    """Return one period of every rank's input, [ranks, PERIOD] whole numbers: so small that every result is exact.
+    """Return one period of every rank's input, [ranks, PERIOD] integers so small that every result is exact.
 
-    `operation` is None for what is moved and not reduced.
+    `operation` is None for collectives that do not reduce.
     """
     element, rank = torch.arange(PERIOD)[None], torch.arange(ranks)[:, None]
     most = _largest_exact(dtype)
@@ -66,9 +68,10 @@ def inputs(ranks: int, operation: str | None, dtype: torch.dtype) -> Tensor:
         return (element + _STRIDE * rank) % PERIOD % (most + 1)
     turn = (element + rank) % PERIOD
     if operation in ("SUM", "PREMUL_SUM"):
-        each = most // (ranks * (PREMULTIPLIER if operation == "PREMUL_SUM" else 1))
-        return turn % (each + 1) if each else (turn == 0).long()
-    if operation == "AVG":  # pairs of ranks are as far above the mean as below it, so that whole numbers have a mean
+        factor = PREMULTIPLIER if operation == "PREMUL_SUM" else 1
+        most_per_rank = most // (ranks * factor)
+        return turn % (most_per_rank + 1) if most_per_rank else (turn == 0).long()
+    if operation == "AVG":  # one rank of each pair is above the mean and one below, so that the mean is an integer
         mean = 1 + element % max(1, min(PERIOD, most // ranks - 1))
         apart = torch.where(rank % 2 == 0, 1, -1)
         apart[-1] = apart[-1] * (1 - ranks % 2)
@@ -80,7 +83,7 @@ def inputs(ranks: int, operation: str | None, dtype: torch.dtype) -> Tensor:
 
 @cache
 def reduced(ranks: int, operation: str, dtype: torch.dtype) -> Tensor:
-    """Return one period of what all ranks' inputs become, in fp64 or int64."""
+    """Return one period of the reduction of all ranks' inputs, in fp64 or int64."""
     values = inputs(ranks, operation, dtype)
     if operation in _BITWISE:
         return reduce(_BITWISE[operation], values.unbind())
@@ -90,13 +93,15 @@ def reduced(ranks: int, operation: str, dtype: torch.dtype) -> Tensor:
         return values.amin(0) if operation == "MIN" else values.amax(0)
     if operation == "PRODUCT":
         return values.prod(0)
-    return values.sum(0) * (PREMULTIPLIER if operation == "PREMUL_SUM" else 1)
+    if operation == "PREMUL_SUM":
+        return values.sum(0) * PREMULTIPLIER
+    return values.sum(0)
 
 
 def tolerance(ranks: int, operation: str, dtype: torch.dtype) -> float:
-    """Return how far from the expected value a right result may be, as a fraction of it: 0 but for some means.
+    """Return the relative tolerance of a correct result: 0 except for some averages.
 
-    1 / ranks is not a binary fraction unless ranks is a power of two, and nccl multiplies by it before it adds.
+    1 / ranks is not a binary fraction unless ranks is a power of two, and NCCL multiplies by it before it adds.
     """
     if operation != "AVG" or not dtype.is_floating_point:
         return 0.0
@@ -105,17 +110,18 @@ def tolerance(ranks: int, operation: str, dtype: torch.dtype) -> float:
 
 
 def _largest_exact(dtype: torch.dtype) -> int:
-    """Return the number up to which the dtype holds every whole number."""
+    """Return the largest integer up to which the dtype represents every integer."""
     return int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def _input_of(collective: Collective) -> Tensor:
     spec = collective.spec
-    return inputs(collective.ranks, spec.operation if KINDS[spec.name].reduces else None, spec.dtype)[collective.rank]
+    operation = spec.operation if KINDS[spec.name].reduces else None
+    return inputs(collective.ranks, operation, spec.dtype)[collective.rank]
 
 
 def _expected(collective: Collective) -> list[tuple[Tensor, Tensor, int, float]]:
-    """Return pieces of what was received, each with the period it repeats, where in it it begins, and the tolerance."""
+    """Return slices of the received tensor, each with its expected period, the offset in it, and the tolerance."""
     spec, ranks, rank, count = collective.spec, collective.ranks, collective.rank, collective.count
     received = collective.received
     if KINDS[spec.name].reduces:
@@ -137,7 +143,7 @@ def _fill(tensor: Tensor, period: Tensor) -> None:
 
 
 def _differing(tensor: Tensor, period: Tensor, offset: int, allowed: float) -> int:
-    """Count elements that are not those of the repeated period, begun at `offset`."""
+    """Count the elements that differ from the repeated period, which starts at `offset`."""
     values = period.roll(-(offset % PERIOD)).to(tensor.dtype).to(tensor.device)
     rows, rest = divmod(tensor.numel(), PERIOD)
     pieces = tensor[: rows * PERIOD].view(rows, PERIOD).split(_ROWS)
@@ -150,7 +156,7 @@ def _far(found: Tensor, wanted: Tensor, allowed: float) -> Tensor:
         found, wanted = found.float(), wanted.float()
     if not allowed:
         return found != wanted
-    return ~((found - wanted).abs() <= allowed * wanted.abs())  # so that NaN is far
+    return ~((found - wanted).abs() <= allowed * wanted.abs())  # negated, so that NaN counts as different
 
 
 def _leaves_early(collective: Collective, store: Store, key: str) -> int:
@@ -159,59 +165,57 @@ def _leaves_early(collective: Collective, store: Store, key: str) -> int:
     store.add(key, 1)
     collective.call()
     if collective.device.type == "cuda":
-        torch.cuda.synchronize(collective.device)  # nccl's barrier holds the device, not the host
+        torch.cuda.synchronize(collective.device)  # NCCL's barrier blocks the device, not the host
     return int(store.add(key, 0) < collective.ranks)
 
 
-# Which reduce operations and dtypes a backend has: found out by using each once on little data, and checked.
+# The reduce operations and dtypes that a backend supports: each is called once on a small tensor and checked.
 
 
 CHECKED_BYTES = 4096
-"""Of every check: more than one period of inputs on each of a few ranks."""
+"""Size of every check: more than one period of inputs on each of a few ranks."""
 
-_LONE_FACTOR = "one rank sums nothing, and nccl leaves the factor out of reduce_scatter and of bfloat16 then"
+_LONE_FACTOR = "on one rank NCCL omits the factor in reduce_scatter and for bfloat16"
 
 
 def check_all(spec: SweepSettings, world: World, store: Store) -> list[Check]:
-    """Communicate over the world, called on every rank: use everything once; wrong elements are this rank's."""
+    """Communicate over the world, called on every rank: call each case once and count this rank's wrong elements."""
     root = min(spec.root, world.size - 1)
     found = []
     for number, (name, operation, dtype) in enumerate(_cases(spec)):
         if operation == "PREMUL_SUM" and world.size == 1:
-            found.append(Check(collective=name, operation=operation, dtype=dtype, wrong=None, words=_LONE_FACTOR))
+            found.append(Check(collective=name, operation=operation, dtype=dtype, wrong=None, reason=_LONE_FACTOR))
             continue
-        asked = CollectiveSpec(
+        case = CollectiveSpec(
             name=name,
             num_bytes=CHECKED_BYTES,
             dtype=getattr(torch, dtype or "float32"),
             operation=operation or "SUM",
             root=root if KINDS[name].is_rooted else 0,
         )
+        wrong, reason = None, ""
         try:
-            wrong, words = count_wrong(prepare(asked, running_group(), world.device), store, f"check {number}"), ""
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            AttributeError,
-        ) as error:  # every backend refuses in its own way
-            wrong, words = None, (str(error) or repr(error)).splitlines()[0]
-        found.append(Check(collective=name, operation=operation, dtype=dtype, wrong=wrong, words=words))
+            wrong = count_wrong(prepare(case, running_group(), world.device), store, f"check {number}")
+        except _REFUSALS as error:
+            reason = (str(error) or repr(error)).splitlines()[0]
+        found.append(Check(collective=name, operation=operation, dtype=dtype, wrong=wrong, reason=reason))
     return found
 
 
 def _cases(spec: SweepSettings) -> Iterable[tuple[str, str, str]]:
     dtypes = dict.fromkeys((*spec.dtypes, *spec.checked_dtypes))
     operations = dict.fromkeys((*spec.operations, *spec.checked_operations))
-    # gloo's barrier raises the error of an operation just refused if that is not cleared away yet, on this rank alone,
-    # and the others wait in it for ever: it comes before them.
+    # gloo's barrier can raise the error of an operation that was just refused, on this rank only, while the other ranks
+    # wait in the barrier forever. So barrier is checked first.
     for name in sorted(spec.collectives, key=lambda name: name != "barrier"):
         kind = KINDS[name]
-        yield from product((name,), operations if kind.reduces else ("",), dtypes if kind.traffic != "none" else ("",))
+        own_operations = operations if kind.reduces else ("",)
+        own_dtypes = dtypes if kind.traffic != "none" else ("",)
+        yield from product((name,), own_operations, own_dtypes)
 
 
 def refuse_missing(spec: SweepSettings, checks: Iterable[Check], backend: str) -> None:
-    """Refuse an operation or dtype that was asked for by name, if the backend has none of what it was asked for."""
+    """Refuse an operation or dtype that was requested by name if the backend supports it in no requested case."""
     timed = [check for check in checks if check.operation in ("", *spec.operations)]
     timed = [check for check in timed if check.dtype in ("", *spec.dtypes)]
     for name in spec.named:
@@ -219,14 +223,14 @@ def refuse_missing(spec: SweepSettings, checks: Iterable[Check], backend: str) -
         if cases and all(check.wrong is None for check in cases):
             what = f"{name} of {', '.join(spec.dtypes)}" if name in OPERATIONS else name
             raise InputError(
-                f"{backend} has no {what} ({cases[0].words})",
+                f"{backend} does not support {what} ({cases[0].reason})",
                 code="bench.backend-unsupported",
                 fix=_others(name, checks),
             )
 
 
 def _others(name: str, checks: Iterable[Check]) -> str:
-    """Say what to type instead: dtypes that the operation works with, or the others of its kind."""
+    """Return the fix: dtypes that the operation supports, or other operations or dtypes."""
     has = [check for check in checks if check.wrong is not None]
     dtypes = dict.fromkeys(check.dtype for check in has if check.operation == name)
     if dtypes:
@@ -234,4 +238,4 @@ def _others(name: str, checks: Iterable[Check]) -> str:
     kind, option = (OPERATIONS, "--ops") if name in OPERATIONS else (TYPES, "--dtypes")
     others = {part for check in has for part in (check.operation, check.dtype)}
     names = [other for other in kind if other in others]
-    return f"use {option} with {', '.join(names)}" if names else f"leave it out of {option}"
+    return f"use {option} with {', '.join(names)}" if names else f"omit it from {option}"

@@ -1,4 +1,4 @@
-"""Collectives ready to be called: any of them, on any group, size, dtype, reduce operation and backend."""
+"""Collectives and three point-to-point methods, prepared for calls on any group, size, dtype and backend."""
 
 from __future__ import annotations
 
@@ -13,50 +13,54 @@ from shardwise.measurement.comm.spec import KINDS, count_of, size_of
 from shardwise.torch_private.distributed import premultiplied_sum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from shardwise.dist import World
+
+    Move = Callable[[Sequence[Tensor], int, dist.ProcessGroup], None]
+
 PREMULTIPLIER = 2
-"""What PREMUL_SUM multiplies by before it adds."""
+"""The factor of PREMUL_SUM."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveSpec:
-    """Which collective, and on what."""
+    """A collective with its size, dtype and options."""
 
     name: str
     num_bytes: int
-    """Of the whole tensor: what is gathered, what is scattered, one rank's input of all_to_all; none for barrier."""
+    """Size of the whole tensor: the gathered or scattered tensor, one rank's input of all_to_all; 0 for barrier."""
     dtype: torch.dtype = torch.float32
     operation: str = "SUM"
-    """How those that reduce do so."""
+    """Reduce operation of collectives that reduce."""
     root: int = 0
-    """Rank in the group that those with a root begin or end at."""
+    """Root as a rank of the group, for collectives that have one."""
     is_async: bool = False
-    """Whether the call is started and then waited for, instead of one that returns when it is done."""
+    """Whether the call uses async_op=True and waits for its handle."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective as one rank calls it."""
+    """One collective on one rank, ready to be called."""
 
     spec: CollectiveSpec
     group: dist.ProcessGroup
     rank: int
-    """In the group."""
+    """Rank in the group."""
     ranks: int
     count: int
     size_bytes: int
     sent: Tensor
     received: Tensor
-    """`sent` again where torch works in place: all_reduce, reduce, broadcast."""
+    """The same tensor as `sent` for collectives that work in place: all_reduce, reduce, broadcast."""
     call: Callable[[], object]
     """Communicates over the group."""
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of its tensors."""
         return self.sent.device
 
 
@@ -72,8 +76,7 @@ def prepare(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device
     kind, count = KINDS[counted_as], count_of(counted_as, spec.num_bytes, itemsize, ranks)
     size_bytes = size_of(counted_as, count, itemsize, ranks)
     whole = size_bytes // itemsize
-    sent = torch.zeros(whole if kind.sends_whole else count, dtype=spec.dtype, device=device)
-    received = sent
+    sent = received = torch.zeros(whole if kind.sends_whole else count, dtype=spec.dtype, device=device)
     if kind.is_split:
         received = sent.new_zeros(whole if kind.receives_whole else count)
     tensors = _Tensors(spec=spec, group=group, rank=dist.get_rank(group), ranks=ranks, sent=sent, received=received)
@@ -92,21 +95,21 @@ def prepare(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device
 
 
 def reduce_operation(name: str) -> Any:
-    """Return torch's reduce operation; AttributeError where this torch has no such one."""
-    if name == "PREMUL_SUM":  # made by a function without a public name
+    """Return torch's reduce operation; AttributeError if this torch does not have it."""
+    if name == "PREMUL_SUM":  # torch creates it by a private function
         return premultiplied_sum(float(PREMULTIPLIER))
     return getattr(dist.ReduceOp, name)
 
 
 def wait_for_all(group: dist.ProcessGroup, device: torch.device, *, async_op: bool = False) -> Any:
     """Communicate over `group`: return when all its ranks have arrived."""
-    on_nccl = dist.get_backend(group) == "nccl"  # without its device, nccl guesses one
+    on_nccl = dist.get_backend(group) == "nccl"  # NCCL guesses the device unless it is passed
     return dist.barrier(group, device_ids=[device.index] if on_nccl else None, async_op=async_op)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Tensors:
-    """What a collective moves, as one rank sees it."""
+    """The tensors of a collective on one rank."""
 
     spec: CollectiveSpec
     group: dist.ProcessGroup
@@ -174,7 +177,7 @@ def _barrier(t: _Tensors) -> Callable[..., Any]:
 
 
 def _send(t: _Tensors) -> Callable[..., Any]:
-    """From the group's first rank to its second and back: what calibration knows as `send`."""
+    """Send from the group's first rank to its second and back, which calibration calls `send`."""
     if t.rank > 1:
         return lambda **_: None
     peer = t.peer(1 - t.rank)
@@ -194,4 +197,82 @@ MAKERS: dict[str, Callable[[_Tensors], Callable[..., Any]]] = {
     "barrier": _barrier,
     "send": _send,
 }
-"""Name -> what makes one call of it, on every rank of the group."""
+"""Name -> function that returns one call of it, on every rank of the group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A point-to-point method: `push` sends messages to a peer and `pull` receives them; both communicate over a group.
+
+    The peer is a global rank. On a CPU both return when the memory may be reused, on a GPU when the copy is queued.
+    """
+
+    description: str
+    push: Move
+    pull: Move
+
+    def on(self, world: World) -> Way:
+        """Return the method for the world's device.
+
+        gloo sends from host memory only, so messages of a GPU are copied through host memory, as a program would.
+        """
+        if world.device.type == "cuda" and world.backend == "gloo":
+            return _through_host(self)
+        return self
+
+
+def _send_blocking(messages: Sequence[Tensor], peer: int, group: dist.ProcessGroup) -> None:
+    for message in messages:
+        dist.send(message, peer, group=group)
+
+
+def _recv(messages: Sequence[Tensor], peer: int, group: dist.ProcessGroup) -> None:
+    for message in messages:
+        dist.recv(message, peer, group=group)
+
+
+def _at_once(operation: Callable[..., dist.Work | None]) -> Move:
+    def move(messages: Sequence[Tensor], peer: int, group: dist.ProcessGroup) -> None:
+        _wait([operation(message, peer, group=group) for message in messages])
+
+    return move
+
+
+def _batched(operation: Callable[..., dist.Work | None]) -> Move:
+    def move(messages: Sequence[Tensor], peer: int, group: dist.ProcessGroup) -> None:
+        _wait(dist.batch_isend_irecv([dist.P2POp(operation, message, peer, group) for message in messages]))
+
+    return move
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:  # None on ranks outside the group
+            work.wait()
+
+
+def _through_host(way: Way) -> Way:
+    def push(messages: Sequence[Tensor], peer: int, group: dist.ProcessGroup) -> None:
+        way.push([message.cpu() for message in messages], peer, group)
+
+    def pull(messages: Sequence[Tensor], peer: int, group: dist.ProcessGroup) -> None:
+        landed = [torch.empty_like(message, device="cpu") for message in messages]
+        way.pull(landed, peer, group)
+        for message, host in zip(messages, landed, strict=True):
+            message.copy_(host)
+
+    return Way(description=f"{way.description}, copied through host memory", push=push, pull=pull)
+
+
+WAYS = {
+    "send": Way(description="send and recv, one message after the other", push=_send_blocking, pull=_recv),
+    "isend": Way(
+        description="isend and irecv, all messages in flight", push=_at_once(dist.isend), pull=_at_once(dist.irecv)
+    ),
+    "batch": Way(
+        description="batch_isend_irecv, all messages in one batch",
+        push=_batched(dist.isend),
+        pull=_batched(dist.irecv),
+    ),
+}
+"""Name -> point-to-point method."""

@@ -1,4 +1,4 @@
-"""Limits of a sweep: the bandwidth that links allow, and the memory that its buffers take."""
+"""Limits of a sweep: the bandwidth of the links, and the memory of its buffers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 import socket
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from shardwise.engines.backends import backend_row
 from shardwise.environment import identify
@@ -25,41 +26,40 @@ if TYPE_CHECKING:
 STREAMED = 32 << 20
 """Bytes that every rank sends to the next in one trial."""
 TRIALS = 5
-_PIECE = 1 << 20
-_PATIENCE_S = 10.0
-"""For a connection: a network that lets gloo through by one port only must not delay the rest."""
+_CHUNK = 1 << 20
+_CONNECT_TIMEOUT_S = 10.0
+"""Short, since a network may admit only the ports of gloo."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ceiling:
-    """The most that one rank's link can be expected to carry, in bytes per second of one direction."""
+class Ceiling(msgspec.Struct, frozen=True, kw_only=True):
+    """The expected maximum bandwidth of one rank's link, in bytes per second in one direction."""
 
     link: str
     shared: float
     """While all ranks send at once, as in all_reduce."""
     alone: float
-    """While one rank sends to one other: what a root may hope for."""
-    words: str
-    """Where the numbers are from."""
+    """While one rank sends to another, as a root does."""
+    source: str = msgspec.field(name="words")
+    """How the bandwidth was obtained; `words` in JSON."""
     is_measured: bool
 
 
 def find_ceiling(world: World, ranks: tuple[int, ...]) -> Ceiling | None:
-    """Communicate over the world, called on every rank: what a group of `ranks` can expect; None where nobody knows.
+    """Communicate over the world, called on every rank: return the ceiling of a group of `ranks`; None if unknown.
 
-    Nothing travels in a group of one, and how MPI's messages travel is not known. The catalogue knows the links of
-    GPUs that each have one rank; the others are measured: every rank of the world streams to the next by TCP.
+    A group of one rank sends nothing, and the transport of MPI is not known. For NCCL the catalogue has the links of
+    the GPUs; for other backends the links are measured: every rank of the world streams to the next by TCP.
     """
     if len(ranks) == 1 or backend_row(world.backend).chooses_transport:
-        return None  # MPI takes what its library finds, memory or a fast fabric: plain TCP is not its ceiling
+        return None  # MPI chooses shared memory or a fast fabric, for which plain TCP is not the ceiling
     if world.backend == "nccl":
         return _listed(world, ranks)
     rates = tcp_rates(world)
     if rates is None:
         return None
     shared, alone = rates
-    words = f"measured in this run: {shared / 1e9:.2f} GB/s a rank while all send, {alone / 1e9:.2f} GB/s alone"
-    return Ceiling(link="plain TCP", shared=shared, alone=alone, words=words, is_measured=True)
+    source = f"measured in this run: {shared / 1e9:.2f} GB/s per rank while all send, {alone / 1e9:.2f} GB/s alone"
+    return Ceiling(link="plain TCP", shared=shared, alone=alone, source=source, is_measured=True)
 
 
 def _listed(world: World, ranks: tuple[int, ...]) -> Ceiling | None:
@@ -69,20 +69,21 @@ def _listed(world: World, ranks: tuple[int, ...]) -> Ceiling | None:
         return None
     inside = all(rank // world.local_size == ranks[0] // world.local_size for rank in ranks)
     link = node.inside if inside else node.outside
-    words = f"listed: what collectives reach of {link.bandwidth / 1e9:.0f} GB/s on the label"
-    return Ceiling(link=link.name, shared=link.reached, alone=link.reached, words=words, is_measured=False)
+    source = f"catalogue: reachable by collectives out of {link.bandwidth / 1e9:.0f} GB/s nominal"
+    return Ceiling(link=link.name, shared=link.reached, alone=link.reached, source=source, is_measured=False)
 
 
 def higher(one: Ceiling | None, other: Ceiling | None) -> Ceiling | None:
-    """Return the better of two looks at the same links."""
-    return max((found for found in (one, other) if found), key=lambda found: found.shared, default=None)
+    """Return the higher of two measurements of the same links."""
+    found = [ceiling for ceiling in (one, other) if ceiling is not None]
+    return max(found, key=lambda ceiling: ceiling.shared, default=None)
 
 
 def tcp_rates(world: World) -> tuple[float, float] | None:
-    """Communicate over the world and by sockets of its own, called on every rank of at least two.
+    """Communicate over the world and over TCP sockets, called on every rank of at least two.
 
-    Return bytes per second of the slowest rank while each streams to the next, and of the first rank while it alone
-    does; best of a few trials. None where some rank cannot be reached.
+    Return bytes per second of the slowest rank while each streams to the next, and of rank 0 while only it sends; the
+    best of a few trials. None if some rank cannot be reached.
     """
     with contextlib.ExitStack() as ends:
         pair = _neighbours(world, ends)
@@ -91,35 +92,43 @@ def tcp_rates(world: World) -> tuple[float, float] | None:
         shared = [_stream(world, *pair, senders=range(world.size)) for _ in range(TRIALS)]
         alone = [_stream(world, *pair, senders=range(1)) for _ in range(TRIALS)]
         found = world.gather((shared, alone))
-    slowest = [min(max(trial) for trial in zip(*trials, strict=True)) for trials in zip(*found, strict=True)]
-    return STREAMED / slowest[0], STREAMED / min(slowest)  # alone a link carries at least as much
+    shared_s = _best_trial([rank_shared for rank_shared, _ in found])
+    alone_s = _best_trial([rank_alone for _, rank_alone in found])
+    return STREAMED / shared_s, STREAMED / min(shared_s, alone_s)  # a single stream is at least as fast
+
+
+def _best_trial(seconds: list[list[float]]) -> float:
+    """Return the lowest over trials of the slowest rank's seconds; `seconds` is by rank and trial."""
+    slowest: list[float] = [max(trial) for trial in zip(*seconds, strict=True)]
+    return min(slowest)
 
 
 def _neighbours(world: World, ends: contextlib.ExitStack) -> tuple[socket.socket, socket.socket] | None:
-    """Communicate over the world: return connections to the next rank and from the one before, None without them."""
+    """Communicate over the world: return connections to the next and from the previous rank; None if one fails."""
     address = _own_address(world)
     listener = ends.enter_context(socket.create_server((address, 0)))
-    listener.settimeout(_PATIENCE_S)
-    places = world.gather((address, listener.getsockname()[1]))
+    listener.settimeout(_CONNECT_TIMEOUT_S)
+    addresses = world.gather((address, listener.getsockname()[1]))
     try:
-        onward = socket.create_connection(places[(world.rank + 1) % world.size], timeout=_PATIENCE_S)
+        onward = socket.create_connection(addresses[(world.rank + 1) % world.size], timeout=_CONNECT_TIMEOUT_S)
         ends.enter_context(onward)
         inward, _ = listener.accept()
     except OSError:
-        return None  # the others must be notified
+        return None  # not an exception, since the other ranks wait for this result
     return onward, ends.enter_context(inward)
 
 
 def _stream(world: World, onward: socket.socket, inward: socket.socket, *, senders: range) -> float:
-    """Communicate over the world: let some ranks send to the next; return the seconds until all has come here."""
-    buffer, left = bytearray(_PIECE), STREAMED if (world.rank - 1) % world.size in senders else 0
+    """Communicate over the world: `senders` stream to the next rank; return the seconds until this rank has all."""
+    buffer = bytearray(_CHUNK)
+    left = STREAMED if (world.rank - 1) % world.size in senders else 0
     sender = threading.Thread(target=onward.sendall, args=(bytes(STREAMED),))
     world.barrier()
     began = time.perf_counter()
     if world.rank in senders:
         sender.start()
     while left:
-        left -= inward.recv_into(buffer, min(left, _PIECE)) or left  # nothing: the other end is gone
+        left -= inward.recv_into(buffer, min(left, _CHUNK)) or left  # 0 bytes: the sender has closed the connection
     seconds = time.perf_counter() - began
     if world.rank in senders:
         sender.join()
@@ -127,43 +136,43 @@ def _stream(world: World, onward: socket.socket, inward: socket.socket, *, sende
 
 
 def _own_address(world: World) -> str:
-    """Return where other ranks reach this one: the address on the way to the first rank."""
+    """Return the address at which other ranks reach this one: that of the interface that routes to rank 0."""
     first = identify().master_addr
     if world.num_nodes == 1 or not first:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((first, 9))  # sends nothing: UDP only chooses the way
+        probe.connect((first, 9))  # sends nothing: for UDP this only chooses the route
         return str(probe.getsockname()[0])
 
 
-# Whether what a sweep allocates fits: refused before anything is, naming the size and what is free.
+# The memory of a sweep, which is checked before anything is allocated.
 
 
 _STAGED = 2
-"""What gloo holds in host memory of tensors on a GPU: a copy of what is sent and one of what is received."""
+"""Copies in host memory that gloo makes of tensors on a GPU: of what is sent and of what is received."""
 
 
 def needed_bytes(spec: SweepSettings, ranks: int) -> int:
-    """Return the most that one rank allocates at once, in groups of so many."""
+    """Return the maximum bytes that one rank allocates at once, in groups of `ranks`."""
     return max(buffer_bytes(name, spec.sizes[-1], ranks) for name in spec.collectives)
 
 
-def check_room(spec: SweepSettings, *, ranks: int, sharing: int, free: int, where: str) -> None:
-    """Refuse sizes for which `sharing` ranks, in groups of `ranks`, need more than is free."""
+def check_memory(spec: SweepSettings, *, ranks: int, sharing: int, free: int, where: str) -> None:
+    """Refuse sizes for which `sharing` ranks, in groups of `ranks`, need more memory than is free."""
     need = needed_bytes(spec, ranks) * sharing
     if need <= free:
         return
     fits = [size for size in spec.sizes if size * need // spec.sizes[-1] <= free]
     raise InputError(
-        f"size {write_size(spec.sizes[-1])} needs {need / 2**30:.1f} GiB for {sharing} ranks, and {where} has"
+        f"size {write_size(spec.sizes[-1])} needs {need / 2**30:.1f} GiB for {sharing} ranks, but {where} has only"
         f" {free / 2**30:.1f} GiB free",
         code="bench.not-enough-memory",
         fix=f"use --sizes up to {write_size(fits[-1])}" if fits else "use smaller --sizes",
     )
 
 
-def require_room(spec: SweepSettings, world: World, kinds: dict[str, tuple[tuple[int, ...], ...]]) -> None:
-    """Refuse what does not fit on this rank's host or GPU, before anything is allocated; does not communicate."""
+def require_memory(spec: SweepSettings, world: World, kinds: dict[str, tuple[tuple[int, ...], ...]]) -> None:
+    """Refuse sizes that do not fit into this rank's host or GPU memory; does not communicate."""
     ranks = min(len(groups[0]) for groups in kinds.values())
     on_gpu = world.device.type == "cuda"
     if on_gpu:
@@ -171,7 +180,7 @@ def require_room(spec: SweepSettings, world: World, kinds: dict[str, tuple[tuple
 
         sharing = -(-world.local_size // torch.cuda.device_count())
         free = torch.cuda.mem_get_info(world.device)[0]
-        check_room(spec, ranks=ranks, sharing=sharing, free=free, where=str(world.device))
+        check_memory(spec, ranks=ranks, sharing=sharing, free=free, where=str(world.device))
     if not on_gpu or world.backend == "gloo":
         free = available_memory() // (_STAGED if on_gpu else 1)
-        check_room(spec, ranks=ranks, sharing=world.local_size, free=free, where=f"host {world.host}")
+        check_memory(spec, ranks=ranks, sharing=world.local_size, free=free, where=f"host {world.host}")

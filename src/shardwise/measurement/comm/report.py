@@ -1,4 +1,4 @@
-"""`bench comm`: from the Spec to a sweep on ranks, and its report beside an earlier one."""
+"""`bench comm`: runs the sweep of a Spec on ranks, and reports it with a comparison to an earlier run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.errors import InputError
 from shardwise.hardware import probe_gpus
 from shardwise.hardware.probe import available_memory
 from shardwise.layout import parse_layout
-from shardwise.measurement.comm.limits import check_room
+from shardwise.measurement.comm.limits import check_memory
 from shardwise.measurement.comm.result import (
     VERSION,
     Change,
@@ -36,18 +36,18 @@ from shardwise.measurement.comm.spec import (
 )
 from shardwise.measurement.comm.sweep import measure_comm
 from shardwise.measurement.comm.verdict import SeriesVerdict, findings, judge, sentence
-from shardwise.measurement.ranks import rank_zero, require_backend, warn_if_busy
-from shardwise.measurement.report.write import BenchReport
+from shardwise.measurement.report import BenchReport
+from shardwise.measurement.specs import rank_zero, require_backend, warn_if_busy
 from shardwise.planner.settle import local_device
 from shardwise.runs.console import CHECK_FAILED, echo_error
 
 if TYPE_CHECKING:
-    from shardwise.measurement.report.findings import Findings
+    from shardwise.measurement.findings import Findings
     from shardwise.measurement.specs import CommSpec
 
 
 class CommReport(BenchReport, frozen=True, kw_only=True):
-    """What a sweep found, a verdict for each series of sizes, and what is slower than in the earlier run."""
+    """The measurements of a sweep, a verdict for each series of sizes, and the changes since an earlier run."""
 
     found: CommMeasurement
     verdicts: tuple[SeriesVerdict, ...]
@@ -55,7 +55,7 @@ class CommReport(BenchReport, frozen=True, kw_only=True):
     """None without an earlier run."""
 
     def __post_init__(self) -> None:
-        """Set the exit code: 3 when a result is wrong or slower than in the earlier run."""
+        """Set the exit code: 3 if a result is wrong or slower than in the earlier run."""
         if self.found.wrong or self.slower:
             msgspec.structs.force_setattr(self, "exit_code", CHECK_FAILED)
 
@@ -65,34 +65,35 @@ class CommReport(BenchReport, frozen=True, kw_only=True):
         return [change for change in self.changes or () if change.is_regression]
 
     def to_json(self) -> str:
-        """Return all that was found, which `compare` reads."""
+        """Return all measurements as JSON, which --compare reads."""
         document = msgspec.to_builtins(self.found)
         document |= {"verdicts": self.verdicts, "changes": self.changes}
         return msgspec.json.encode({"version": VERSION, **document}).decode()
 
     def to_csv(self) -> str:
-        """Return the table with a header; units are in the names."""
+        """Return the table as CSV with a header; the names contain the units."""
         return csv_text(self.found.rows)
 
     def findings(self) -> Findings:
-        """Return what a page or a Markdown file shows."""
+        """Return the content of the HTML or Markdown report."""
         return findings(self.found, self.verdicts, self.changes)
 
     def to_text(self) -> str:
-        """Return the table of nccl-tests, the verdicts and what was checked."""
+        """Return the table of nccl-tests, the verdicts and the checks."""
         found = self.found
         nodes = "one node" if found.num_nodes == 1 else f"{found.num_nodes} nodes"
         lines = [f"{found.backend} · {found.world_size} ranks on {nodes} · {found.device} · {found.seconds:.1f} s"]
         lines += [*table_lines(found.rows), *map(_verdict_line, self.verdicts)]
         checked = sum(check.wrong is not None for check in found.checks)
-        lines.append(f"checked on little data: {checked} combinations of collective, operation and dtype")
-        if lacks := missing_text(found.checks, found.backend):
-            lines.append(lacks)
+        lines.append(f"checked on small tensors: {checked} combinations of collective, operation and dtype")
+        missing = missing_text(found.checks, found.backend)
+        if missing:
+            lines.append(missing)
         if found.left_out:
-            lines.append(f"left out for want of time (raise --seconds): {', '.join(found.left_out)}")
-        lines += [f"slower than before: {change.words}" for change in self.slower]
+            lines.append(f"skipped for lack of time (raise --seconds): {', '.join(found.left_out)}")
+        lines += [f"slower than in the earlier run: {change.text}" for change in self.slower]
         if self.changes is not None:
-            lines.append(f"{len(self.slower)} of {len(self.changes)} measurements are slower than before")
+            lines.append(f"{len(self.slower)} of {len(self.changes)} measurements are slower than in the earlier run")
         return "\n".join([*lines, sentence(found, self.verdicts)])
 
 
@@ -102,11 +103,11 @@ def _verdict_line(verdict: SeriesVerdict) -> str:
         fitted = f" · alpha {verdict.fit.alpha_s * 1e6:.0f} us, 1/beta {verdict.fit.bytes_per_s / 1e9:.2f} GB/s"
     if verdict.held_out is not None:
         error = f" (held-out error {verdict.held_out:.0%})"
-    return f"{verdict.name}: {verdict.words}{fitted}{error}"
+    return f"{verdict.name}: {verdict.text}{fitted}{error}"
 
 
 def measure(spec: CommSpec) -> CommReport | None:
-    """Time and check collectives on ranks; None on ranks other than 0 of a world that somebody else started."""
+    """Time and check collectives on ranks; None on ranks other than 0 of an existing world."""
     settings = sweep_settings(spec)
     earlier = read_earlier(spec.compare) if spec.compare else None
     nproc = _check_start(settings, spec.nproc)
@@ -120,7 +121,7 @@ def measure(spec: CommSpec) -> CommReport | None:
 
 
 def sweep_settings(spec: CommSpec) -> SweepSettings:
-    """Return the sweep that a Spec asks for; a name that does not exist is refused."""
+    """Return the settings of a Spec's sweep; unknown names are refused."""
     layout = parse_layout(spec.layout) if spec.layout else None
     dtypes = read_aliased(spec.dtypes, TYPES, "dtype") if spec.dtypes else None
     operations = read_aliased(spec.ops, OPERATIONS, "reduce operation") if spec.ops else None
@@ -147,7 +148,7 @@ def sweep_settings(spec: CommSpec) -> SweepSettings:
 
 
 def _check_start(settings: SweepSettings, nproc: int | None) -> int | None:
-    """Refuse what ranks could not run, before any starts; return how many to start, None inside a world."""
+    """Refuse settings that ranks could not run, before any rank starts; return the number of ranks to start."""
     if identify().world_size > 1:
         return nproc
     if settings.backend is not None and backend_row(settings.backend).is_rare:
@@ -159,12 +160,12 @@ def _check_start(settings: SweepSettings, nproc: int | None) -> int | None:
     smallest = min(len(group_ranks(group, places, settings.layout)[0]) for group in settings.groups)
     if settings.root >= smallest:
         raise InputError(
-            f"--root {settings.root} is outside a group of {smallest} ranks",
+            f"--root {settings.root} is not a rank of a group of {smallest} ranks",
             code="bench.root-out-of-range",
-            fix=f"use 0 to {smallest - 1}, or more --nproc",
+            fix=f"use 0 to {smallest - 1}, or a larger --nproc",
         )
     if not gpus:
-        check_room(settings, ranks=smallest, sharing=count, free=available_memory(), where="this host")
+        check_memory(settings, ranks=smallest, sharing=count, free=available_memory(), where="this host")
     warn_if_busy()
     echo_error(f"shardwise: measuring on {count} ranks for about {settings.budget_s:g} s")
     return count

@@ -23,34 +23,33 @@ if TYPE_CHECKING:
     from shardwise.measurement.timing import Timing
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check:
+class Check(msgspec.Struct, frozen=True, kw_only=True):
     """One collective with one operation and dtype, called once."""
 
     collective: str
     operation: str
-    """"" where nothing is reduced."""
+    """Empty for collectives that do not reduce."""
     dtype: str
-    """"" where nothing moves."""
+    """Empty for collectives without data."""
     wrong: int | None
-    """Wrong elements; None where the backend has no such thing."""
-    words: str = ""
-    """What the backend raised then."""
+    """Number of wrong elements; None if the backend does not support the case."""
+    reason: str = msgspec.field(default="", name="words")
+    """The backend's error for an unsupported case; `words` in JSON."""
 
     @property
     def case(self) -> tuple[str, str, str]:
-        """What was checked."""
+        """The collective, operation and dtype."""
         return (self.collective, self.operation, self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRow:
-    """One line of the table: columns as nccl-tests names and defines them, and more."""
+    """One row of the table, with the columns of nccl-tests and some more."""
 
     collective: str
     group: str
     ranks: int
-    """Of one group."""
+    """Number of ranks of one group."""
     mode: str
     size: int
     """Bytes."""
@@ -59,34 +58,34 @@ class SweepRow:
     type: str
     redop: str
     root: int
-    """-1 where there is none."""
+    """-1 for collectives without a root."""
     time_us: float
-    """Median over blocks of calls, of the slowest rank of all groups."""
+    """Median over blocks of calls on the slowest rank of all groups."""
     min_us: float
     p99_us: float
     algbw: float
-    """GB/s, as busbw."""
+    """GB/s, like busbw."""
     busbw: float
     wrong: int
-    """Elements that came out other than they should, on all ranks together."""
+    """Number of wrong elements on all ranks."""
     spread: float
-    """Half the distance of the quartiles of the time, as a fraction of it."""
+    """Half the interquartile range of the time, as a fraction of the median."""
     repeats: int
 
     @property
     def key(self) -> tuple[str | int, ...]:
-        """What makes two rows of two runs the same measurement."""
+        """Identifies the same measurement in two runs."""
         return (self.collective, self.group, self.ranks, self.mode, self.size, self.type, self.redop, self.root)
 
     @property
     def series(self) -> tuple[str | int, ...]:
-        """What rows have in common that differ in size only."""
+        """Identifies rows that differ in size only."""
         return (self.collective, self.group, self.ranks, self.mode, self.type, self.redop, self.root)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommMeasurement:
-    """All that a sweep found."""
+    """All measurements of a sweep."""
 
     backend: str
     device: str
@@ -94,23 +93,23 @@ class CommMeasurement:
     num_nodes: int
     rows: tuple[SweepRow, ...]
     checks: tuple[Check, ...]
-    """Of operations and dtypes on little data, what the backend lacks among them."""
+    """Checks of operations and dtypes on small tensors, including unsupported ones."""
     ceilings: dict[str, Ceiling | None]
-    """Group -> what its links could carry."""
+    """Group -> maximum bandwidth of its links."""
     left_out: tuple[str, ...]
-    """What there was no time for."""
+    """Measurements that were skipped for lack of time."""
     seconds: float
-    """That it took, without starting the ranks."""
+    """Duration of the sweep, without starting the ranks."""
     facts: tuple[tuple[str, str], ...] = field(default=())
 
     @property
     def wrong(self) -> int:
-        """Wrong elements of all rows and checks."""
+        """Number of wrong elements in all rows and checks."""
         return sum(row.wrong for row in self.rows) + sum(check.wrong or 0 for check in self.checks)
 
 
 def row_of(timing: Timing, *, collective: str, size: int, ranks: int, **columns: str | int) -> SweepRow:
-    """Return the line of a timing, with its bandwidths."""
+    """Return the row of a timing, with its bandwidths."""
     algorithm, bus = bandwidths(collective, size, timing.median_s, ranks)
     return SweepRow(
         collective=collective,
@@ -128,33 +127,33 @@ def row_of(timing: Timing, *, collective: str, size: int, ranks: int, **columns:
 
 
 def missing_text(checks: Iterable[Check], backend: str) -> str:
-    """Say in one line what a backend lacks of what was checked, "" where it lacks nothing."""
-    asked: dict[tuple[str, str], list[bool]] = defaultdict(list)
+    """Return one line with the operations and dtypes that a backend does not support; empty if it supports all."""
+    checked: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for check in checks:
-        asked[check.operation, check.dtype].append(check.wrong is not None)
-    lacks = {case for case, found in asked.items() if not any(found)}
-    dtypes = [dtype for dtype in TYPES if _all_lack(asked, lacks, dtype=dtype)]
-    operations = [name for name in OPERATIONS if _all_lack(asked, lacks, operation=name)]
+        checked[check.operation, check.dtype].append(check.wrong is not None)
+    missing = {case for case, supported in checked.items() if not any(supported)}
+    dtypes = [dtype for dtype in TYPES if _all_missing(checked, missing, dtype=dtype)]
+    operations = [name for name in OPERATIONS if _all_missing(checked, missing, operation=name)]
     rest: dict[str, list[str]] = defaultdict(list)
-    for operation, dtype in sorted(lacks):
+    for operation, dtype in sorted(missing):
         if operation and operation not in operations and dtype not in dtypes:
             rest[operation].append(dtype)
     joined: dict[str, list[str]] = defaultdict(list)
     for operation, names in rest.items():
         joined[", ".join(sorted(names, key=list(TYPES).index))].append(operation)
     parts = [*operations, *dtypes, *(f"{' '.join(names)} of {of}" for of, names in joined.items())]
-    return f"{backend} has no {'; no '.join(parts)}" if parts else ""
+    return f"{backend} does not support {'; '.join(parts)}" if parts else ""
 
 
-def _all_lack(
-    asked: dict[tuple[str, str], list[bool]], lacks: set[tuple[str, str]], *, operation: str = "", dtype: str = ""
+def _all_missing(
+    checked: dict[tuple[str, str], list[bool]], missing: set[tuple[str, str]], *, operation: str = "", dtype: str = ""
 ) -> bool:
-    """Whether everything with an operation, or with a dtype, is missing."""
-    cases = [case for case in asked if (operation and case[0] == operation) or (dtype and case[1] == dtype)]
-    return bool(cases) and lacks.issuperset(cases)
+    """Whether every checked case with an operation, or with a dtype, is missing."""
+    cases = [case for case in checked if (operation and case[0] == operation) or (dtype and case[1] == dtype)]
+    return bool(cases) and missing.issuperset(cases)
 
 
-# A sweep of collectives as a table: the columns of nccl-tests, on a terminal and as CSV.
+# A sweep of collectives as a table with the columns of nccl-tests, on a terminal and as CSV.
 
 
 COLUMNS = (
@@ -173,23 +172,23 @@ COLUMNS = (
     ("busbw", 7, "(GB/s)"),
     ("#wrong", 6, ""),
 )
-"""Name, width and unit; those of nccl-tests keep its names."""
+"""Name, width and unit, with the names of nccl-tests."""
 _LEFT = 3
-"""Columns that are words."""
+"""Number of text columns, which are aligned to the left."""
 _OPTIONAL = {"group": "world", "mode": "sync"}
-"""Columns that are not shown while they have no other value than this."""
+"""Columns that are hidden if all rows have this value."""
 
 
 def cells(row: SweepRow) -> tuple[str, ...]:
-    """Return one line's cells, in the order of COLUMNS."""
+    """Return the cells of one row, in the order of COLUMNS."""
     times = (f"{number:.1f}" for number in (row.time_us, row.min_us, row.p99_us))
     rates = (f"{number:.2f}" for number in (row.algbw, row.busbw))
-    words = (row.collective, row.group, row.mode, str(row.size), str(row.count), row.type, row.redop, str(row.root))
-    return (*words, *times, *rates, str(row.wrong))
+    names = (row.collective, row.group, row.mode, str(row.size), str(row.count), row.type, row.redop, str(row.root))
+    return (*names, *times, *rates, str(row.wrong))
 
 
 def shown_columns(rows: Sequence[SweepRow]) -> list[int]:
-    """Return which columns have information for these rows."""
+    """Return the indices of the columns that are shown for these rows."""
     return [index for index, (name, _, _) in enumerate(COLUMNS) if _is_shown(name, rows)]
 
 
@@ -198,14 +197,14 @@ def _is_shown(name: str, rows: Sequence[SweepRow]) -> bool:
 
 
 def table_lines(rows: Sequence[SweepRow]) -> list[str]:
-    """Return the table for a terminal: names, units, then one line a row."""
+    """Return the table for a terminal: names, units, then one line per row."""
     shown = shown_columns(rows)
 
     def line(texts: Sequence[str]) -> str:
-        padded = (
-            texts[index].ljust(COLUMNS[index][1]) if index < _LEFT else texts[index].rjust(COLUMNS[index][1])
-            for index in shown
-        )
+        padded = []
+        for index in shown:
+            width = COLUMNS[index][1]
+            padded.append(texts[index].ljust(width) if index < _LEFT else texts[index].rjust(width))
         return " ".join(padded).rstrip()
 
     heads = [line([column[0] for column in COLUMNS]), line([column[2] for column in COLUMNS])]
@@ -213,7 +212,7 @@ def table_lines(rows: Sequence[SweepRow]) -> list[str]:
 
 
 def csv_text(rows: Iterable[SweepRow]) -> str:
-    """Return all rows as CSV with a header; units are in the names."""
+    """Return all rows as CSV with a header; the names contain the units."""
     names = ("collective", "group", "ranks", "mode", "size_bytes", "count", "type", "redop", "root")
     numbers = ("time_us", "min_us", "p99_us", "algbw_gbs", "busbw_gbs", "wrong", "repeats")
     out = io.StringIO()
@@ -229,18 +228,18 @@ def csv_text(rows: Iterable[SweepRow]) -> str:
     return out.getvalue()
 
 
-# A sweep beside an earlier one: which measurements are slower, by more than both runs vary.
+# Comparison with an earlier sweep: measurements that are slower by more than the spread of both runs.
 
 
 VERSION = 1
-"""Of what --json writes."""
+"""Version of the JSON that --json writes."""
 TOLERATED = 0.1
-"""How much slower is within tolerance, however little both runs vary."""
+"""Relative slowdown that is always tolerated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """What is read of the JSON of an earlier run."""
+    """The fields of an earlier run's JSON that are compared."""
 
     version: int
     rows: tuple[SweepRow, ...]
@@ -248,34 +247,34 @@ class Earlier:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One measurement of both runs."""
+    """The same measurement in both runs."""
 
     row: SweepRow
     earlier_us: float
     ratio: float
-    """Of the median times, this run's to the earlier one's."""
+    """Median time of this run divided by that of the earlier run."""
     is_regression: bool
-    """Slower in median and minimum, by more than a tenth and than both runs vary."""
+    """Whether median and minimum are slower, by more than a tenth and more than the spread of both runs."""
 
     @property
-    def words(self) -> str:
-        """Say it in one line."""
+    def text(self) -> str:
+        """The change in one line."""
         row = self.row
-        what = [row.collective, write_size(row.size), row.type, row.redop, row.mode, f"in {row.group}"]
-        named = " ".join(part for part in what if part != "none")
-        return f"{named}: {self.earlier_us:.0f} -> {row.time_us:.0f} us ({self.ratio - 1:+.0%})"
+        parts = [row.collective, write_size(row.size), row.type, row.redop, row.mode, f"in {row.group}"]
+        name = " ".join(part for part in parts if part != "none")
+        return f"{name}: {self.earlier_us:.0f} -> {row.time_us:.0f} us ({self.ratio - 1:+.0%})"
 
 
 def read_earlier(path: Path) -> Earlier:
-    """Read what an earlier run wrote with --json; anything else is refused."""
-    again = "write it with: shardwise bench comm --json"
+    """Read the JSON of an earlier run; other files are refused."""
+    again = "create it with: shardwise bench comm --json"
     try:
         earlier = msgspec.json.decode(path.read_bytes(), type=Earlier)
     except OSError as error:
         raise InputError(
             f"{path} cannot be read ({error.strerror})",
             code="bench.baseline-read-failed",
-            fix="name the JSON of an earlier run",
+            fix="pass the JSON file of an earlier run",
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(
@@ -283,13 +282,14 @@ def read_earlier(path: Path) -> Earlier:
         ) from error
     if earlier.version != VERSION:
         raise InputError(
-            f"{path} has version {earlier.version}, and {VERSION} is known", code="bench.baseline-version", fix=again
+            f"{path} has version {earlier.version}, expected {VERSION}", code="bench.baseline-version", fix=again
         )
     for index, row in enumerate(earlier.rows):
         numbers = (row.time_us, row.min_us, row.p99_us, row.spread)
-        if not all(math.isfinite(number) and number >= 0 for number in numbers) or not row.time_us * row.min_us:
+        are_valid = all(math.isfinite(number) and number >= 0 for number in numbers)
+        if not are_valid or row.time_us == 0 or row.min_us == 0:
             raise InputError(
-                f"{path}: row {index} ({row.collective}) has a time of {row.time_us} us",
+                f"{path}: row {index} ({row.collective}) has an invalid time of {row.time_us} us",
                 code="bench.baseline-time-invalid",
                 fix=again,
             )
@@ -297,14 +297,14 @@ def read_earlier(path: Path) -> Earlier:
 
 
 def compare(rows: Iterable[SweepRow], earlier: Sequence[SweepRow], path: Path) -> list[Change]:
-    """Return every measurement that both runs have; none in common is refused."""
+    """Return the changes of measurements that both runs have; runs without a common measurement are refused."""
     before = {row.key: row for row in earlier}
     changes = [_change(row, before[row.key]) for row in rows if row.key in before]
     if not changes:
         raise InputError(
             f"{path} has no measurement in common with this run",
             code="bench.baseline-no-overlap",
-            fix="use the --nproc, --sizes, --dtypes, --ops and --group of then",
+            fix="use the --nproc, --sizes, --dtypes, --ops and --group of the earlier run",
         )
     return changes
 

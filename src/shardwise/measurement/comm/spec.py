@@ -1,4 +1,4 @@
-"""The Spec of a sweep of collectives: sizes, dtypes, operations and groups; algbw and busbw as nccl-tests has them."""
+"""Settings of a sweep of collectives: sizes, dtypes, operations and groups; algbw and busbw as in nccl-tests."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
-# What nccl-tests calls size, count, algbw and busbw, for every collective.
+# size, count, algbw and busbw of nccl-tests for every collective.
 
 
 _ALIGNED = 16
-"""Bytes that one rank's part is a multiple of in nccl-tests (GetCollByteCount of each test)."""
+"""In nccl-tests one rank's shard is a multiple of this many bytes (GetCollByteCount of each test)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveKind:
-    """What a collective is, as far as its columns are concerned."""
+    """The properties of a collective that define its columns."""
 
     traffic: Literal["twice", "others", "whole", "none"]
-    """Of the whole tensor, what passes one rank's link: all but its own part, twice that, everything, or nothing."""
+    """Traffic of one rank's link: twice the other ranks' shards, the other ranks' shards, the whole tensor, nothing."""
     is_split: bool = False
-    """Whether ranks have parts of the whole, and `count` is one part's; else they work on the whole in place."""
+    """Whether ranks have shards of the tensor, whose elements `count` counts; otherwise it works in place."""
     sends_whole: bool = True
     receives_whole: bool = True
     reduces: bool = False
@@ -46,7 +46,7 @@ KINDS = {
     "all_to_all": CollectiveKind(traffic="others", is_split=True),
     "barrier": CollectiveKind(traffic="none"),
 }
-"""Name -> kind of all that `bench comm` measures, in the order of its tables."""
+"""Name -> kind of the collectives that `bench comm` measures, in the order of its tables."""
 
 OPERATIONS = {
     "SUM": "sum",
@@ -59,7 +59,7 @@ OPERATIONS = {
     "BXOR": "bxor",
     "PREMUL_SUM": "mulsum",
 }
-"""torch's name -> the name in the column redop; nccl-tests has none of the three on bits."""
+"""torch's name -> the name in the column redop; nccl-tests does not have the bitwise operations."""
 
 TYPES = {
     "float32": "float",
@@ -77,9 +77,9 @@ TYPES = {
 
 
 def count_of(name: str, num_bytes: int, itemsize: int, ranks: int) -> int:
-    """Return the column count for about `num_bytes`: elements of a rank's part where the whole is split, else of all.
+    """Return the column count for about `num_bytes`: elements of a rank's shard, or of a tensor that is not split.
 
-    Rounded down as nccl-tests rounds (parts to 16 bytes), but never to none; 0 for what moves nothing.
+    Rounded down as in nccl-tests (shards to 16 bytes), but at least 1; 0 for collectives without data.
     """
     kind = KINDS[name]
     if kind.traffic == "none":
@@ -91,12 +91,12 @@ def count_of(name: str, num_bytes: int, itemsize: int, ranks: int) -> int:
 
 
 def size_of(name: str, count: int, itemsize: int, ranks: int) -> int:
-    """Return the column size in bytes: of the larger of what one rank sends and receives."""
+    """Return the column size in bytes: the larger of the bytes that one rank sends and receives."""
     return count * itemsize * (ranks if KINDS[name].is_split else 1)
 
 
 def buffer_bytes(name: str, size: int, ranks: int) -> int:
-    """Return the bytes of all that one rank sends from and receives into."""
+    """Return the bytes of one rank's send and receive buffers."""
     kind = KINDS[name]
     if kind.traffic == "none":
         return 0
@@ -106,7 +106,7 @@ def buffer_bytes(name: str, size: int, ranks: int) -> int:
 
 
 def bus_factor(name: str, ranks: int) -> float:
-    """Return busbw / algbw: the share of `size` that passes the link of the busiest rank at the least."""
+    """Return busbw / algbw: the minimum share of `size` that passes the link of the busiest rank."""
     others = (ranks - 1) / ranks
     return {"twice": 2 * others, "others": others, "whole": 1.0, "none": 0.0}[KINDS[name].traffic]
 
@@ -118,13 +118,13 @@ def bandwidths(name: str, size: int, seconds: float, ranks: int) -> tuple[float,
 
 
 FACTOR = 4
-"""From one size to the next where none is given."""
+"""Default factor from one size to the next."""
 PLACES = ("world", "node", "across")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSettings:
-    """Which collectives to time and check, and on what."""
+    """The collectives to time and check, with sizes, dtypes, operations and groups."""
 
     collectives: tuple[str, ...] = tuple(KINDS)
     sizes: tuple[int, ...] = tuple(1 << power for power in range(10, 27, 2))
@@ -132,60 +132,66 @@ class SweepSettings:
     dtypes: tuple[str, ...] = ("float32",)
     operations: tuple[str, ...] = ("SUM",)
     checked_dtypes: tuple[str, ...] = tuple(TYPES)
-    """Also checked once, on little data: these, in `checked_operations`."""
+    """dtypes that are checked once on small tensors, in `checked_operations`."""
     checked_operations: tuple[str, ...] = tuple(OPERATIONS)
     named: tuple[str, ...] = ()
-    """Operations and dtypes that were asked for one by one: what the backend lacks of them is refused."""
+    """Operations and dtypes that were requested by name: an unsupported one is refused."""
     groups: tuple[str, ...] = ("world",)
     """world, node (ranks of one node), across (ranks with one local rank), or an axis of `layout`."""
     layout: Layout | None = None
     root: int = 0
-    """Rank in its group."""
+    """Root as a rank of its group."""
     modes: tuple[str, ...] = ("sync",)
     """sync, async or both."""
     budget_s: float = 20.0
-    """About how long the whole may take: decides how often each call is repeated, never less than three times."""
+    """Approximate duration of the sweep: sets how often each call is repeated, at least three times."""
     device: str | None = None
     backend: str | None = None
 
 
 def read_names(asked: str | Iterable[str], known: Iterable[str], what: str) -> tuple[str, ...]:
-    """Return known names that a text or its words list, all for "all"; another word is refused with the nearest."""
-    words = asked.split(",") if isinstance(asked, str) else list(asked)
-    names = tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
+    """Return the known names in a list or a comma-separated text, all for "all"; unknown names are refused."""
+    items = asked.split(",") if isinstance(asked, str) else list(asked)
+    names = tuple(dict.fromkeys(item.strip() for item in items if item.strip()))
     if names == ("all",):
         return tuple(known)
     for name in names:
         if name not in set(known):
-            raise InputError(f"there is no {what} {name!r}", code="bench.unknown-choice", fix=nearest(name, known))
+            raise InputError(f"{what} {name!r} does not exist", code="bench.unknown-choice", fix=nearest(name, known))
     if not names:
-        raise InputError(f"no {what} is named", code="bench.nothing-named", fix=f"name some of {', '.join(known)}")
+        raise InputError(
+            f"the list of names for {what} is empty", code="bench.nothing-named", fix=f"use some of {', '.join(known)}"
+        )
     return names
 
 
 def read_aliased(asked: str, table: Mapping[str, str], what: str) -> tuple[str, ...]:
-    """Return torch's names of what a text lists, by them in any case or by those of nccl-tests."""
-    own = {word.lower(): name for name, word in table.items()} | {name.lower(): name for name in table}
-    words = (own.get(word.strip().lower(), word) for word in asked.split(","))
-    return read_names(words, tuple(table), what)
+    """Return torch's names for a comma-separated text with names of torch, in any case, or of nccl-tests."""
+    names = {name.lower(): name for name in table}
+    aliases = {alias.lower(): name for name, alias in table.items()}
+    found = []
+    for item in asked.split(","):
+        key = item.strip().lower()
+        found.append(names.get(key) or aliases.get(key, item))
+    return read_names(found, tuple(table), what)
 
 
 def read_sizes(text: str) -> tuple[int, ...]:
-    """Return ascending sizes: "1KiB:64MiB" in steps of 4, "1KiB:64MiB:2" in steps of 2, or a list with commas."""
+    """Return ascending sizes from "1KiB:64MiB" (factor 4), "1KiB:64MiB:2" (factor 2) or a comma-separated list."""
     if ":" not in text:
         return tuple(sorted({read_size(part) for part in text.split(",")}))
     first, last, *rest = text.split(":")
     factor = rest[0] if rest else str(FACTOR)
     if len(rest) > 1 or not re.fullmatch(r"[0-9]+", factor) or int(factor) < 2:
         raise InputError(
-            f"--sizes {text} has no whole factor above 1",
+            f"the factor of --sizes {text} must be an integer above 1",
             code="bench.sizes-factor-invalid",
-            fix="write FIRST:LAST or FIRST:LAST:FACTOR",
+            fix="use FIRST:LAST or FIRST:LAST:FACTOR",
         )
     low, high = read_size(first), read_size(last)
     if low > high:
         raise InputError(
-            f"--sizes {text} begins above its end", code="bench.sizes-descending", fix=f"write {last}:{first}"
+            f"the first of --sizes {text} is above the last", code="bench.sizes-descending", fix=f"use {last}:{first}"
         )
     sizes = [low]
     while sizes[-1] * int(factor) <= high:
@@ -194,19 +200,19 @@ def read_sizes(text: str) -> tuple[int, ...]:
 
 
 def read_groups(text: str, layout: Layout | None) -> tuple[str, ...]:
-    """Return the groups that a text lists; `layout` must split an axis."""
+    """Return the groups of a comma-separated text; for an axis, `layout` must have a degree above 1."""
     groups = read_names(text, (*PLACES, *AXES), "group")
     for axis in set(groups) & set(AXES):
         if layout is None:
             raise InputError(
-                f"--group {axis} is an axis of no layout",
+                f"--group {axis} is an axis and needs a layout",
                 code="bench.group-without-layout",
                 fix=f"add --layout, such as {axis}2",
             )
         if getattr(layout, axis) == 1:
             split = [name for name in AXES if getattr(layout, name) > 1]
             raise InputError(
-                f"layout {layout} does not split {axis}",
+                f"the degree of axis {axis} in layout {layout} is 1",
                 code="bench.group-axis-unsplit",
                 fix=f"use one of {', '.join((*PLACES, *split))}",
             )
@@ -216,13 +222,13 @@ def read_groups(text: str, layout: Layout | None) -> tuple[str, ...]:
 def group_ranks(group: str, world: tuple[tuple[int, int], ...], layout: Layout | None) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of every group of one kind; `world` has (node, local rank) of each rank.
 
-    A world that cannot be split so is refused.
+    A world that cannot be divided into such groups is refused.
     """
     size = len(world)
     if group == "world":
         return (tuple(range(size)),)
     if group in AXES:
-        assert layout is not None  # noqa: S101 - read_groups saw to it
+        assert layout is not None  # noqa: S101 - read_groups checks it
         if layout.world_size != size:
             raise InputError(
                 f"layout {layout} needs {layout.world_size} ranks, the world has {size}",
@@ -236,14 +242,14 @@ def group_ranks(group: str, world: tuple[tuple[int, int], ...], layout: Layout |
         members.setdefault(where[place], []).append(rank)
     if group == "across" and len(members[world[0][1]]) == 1:
         raise InputError(
-            "--group across joins nodes, and there is 1",
+            "--group across needs several nodes, the world has 1",
             code="bench.group-one-node",
             fix="use --group world, or start more nodes",
         )
     if len({len(ranks) for ranks in members.values()}) > 1:
         raise InputError(
-            f"--group {group} makes groups of unequal size here",
+            f"--group {group} gives groups of unequal size in this world",
             code="bench.groups-unequal",
-            fix="start as many ranks on every node",
+            fix="start the same number of ranks on every node",
         )
     return tuple(map(tuple, members.values()))

@@ -1,4 +1,4 @@
-"""The sweep: every collective, size, dtype, operation and group that was asked for, timed and checked."""
+"""The sweep: times and checks every requested collective, size, dtype, operation and group."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from shardwise.dist import world as open_world
-from shardwise.dist.stores import PrefixStore
+from shardwise.dist.rendezvous import PrefixStore
 from shardwise.dist.world import running_group
 from shardwise.errors import InputError
 from shardwise.measurement.comm.check import check_all, count_wrong, refuse_missing
 from shardwise.measurement.comm.collectives import CollectiveSpec, prepare
-from shardwise.measurement.comm.limits import find_ceiling, higher, require_room
+from shardwise.measurement.comm.limits import find_ceiling, higher, require_memory
 from shardwise.measurement.comm.result import CommMeasurement, row_of
 from shardwise.measurement.comm.spec import KINDS, OPERATIONS, TYPES, group_ranks
-from shardwise.measurement.report.findings import machine_facts, rank_device
+from shardwise.measurement.findings import machine_facts, rank_device
 from shardwise.measurement.timing import slowest, time_collective
 from shardwise.units import write_size
 
@@ -27,29 +28,29 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardwise.dist import World
-    from shardwise.dist.stores import Store
+    from shardwise.dist.rendezvous import Store
     from shardwise.measurement.comm.result import Check, SweepRow
     from shardwise.measurement.comm.spec import SweepSettings
 
 _MOST_CELL_S = 0.5
-"""That one cell is given, however few there are."""
+"""Maximum time of one cell."""
 _SHORT_S = 1.0
-"""What takes less than this is never left out for want of time."""
+"""Cells that take less than this are never skipped for lack of time."""
 _MOST_BLOCKS = 200
 _CALLS = 6
-"""Of a cell at the least: to warm up, to see how long it takes, three samples, and the check."""
+"""Minimum number of calls of a cell: warm-up, estimate of its time, three samples, and the check."""
 
 
 def measure_comm(spec: SweepSettings) -> CommMeasurement:
-    """Communicate over a world of its own, called on every rank: time and check all that `spec` asks for."""
+    """Open a world and communicate over it, called on every rank: time and check the collectives of `spec`."""
     with open_world(device=rank_device(spec.device, spec.backend), backend=spec.backend) as world:
         return sweep(world, spec)
 
 
 def sweep(world: World, spec: SweepSettings) -> CommMeasurement:
-    """Communicate over the world, called on every rank: time and check all that `spec` asks for.
+    """Communicate over the world, called on every rank: time and check the collectives of `spec`.
 
-    Every rank returns the same times; wrong elements are those of all ranks.
+    Every rank returns the same times; wrong elements are summed over all ranks.
     """
     began = time.perf_counter()
     places = tuple(world.gather((world.node, world.local_rank)))
@@ -57,11 +58,11 @@ def sweep(world: World, spec: SweepSettings) -> CommMeasurement:
     for name, groups in kinds.items():
         if not 0 <= spec.root < len(groups[0]):
             raise InputError(
-                f"--root {spec.root} is outside a group {name} of {len(groups[0])} ranks",
+                f"--root {spec.root} is not a rank of a group {name} of {len(groups[0])} ranks",
                 code="bench.root-out-of-range",
                 fix=f"use 0 to {len(groups[0]) - 1}",
             )
-    require_room(spec, world, kinds)
+    require_memory(spec, world, kinds)
     store = _own_store(world)
     checks = check_all(spec, world, store)
     refuse_missing(spec, checks, world.backend)
@@ -69,17 +70,19 @@ def sweep(world: World, spec: SweepSettings) -> CommMeasurement:
     before = {name: find_ceiling(world, groups[0]) for name, groups in kinds.items()}
     bench.run(kinds, checks)
     after = {name: find_ceiling(world, groups[0]) for name, groups in kinds.items()}
-    wrong = _add_up(world, store, [*(row.wrong for row in bench.rows), *(check.wrong or 0 for check in checks)])
+    wrong_rows = _sum_over_ranks(world, store, "rows", [row.wrong for row in bench.rows])
+    wrong_checks = _sum_over_ranks(world, store, "checks", [check.wrong or 0 for check in checks])
+    summed_checks = []
+    for check, wrong in zip(checks, wrong_checks, strict=True):
+        is_supported = check.wrong is not None
+        summed_checks.append(msgspec.structs.replace(check, wrong=wrong) if is_supported else check)
     return CommMeasurement(
         backend=world.backend,
         device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU",
         world_size=world.size,
         num_nodes=world.num_nodes,
-        rows=tuple(replace(row, wrong=wrong[index]) for index, row in enumerate(bench.rows)),
-        checks=tuple(
-            check if check.wrong is None else replace(check, wrong=wrong[len(bench.rows) + index])
-            for index, check in enumerate(checks)
-        ),
+        rows=tuple(replace(row, wrong=wrong) for row, wrong in zip(bench.rows, wrong_rows, strict=True)),
+        checks=tuple(summed_checks),
         ceilings={name: higher(before[name], after[name]) for name in kinds},
         left_out=tuple(bench.left_out),
         seconds=time.perf_counter() - began,
@@ -89,7 +92,7 @@ def sweep(world: World, spec: SweepSettings) -> CommMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sweep:
-    """One rank's place in a sweep."""
+    """The state of a sweep on one rank."""
 
     world: World
     spec: SweepSettings
@@ -98,7 +101,7 @@ class _Sweep:
     left_out: list[str] = field(default_factory=list)
 
     def run(self, kinds: dict[str, tuple[tuple[int, ...], ...]], checks: list[Check]) -> None:
-        """Measure sizes in ascending order, so that what there is no time for is the largest."""
+        """Measure sizes in ascending order, so that the largest are skipped if time runs out."""
         groups = {name: self._join(ranks) for name, ranks in kinds.items()}
         cells, began = self._cells(checks), time.perf_counter()
         for index, (group, mode, asked) in enumerate(cells):
@@ -109,19 +112,19 @@ class _Sweep:
                 self.left_out.append(f"{asked.name} of {write_size(asked.num_bytes)} in {group} (about {need_s:.0f} s)")
                 continue
             left = max(0.0, self.spec.budget_s - elapsed) / (len(cells) - index)
-            # Half, so that what small sizes do not need is there for large ones.
+            # Half, so that large sizes get the time that small sizes do not need.
             share = min(_MOST_CELL_S, left / 2)
             self._measure(collective, groups[group], group, mode, share)
 
     def _join(self, groups: tuple[tuple[int, ...], ...]) -> ProcessGroup:
-        """Communicate over the world to make every group of one kind; return this rank's."""
+        """Communicate over the world: create every group of one kind and return this rank's group."""
         if len(groups) == 1:
             return running_group()
         made = [self.world.group(ranks) for ranks in groups]
         return next(group for group in made if group is not None)
 
     def _cells(self, checks: list[Check]) -> list[tuple[str, str, CollectiveSpec]]:
-        """Return (group, mode, collective) of all there is to time: what the backend has, each once."""
+        """Return (group, mode, collective) of every case to time that the backend supports."""
         spec, cells = self.spec, []
         has = {check.case for check in checks if check.wrong is not None}
         for size, name in product(spec.sizes, spec.collectives):
@@ -141,7 +144,7 @@ class _Sweep:
         return cells
 
     def _need_s(self, asked: CollectiveSpec, group: str, mode: str) -> float:
-        """Return about how long a cell takes at the least, by its next smaller size; 0 for the smallest."""
+        """Return the estimated minimum seconds of a cell, from its next smaller size; 0 for the smallest."""
         alike = [row for row in self.rows if (row.collective, row.group, row.mode) == (asked.name, group, mode)]
         if not alike or not alike[-1].size:
             return 0.0
@@ -172,16 +175,16 @@ class _Sweep:
 
 
 def _own_store(world: World) -> Store:
-    """Communicate through the world's store, called on every rank: return a part of it that no sweep has used."""
+    """Communicate through the world's store, called on every rank: return a store with an unused prefix."""
     number = (world.store.add("bench comm", 1) - 1) // world.size
     return PrefixStore(f"bench comm {number}", world.store)
 
 
-def _add_up(world: World, store: Store, counts: list[int]) -> list[int]:
-    """Communicate through the store, called on every rank: return the sum of each place.
+def _sum_over_ranks(world: World, store: Store, name: str, counts: list[int]) -> list[int]:
+    """Communicate through the store, called on every rank: return the element-wise sum over ranks.
 
-    Not by a collective: these counts are what judges the collectives.
+    A collective is not used, since these counts check the collectives.
     """
-    store.set(f"wrong {world.rank}", json.dumps(counts))
-    found = [json.loads(store.get(f"wrong {rank}")) for rank in range(world.size)]
-    return [sum(each) for each in zip(*found, strict=True)]
+    store.set(f"{name} {world.rank}", json.dumps(counts))
+    found = [json.loads(store.get(f"{name} {rank}")) for rank in range(world.size)]
+    return [sum(values) for values in zip(*found, strict=True)]

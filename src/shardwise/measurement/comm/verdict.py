@@ -1,4 +1,4 @@
-"""Whether collectives are as fast as their links allow: latency and bandwidth fitted, a verdict, the findings."""
+"""Verdicts on the speed of collectives against their links: fits of latency and bandwidth, and the report."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from shardwise.errors import InputError
 from shardwise.measurement.comm.result import COLUMNS, cells, missing_text, shown_columns
 from shardwise.measurement.comm.spec import KINDS
-from shardwise.measurement.report.findings import Findings, Section
+from shardwise.measurement.findings import Findings, Section
 from shardwise.plots.figures import Plot, Series, Table
 from shardwise.units import write_size
 
@@ -28,17 +29,16 @@ if TYPE_CHECKING:
     Point = tuple[float, float]
 
 GOOD_OF_LISTED, GOOD_OF_MEASURED = 0.8, 0.5
-"""From which share of the ceiling on a collective is good: what is listed is what collectives reach, while plain TCP
-has none of their copies and additions, which take the same cores."""
+"""Minimum share of the ceiling of a good collective. The catalogue has what collectives reach, while plain TCP does not
+copy and add, which takes the same cores."""
 LARGE = 1 << 20
-"""Bytes from which on a collective shows bandwidth, not latency."""
+"""Bytes from which a collective shows bandwidth, not latency."""
 
 _NAMED = 9
-"""Good ones that a sentence names; more are counted."""
+"""Maximum number of good collectives that a sentence names; more are only counted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SeriesVerdict:
+class SeriesVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict on all sizes of one collective."""
 
     collective: str
@@ -49,27 +49,30 @@ class SeriesVerdict:
     redop: str
     root: int
     fit: AlphaBeta | None
-    """To the minima of each size, since noise only adds; None for fewer than three sizes."""
+    """Fit to the minimum of each size, since noise only adds time; None for fewer than three sizes."""
     held_out: float | None
-    """Mean relative error on every second size, when the others make the fit."""
+    """Mean relative error on every second size of a fit to the others."""
     best_busbw: float
     """GB/s."""
     share: float | None
-    """Of the ceiling; None where there is none, or where no size is large."""
+    """Share of the ceiling; None without a ceiling or without a large size."""
     is_good: bool | None
-    words: str
+    text: str = msgspec.field(name="words")
+    """The verdict as text; `words` in JSON."""
 
     @property
     def series(self) -> tuple[str | int, ...]:
-        """What its rows have in common, as `Row.series`."""
+        """Identifies its rows, as `SweepRow.series`."""
         return (self.collective, self.group, self.ranks, self.mode, self.type, self.redop, self.root)
 
     @property
     def name(self) -> str:
-        """What it is, without what goes without saying."""
-        usual = {"world", "sync", "float", "sum", "none"}
-        parts = (self.type, self.redop, self.mode, f"in {self.group}" if self.group != "world" else "world")
-        return " ".join([self.collective, *(part for part in parts if part not in usual)])
+        """The collective with its type, operation, mode and group, without default values."""
+        defaults = {"sync", "float", "sum", "none"}
+        parts = [part for part in (self.type, self.redop, self.mode) if part not in defaults]
+        if self.group != "world":
+            parts.append(f"in {self.group}")
+        return " ".join([self.collective, *parts])
 
 
 def judge(found: CommMeasurement) -> tuple[SeriesVerdict, ...]:
@@ -84,7 +87,7 @@ def _judge(rows: list[SweepRow], ceiling: Ceiling | None) -> SeriesVerdict:
     first = rows[0]
     points = [(float(row.size), row.min_us / 1e6) for row in rows if row.size]
     best = max(row.busbw for row in rows)
-    share, good, words = _words(rows, best, ceiling)
+    share, good, text = _compare(rows, best, ceiling)
     return SeriesVerdict(
         collective=first.collective,
         group=first.group,
@@ -98,34 +101,36 @@ def _judge(rows: list[SweepRow], ceiling: Ceiling | None) -> SeriesVerdict:
         best_busbw=best,
         share=share,
         is_good=good,
-        words=words,
+        text=text,
     )
 
 
-def _words(rows: list[SweepRow], best: float, ceiling: Ceiling | None) -> tuple[float | None, bool | None, str]:
+def _compare(rows: list[SweepRow], best: float, ceiling: Ceiling | None) -> tuple[float | None, bool | None, str]:
+    """Return the share of the ceiling, whether it is good, and the verdict as text."""
     if not rows[-1].size:
-        return None, None, f"{rows[0].time_us:.0f} us; there is no bandwidth to judge"
+        return None, None, f"{rows[0].time_us:.0f} us; barrier has no bandwidth"
     if rows[0].ranks == 1:
-        return None, None, "one rank: nothing travels"
+        return None, None, "one rank: no communication"
     if ceiling is None:
-        return None, None, f"{best:.2f} GB/s; nobody knows what the links carry"
+        return None, None, f"{best:.2f} GB/s; the bandwidth of the links is unknown"
     if rows[-1].size < LARGE:
         return None, None, f"sizes under {write_size(LARGE)} show latency, not bandwidth"
     rate = ceiling.alone if KINDS[rows[0].collective].is_rooted else ceiling.shared
     share = best * 1e9 / rate
     good = share >= (GOOD_OF_MEASURED if ceiling.is_measured else GOOD_OF_LISTED)
-    return share, good, f"{'good' if good else 'slow'}: {share:.0%} of {rate / 1e9:.2f} GB/s by {ceiling.link}"
+    grade = "good" if good else "slow"
+    return share, good, f"{grade}: {share:.0%} of {rate / 1e9:.2f} GB/s by {ceiling.link}"
 
 
 def sentence(found: CommMeasurement, verdicts: Iterable[SeriesVerdict]) -> str:
-    """Return the one sentence to read: wrong results first, then what is good and what is slow."""
+    """Return the summary: wrong results, otherwise good and slow collectives."""
     if found.wrong:
         return f"wrong results: {', '.join(wrong_cases(found))}"
-    checked = f"{len(found.rows) + sum(check.wrong is not None for check in found.checks)} results right"
+    checked = f"{len(found.rows) + sum(check.wrong is not None for check in found.checks)} results correct"
     judged = [verdict for verdict in verdicts if verdict.share is not None]
     if not judged:
-        reason = next((verdict.words for verdict in verdicts if verdict.collective != "barrier"), "nothing to judge")
-        return f"{checked}; {reason}"
+        reasons = [verdict.text for verdict in verdicts if verdict.collective != "barrier"]
+        return f"{checked}; {reasons[0] if reasons else 'no bandwidth was measured'}"
     good = [verdict.name for verdict in judged if verdict.is_good]
     slow = [f"{verdict.name} ({verdict.share:.0%})" for verdict in judged if not verdict.is_good]
     parts = []
@@ -134,39 +139,39 @@ def sentence(found: CommMeasurement, verdicts: Iterable[SeriesVerdict]) -> str:
     if slow:
         parts.append(f"slow: {', '.join(slow)}")
     ceiling = next(found.ceilings[verdict.group] for verdict in judged)
-    beside = f" (beside {ceiling.link}, {ceiling.words})" if ceiling is not None else ""
-    return f"{checked}; {'; '.join(parts)}{beside}"
+    reference = f" (compared with {ceiling.link}, {ceiling.source})" if ceiling is not None else ""
+    return f"{checked}; {'; '.join(parts)}{reference}"
 
 
 def wrong_cases(found: CommMeasurement) -> list[str]:
-    """Name what came out wrong, and how many elements."""
-    rows = [
-        f"{row.collective} {row.type} {row.redop} {write_size(row.size)} {row.mode} in {row.group} ({row.wrong})"
-        for row in found.rows
-        if row.wrong
-    ]
-    checks = [" ".join(filter(None, check.case)) + f" ({check.wrong})" for check in found.checks if check.wrong]
-    return [*rows, *checks]
+    """Return the names of wrong results with their number of wrong elements."""
+    cases = []
+    for row in found.rows:
+        if row.wrong:
+            name = f"{row.collective} {row.type} {row.redop} {write_size(row.size)} {row.mode} in {row.group}"
+            cases.append(f"{name} ({row.wrong})")
+    wrong = [check for check in found.checks if check.wrong]
+    return cases + [" ".join(filter(None, check.case)) + f" ({check.wrong})" for check in wrong]
 
 
-# The numbers of a link: seconds to begin, and seconds per byte, fitted to measured messages.
+# The alpha-beta model of a link: latency in seconds and seconds per byte, fitted to measured messages.
 
 
 _KNEE_POINTS = 8
-"""Sizes that a knee needs: with fewer it follows the noise."""
+"""Minimum number of sizes for a knee: with fewer, it would fit the noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlphaBeta:
-    """Seconds of a message are alpha_s + num_bytes x beta_s, where there is no knee."""
+    """Seconds of a message are alpha_s + num_bytes x beta_s, without a knee."""
 
     alpha_s: float
     beta_s: float
-    """Per byte."""
+    """Seconds per byte."""
     error: float
-    """Mean distance of the points from the line, as a fraction of each."""
+    """Mean relative error of the fit."""
     knee_bytes: float | None = None
-    """Where another protocol begins, or the caches end: bytes above it cost `beyond_s` each."""
+    """Size from which each byte costs `beyond_s`, since the protocol changes or caches are exceeded."""
     beyond_s: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
@@ -176,7 +181,7 @@ class AlphaBeta:
 
     @property
     def bytes_per_s(self) -> float:
-        """What the largest messages come near to; infinite where they cost no more than small ones."""
+        """The asymptotic bandwidth of large messages; infinite if they cost no more than small ones."""
         slope = self.beta_s if self.knee_bytes is None else self.beyond_s
         return 1 / slope if slope else math.inf
 
@@ -184,21 +189,21 @@ class AlphaBeta:
 def fit_alpha_beta(points: Sequence[Point]) -> AlphaBeta:
     """Fit (bytes, seconds) by least squares of relative errors, so that small messages count as much as large ones.
 
-    None of the numbers is ever below 0.
+    The numbers are never negative.
     """
     if len({num_bytes for num_bytes, _ in points}) < 2 or any(seconds <= 0 for _, seconds in points):
         raise InputError(
-            f"{len(points)} points do not make a line",
+            f"{len(points)} points are not enough for a fit",
             code="bench.too-few-points",
-            fix="measure two sizes or more, in seconds above 0",
+            fix="measure at least two sizes, with positive times",
         )
     return _fit(points, None)[0]
 
 
 def fit_knee(points: Sequence[Point]) -> AlphaBeta:
-    """Fit (bytes, seconds) by a line, or by two that meet at a measured size where that is so much better.
+    """Fit (bytes, seconds) by a line, or by two lines that join at a measured size if that fits much better.
 
-    So much: the two numbers more must be worth it by Schwarz's criterion, and there must be eight sizes.
+    The two additional numbers must pay off by Schwarz's criterion (BIC), and there must be eight sizes.
     """
     plain = fit_alpha_beta(points)
     sizes = sorted({num_bytes for num_bytes, _ in points})
@@ -211,10 +216,7 @@ def fit_knee(points: Sequence[Point]) -> AlphaBeta:
 
 
 def held_out_error(points: Sequence[Point]) -> float | None:
-    """Return how far predictions of every second size are off, as a mean fraction, when the others make the fit.
-
-    None for less than five sizes.
-    """
+    """Return the mean relative error on every second size of a fit to the others; None for less than five sizes."""
     ordered = sorted(points)
     if len(ordered) < 5:
         return None
@@ -240,7 +242,7 @@ def _fit(points: Sequence[Point], knee: float | None) -> tuple[AlphaBeta, float]
 
 
 def _at_least_zero(rows: NDArray[np.float64], columns: list[int]) -> NDArray[np.float64]:
-    """Solve rows @ numbers = 1 by least squares; a number that would be below 0 is 0, the lowest first."""
+    """Solve rows @ numbers = 1 by least squares with non-negative numbers: negative ones are set to 0, lowest first."""
     numbers = np.zeros(rows.shape[1])
     while columns:
         scale = np.abs(rows[:, columns]).max(axis=0)  # bytes and ones are twelve orders of magnitude apart
@@ -252,20 +254,21 @@ def _at_least_zero(rows: NDArray[np.float64], columns: list[int]) -> NDArray[np.
     return numbers
 
 
-# A sweep of collectives as findings: bandwidth and time over size, the fits, the table, what was checked.
+# The report of a sweep: bandwidth and time over size, the fits, the table and the checks.
 
 
 METHOD = (
-    "Every rank calls each collective in blocks of at least 4 ms and mostly four calls, which begin together.",
-    "Time is the host's, from an idle device to an idle device; a sample is a block's mean call on the slowest rank.",
-    "time is the median of the samples, min the lowest, p99 the 99th percentile (the highest of less than a hundred).",
-    "size, count, algbw and busbw are those of nccl-tests.",
+    "Every rank calls each collective in blocks of at least 4 ms and usually four calls; ranks start a block together.",
+    "Times are host times, with the device synchronized before and after a block.",
+    "A sample is the mean time of a call in a block on the slowest rank.",
+    "time is the median of the samples, min the minimum, p99 the 99th percentile (the maximum of less than a hundred).",
+    "size, count, algbw and busbw are defined as in nccl-tests.",
     "all_reduce, reduce and broadcast work in place, the others out of place.",
-    "Results are checked on inputs that differ by rank and element: whole numbers so small that results are exact.",
-    "#wrong counts elements of all ranks that are not what they should be.",
+    "Results are checked on inputs that differ by rank and element: integers so small that results are exact.",
+    "#wrong counts the wrong elements of all ranks.",
     "A fit is seconds = alpha + bytes x beta to the minima, by least squares of relative errors.",
-    "Where eight sizes or more show a knee, it is two lines that meet there.",
-    "The held-out error is that on every second size, when the others make the fit.",
+    "If eight sizes or more show a knee, the fit has two lines that join there.",
+    "The held-out error is the error on every second size of a fit to the other sizes.",
 )
 
 
@@ -314,8 +317,8 @@ def _speed(found: CommMeasurement, verdicts: Sequence[SeriesVerdict]) -> Section
         for key, verdict in named.items()
         if len(lines[key]) > 1
     ]
-    words = [f"{verdict.name}: {verdict.words}." for verdict in verdicts]
-    return Section(title="Speed", text=" ".join(words), parts=(bandwidth, *times) if times else ())
+    sentences = [f"{verdict.name}: {verdict.text}." for verdict in verdicts]
+    return Section(title="Speed", text=" ".join(sentences), parts=(bandwidth, *times) if times else ())
 
 
 def _points(rows: Sequence[SweepRow]) -> tuple[tuple[float, float], ...]:
@@ -330,30 +333,28 @@ def _fitted(verdict: SeriesVerdict, rows: Sequence[SweepRow]) -> tuple[Series, .
 
 
 def _fits(verdicts: Sequence[SeriesVerdict]) -> Section:
-    rows = [
-        (
-            verdict.name,
-            f"{verdict.fit.alpha_s * 1e6:.1f}",
-            f"{verdict.fit.bytes_per_s / 1e9:.2f}",
-            "" if verdict.fit.knee_bytes is None else f"{verdict.fit.knee_bytes / 2**20:g} MiB",
-            f"{verdict.fit.error:.1%}",
-            "" if verdict.held_out is None else f"{verdict.held_out:.1%}",
-            verdict.words,
-        )
-        for verdict in verdicts
-        if verdict.fit is not None
-    ]
+    rows = []
+    for verdict in verdicts:
+        fit = verdict.fit
+        if fit is None:
+            continue
+        knee = "" if fit.knee_bytes is None else f"{fit.knee_bytes / 2**20:g} MiB"
+        held_out = "" if verdict.held_out is None else f"{verdict.held_out:.1%}"
+        numbers = (f"{fit.alpha_s * 1e6:.1f}", f"{fit.bytes_per_s / 1e9:.2f}", knee, f"{fit.error:.1%}", held_out)
+        rows.append((verdict.name, *numbers, verdict.text))
     header = ("collective", "alpha (us)", "1 / beta (GB/s)", "knee", "error", "held-out error", "verdict")
     return Section(title="Fits and verdicts", parts=(Table(header=header, rows=tuple(rows)),) if rows else ())
 
 
 def _checked(found: CommMeasurement) -> Section:
-    right = sum(check.wrong == 0 for check in found.checks)
-    words = [f"{right} combinations of collective, operation and dtype were called once and are right."]
-    lacks = missing_text(found.checks, found.backend)
-    words += [f"{lacks}."] if lacks else []
-    words += [f"Left out for want of time: {', '.join(found.left_out)}."] if found.left_out else []
-    return Section(title="Checked", text=" ".join(words))
+    correct = sum(check.wrong == 0 for check in found.checks)
+    sentences = [f"{correct} combinations of collective, operation and dtype were called once and are correct."]
+    missing = missing_text(found.checks, found.backend)
+    if missing:
+        sentences.append(f"{missing}.")
+    if found.left_out:
+        sentences.append(f"Skipped for lack of time: {', '.join(found.left_out)}.")
+    return Section(title="Checks", text=" ".join(sentences))
 
 
 def _all_rows(rows: Sequence[SweepRow]) -> Section:
@@ -365,8 +366,7 @@ def _all_rows(rows: Sequence[SweepRow]) -> Section:
 
 def _compared(changes: Sequence[Change]) -> Section:
     slower = [change for change in changes if change.is_regression]
-    text = f"{len(slower)} of {len(changes)} measurements are slower than before."
-    lines = tuple((change.words,) for change in slower)
-    return Section(
-        title="Beside the earlier run", text=text, parts=(Table(header=("slower",), rows=lines),) if lines else ()
-    )
+    text = f"{len(slower)} of {len(changes)} measurements are slower than in the earlier run."
+    lines = tuple((change.text,) for change in slower)
+    parts = (Table(header=("slower",), rows=lines),) if lines else ()
+    return Section(title="Comparison with the earlier run", text=text, parts=parts)

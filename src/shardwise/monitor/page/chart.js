@@ -1,10 +1,10 @@
-// Curves on a canvas: a band from the lowest to the highest value of each range of steps, and a line through the means.
+// Curves on a canvas: a band from the minimum to the maximum of each range of steps, and a line through the means.
 
 const LEFT = 58, RIGHT = 14, TOP = 20, BOTTOM = 24, COLUMN = 2, FONT = "12px system-ui, sans-serif";
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-/** Make a chart in `section`; `show` takes what to draw, `onHover` hears a step, or null when the pointer has left. */
-export function chart(section, { name, title, words, unit = () => 1, fromZero = true, canLog = false, onHover }) {
+/** Create a chart in `section`; `show` receives the data, `onHover` the step under the pointer, or null without one. */
+export function chart(section, { name, title, format, unit = () => 1, fromZero = true, canLog = false, onHover }) {
   const card = document.createElement("figure");
   card.className = "card chart";
   card.style.margin = "0";
@@ -34,7 +34,7 @@ export function chart(section, { name, title, words, unit = () => 1, fromZero = 
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     pen.clearRect(0, 0, box.width, box.height);
     const scale = scales(data, box, fromZero, isLog);
-    axes(pen, scale, box, words, unit);
+    axes(pen, scale, box, format, unit);
     marks(pen, scale, box, data);
     band(pen, scale, columns(data.rows, scale), style(name));
     if (data.dots?.length) dots(pen, scale, data.dots);
@@ -55,27 +55,27 @@ export function chart(section, { name, title, words, unit = () => 1, fromZero = 
     show(shown) {
       data = shown;
       card.hidden = !shown.rows.length;
-      const last = shown.rows.length ? words(shown.rows.at(-1)[3]) : "nothing yet", again = shown.restarts?.length ?? 0;
-      canvas.setAttribute("aria-label", `${title}: ${last}${again ? `, restarted ${again} times` : ""}`);
+      const last = shown.rows.length ? format(shown.rows.at(-1)[3]) : "no data", restarts = shown.restarts?.length ?? 0;
+      canvas.setAttribute("aria-label", `${title}: ${last}${restarts ? `, restarted ${restarts} times` : ""}`);
       keys.replaceChildren(...(shown.keys ?? []));
       draw();
     },
     hover(step) { if (hovered !== step) { hovered = step; draw(); } },
-    told(step) {
+    valueAt(step) {
       const row = data?.rows.length ? nearest(data.rows, step, data.width) : null;
-      return row && { title, row, words, width: data.width, dot: data.dots?.length ? nearest(data.dots, step, data.width) : null };
+      return row && { title, row, format, width: data.width, dot: data.dots?.length ? nearest(data.dots, step, data.width) : null };
     },
   };
   return api;
 }
 
-/** A small key of a chart: a ring or a dash in a colour, and its word. */
-export function key(colour, word, dash = false) {
+/** A legend entry of a chart: a ring or a dash in a colour, and its label. */
+export function key(colour, label, dash = false) {
   const span = document.createElement("span"), ring = document.createElement("i");
   span.className = "key";
   ring.className = dash ? "dash" : "";
   ring.style.borderColor = `var(--${colour})`;
-  span.append(ring, word);
+  span.append(ring, label);
   return span;
 }
 
@@ -109,8 +109,8 @@ function scales({ rows, width, begin, end, line, dots }, box, fromZero, isLog) {
   if (!(low <= high)) [low, high] = isLog ? [0.1, 1] : [0, 1];
   if (fromZero && !isLog) low = Math.min(0, low);
   if (low === high) high = low + Math.abs(low || 1) * 0.1;
-  const room = isLog ? 0 : (high - low) * 0.06;
-  [low, high] = [fromZero && low === 0 ? 0 : low - room, high + room];
+  const margin = isLog ? 0 : (high - low) * 0.06;
+  [low, high] = [fromZero && low === 0 ? 0 : low - margin, high + margin];
   const first = Math.min(begin ?? Infinity, rows.length ? rows[0][0] : 0), last = Math.max(end ?? (rows.length ? rows.at(-1)[0] + width - 1 : 1), first + 1);
   const across = box.width - LEFT - RIGHT, down = box.height - TOP - BOTTOM;
   const up = isLog ? Math.log : (value) => value;
@@ -139,31 +139,31 @@ function logTicks(low, high) {
   return found.length >= 2 ? found : ticks(low, high, 4).filter((at) => at > 0);
 }
 
-function axes(pen, scale, box, words, unit) {
+function axes(pen, scale, box, format, unit) {
   pen.font = FONT;
   pen.lineWidth = 1;
   pen.strokeStyle = style("grid");
   pen.fillStyle = style("quiet");
   pen.textAlign = "right";
   pen.textBaseline = "middle";
-  const size = unit(scale.high); // of what words() counts in: round numbers of it make the ticks
+  const size = unit(scale.high); // the unit of format(): ticks are at round multiples of it
   const values = scale.isLog ? logTicks(scale.low, scale.high) : ticks(scale.low / size, scale.high / size, 4).map((at) => at * size);
   for (const value of values) {
     const y = Math.round(scale.y(value)) + 0.5;
     pen.beginPath(); pen.moveTo(LEFT, y); pen.lineTo(box.width - RIGHT, y); pen.stroke();
-    pen.fillText(words(value), LEFT - 8, y);
+    pen.fillText(format(value), LEFT - 8, y);
   }
   pen.textBaseline = "top";
   pen.textAlign = "center";
   const count = Math.max(2, Math.floor(box.width / 100));
   for (const step of ticks(scale.first, scale.last, count)) {
     if (!Number.isInteger(step)) continue;
-    const word = step.toLocaleString("en"), half = pen.measureText(word).width / 2;
-    pen.fillText(word, Math.min(scale.x(step), box.width - half - 2), box.height - BOTTOM + 8);
+    const label = step.toLocaleString("en"), half = pen.measureText(label).width / 2;
+    pen.fillText(label, Math.min(scale.x(step), box.width - half - 2), box.height - BOTTOM + 8);
   }
 }
 
-/** Put rows that share a column of pixels together: their band is what can be seen, their mean a line, not a blot. */
+/** Merge rows in the same column of pixels into one row with their minimum, maximum and mean. */
 function columns(rows, scale) {
   const found = [];
   let column = null, place = null, weight = 0;
@@ -201,7 +201,7 @@ function band(pen, scale, rows, colour) {
     pen.globalAlpha = 0.5;
     pen.lineWidth = 1;
     const wide = (scale.high - scale.low) * 0.1;
-    for (const row of run) if (row[2] - row[1] > wide) { // a spike of one step is thinner than a pixel of the band
+    for (const row of run) if (row[2] - row[1] > wide) { // the band of a spike of one step is thinner than a pixel
       pen.beginPath(); pen.moveTo(scale.x(row[0]), scale.y(row[1])); pen.lineTo(scale.x(row[0]), scale.y(row[2])); pen.stroke();
     }
     pen.globalAlpha = 1;
@@ -228,7 +228,7 @@ function marks(pen, scale, box, { restarts, saves, line }) {
   const bottom = box.height - BOTTOM;
   pen.fillStyle = style("quiet");
   for (const { step } of saves ?? []) {
-    const x = scale.x(step - 1); // so many steps were done
+    const x = scale.x(step);
     if (x < LEFT || x > box.width) continue;
     pen.beginPath(); pen.moveTo(x, bottom - 6); pen.lineTo(x - 3.5, bottom); pen.lineTo(x + 3.5, bottom); pen.fill();
   }

@@ -1,8 +1,8 @@
-// The page of a run: asks its server for what is new about once a second, and draws it.
+// The page of a run: requests an increment of the state about once a second and draws it.
 
 import { chart, key } from "./chart.js";
 import { ranksTable, showCheckpoints, showEntries, showTiles } from "./table.js";
-import { byteUnit, bytes, count, number, parameters, rate, time } from "./words.js";
+import { byteUnit, bytes, count, number, parameters, rate, time } from "./format.js";
 
 const POLL_MS = 1000, REST_MS = 4000, FIRST_MS = 100, MOST_ENTRIES = 500;
 const $ = (id) => document.getElementById(id);
@@ -15,10 +15,11 @@ const hover = (step, event) => {
 };
 const options = { onHover: hover };
 const charts = {
-  loss: chart($("charts"), { name: "loss", title: "Loss", words: number, fromZero: false, canLog: true, ...options }),
-  throughput: chart($("charts"), { name: "throughput", title: "Samples per second", words: rate, ...options }),
-  memory: chart($("charts"), { name: "memory", title: "Memory of rank 0", words: bytes, unit: byteUnit, ...options }),
-  gradient: chart($("charts"), { name: "gradient", title: "Gradient norm", words: number, ...options }),
+  loss: chart($("charts"), { name: "loss", title: "Loss", format: number, fromZero: false, canLog: true, ...options }),
+  throughput: chart($("charts"), { name: "throughput", title: "Samples per second", format: rate, ...options }),
+  memory: chart($("charts"), { name: "memory", title: "Memory of rank 0", format: bytes, unit: byteUnit, ...options }),
+  gradient: chart($("charts"), { name: "gradient", title: "Gradient norm", format: number, ...options }),
+  learning_rate: chart($("charts"), { name: "throughput", title: "Learning rate", format: number, ...options }),
 };
 const ranks = ranksTable($("ranks"), $("strip"), $("legend"), choose);
 
@@ -26,7 +27,7 @@ async function poll() {
   let wait = POLL_MS;
   try {
     const answer = await fetch(`state?since=${encodeURIComponent(cursor)}`, { cache: "no-store" });
-    if (!answer.ok) throw new Error(answer.status === 403 ? "this address is no longer the run's" : `it answered ${answer.status}`);
+    if (!answer.ok) throw new Error(answer.status === 403 ? "the token of this address is no longer valid" : `the server answered with status ${answer.status}`);
     take(await answer.json());
     failures = 0;
     $("lost").hidden = true;
@@ -35,7 +36,7 @@ async function poll() {
   } catch (error) {
     failures += 1;
     wait = Math.min(REST_MS, POLL_MS * failures / 2);
-    $("lost").textContent = error instanceof TypeError ? "The watch server is away; the page goes on when it is back." : `No news: ${error.message}.`;
+    $("lost").textContent = error instanceof TypeError ? "The watch server does not answer; the page continues when it is back." : `No update: ${error.message}.`;
     $("lost").hidden = false;
   }
   setTimeout(poll, wait);
@@ -75,15 +76,16 @@ function showHeader() {
   $("bar").parentElement.hidden = !all;
   $("step").textContent = all ? `step ${count(step)} of ${count(all)}${status.epoch == null ? "" : `, epoch ${status.epoch + 1}`}` : "";
   $("eta").textContent = status.reading < 1 ? `reading the events: ${Math.floor(status.reading * 100)} %`
-    : status.eta_s == null ? "" : `${time(status.eta_s)} to go`;
+    : status.eta_s == null ? "" : `${time(status.eta_s)} left`;
   $("verdict").textContent = status.verdict;
   $("verdict").hidden = !status.verdict;
 }
 
 function showCharts() {
-  const marks = { restarts: status.restart_marks, begin: curves.loss?.rows[0]?.[0] ?? 0, end: curves.loss?.rows.length ? Math.max(1, status.step - 1) : 1 };
-  const none = { rows: [], width: 1 };
   const dots = curves.evaluation?.rows ?? [];
+  const begin = Math.min(curves.loss?.rows[0]?.[0] ?? 0, dots[0]?.[0] ?? Infinity);
+  const marks = { restarts: status.restart_marks, begin, end: curves.loss?.rows.length ? Math.max(1, status.step) : 1 };
+  const none = { rows: [], width: 1 };
   charts.loss.show({
     ...none, ...curves.loss, ...marks, dots, saves: status.checkpoints,
     keys: [dots.length && key("evaluation", "test loss"), status.checkpoints.length && "▲ checkpoint"].filter(Boolean),
@@ -92,16 +94,27 @@ function showCharts() {
   const line = status.is_resident ? null : status.predicted_bytes;
   charts.memory.show({ ...none, ...curves.memory, ...marks, line, keys: line == null ? [] : [key("quiet", `predicted ${bytes(line)}`, true)] });
   charts.gradient.show({ ...none, ...curves.gradient, ...marks });
+  charts.learning_rate.show({ ...none, ...curves.learning_rate, ...marks });
+  for (const name of Object.keys(curves).filter((each) => each.includes("/"))) {
+    charts[name] ??= chart($("charts"), { name: "evaluation", title: curveTitle(name), format: number, fromZero: false, ...options });
+    charts[name].show({ ...none, ...curves[name], ...marks });
+  }
   const visible = Object.values(charts).map(({ card }) => card).filter((card) => !card.hidden);
-  visible.forEach((card, place) => card.classList.toggle("alone", visible.length % 2 === 1 && place === visible.length - 1));
+  visible.forEach((card, index) => card.classList.toggle("alone", visible.length % 2 === 1 && index === visible.length - 1));
   $("charts").hidden = !Object.values(curves).some((curve) => curve.rows.length);
+}
+
+/** The title of a curve of the run's own: evaluation/NAME is a metric of the test split, log/NAME a logged value. */
+function curveTitle(name) {
+  const [kind, ...rest] = name.split("/");
+  return kind === "evaluation" ? `Test ${rest.join("/")}` : rest.join("/");
 }
 
 function showRanks() {
   $("ranks-card").hidden = !status.ranks.length;
   const running = status.ranks.filter((rank) => rank.lag_s != null);
   const last = running.reduce((worst, rank) => rank.lag_s > (worst?.lag_s ?? 0) ? rank : worst, null);
-  $("ranks-words").textContent = last && last.lag_s >= 1 ? `rank ${last.rank} is last: ${time(last.lag_s)} behind` : "click one for its log";
+  $("ranks-note").textContent = last && last.lag_s >= 1 ? `rank ${last.rank} is last: ${time(last.lag_s)} behind` : "click a rank for its log";
   ranks.show(status, chosen);
   if (chosen === null && $("charts").hidden && status.ranks.length) choose(status.ranks[0].rank, false);
 }
@@ -121,19 +134,19 @@ async function showLog() {
     logs = await (await fetch(`log?rank=${rank}`, { cache: "no-store" })).json();
   } catch { return; }
   if (rank !== chosen) return;
-  const names = { error: "traceback", out: "output", err: "error output" };
-  const there = Object.keys(names).filter((name) => name !== "error" || logs.error);
-  if (!there.includes(stream)) stream = "out";
+  const names = { error: "traceback", out: "stdout", err: "stderr" };
+  const available = Object.keys(names).filter((name) => name !== "error" || logs.error);
+  if (!available.includes(stream)) stream = "out";
   $("log-card").hidden = false;
   $("log-rank").textContent = rank;
-  $("log-tabs").replaceChildren(...there.map((name) => {
+  $("log-tabs").replaceChildren(...available.map((name) => {
     const button = Object.assign(document.createElement("button"), { textContent: names[name] });
     button.setAttribute("aria-pressed", name === stream);
     button.addEventListener("click", () => { stream = name; showLog(); });
     return button;
   }));
   const log = $("log"), isAtEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 20;
-  const text = logs[stream] || "nothing was written";
+  const text = logs[stream] || "(empty)";
   if (log.textContent !== text) {
     log.textContent = text;
     if (isAtEnd) log.scrollTop = log.scrollHeight;
@@ -143,20 +156,21 @@ async function showLog() {
 function showTip(step, event) {
   const tip = $("tip");
   if (step === null || !event) { tip.hidden = true; return; }
-  const told = Object.values(charts).map((each) => each.told(step)).filter(Boolean);
-  const loss = told[0];
+  const values = Object.values(charts).map((each) => each.valueAt(step)).filter(Boolean);
+  const loss = values[0];
   if (!loss) return;
-  const first = loss.row[0], last = Math.min(first + loss.width - 1, Math.max(first, status.step - 1));
-  const rows = [Object.assign(document.createElement("b"), { textContent: first === last ? `step ${count(first)}` : `steps ${count(first)} – ${count(last)}` })];
+  const first = loss.row[0], last = Math.min(first + loss.width - 1, Math.max(first, status.step));
+  const range = first === last ? `step ${count(first)}` : `steps ${count(Math.max(1, first))} – ${count(last)}`;
+  const rows = [Object.assign(document.createElement("b"), { textContent: range })];
   const line = (name, value) => {
     const row = document.createElement("div"), em = Object.assign(document.createElement("em"), { textContent: value });
     row.append(name, em);
     rows.push(row);
   };
-  for (const { title, row, words, dot } of told) {
-    line(title, row[3] === null ? "not a number" : words(row[3]));
-    if (title === "Loss" && row[2] > row[1]) line("lowest to highest", `${words(row[1])} – ${words(row[2])}`);
-    if (dot) line(`test loss, step ${count(dot[0] + 1)}`, words(dot[3]));
+  for (const { title, row, format, dot } of values) {
+    line(title, row[3] === null ? "not finite" : format(row[3]));
+    if (title === "Loss" && row[2] > row[1]) line("minimum to maximum", `${format(row[1])} – ${format(row[2])}`);
+    if (dot) line(`test loss, step ${count(dot[0])}`, format(dot[3]));
   }
   tip.replaceChildren(...rows);
   tip.hidden = false;

@@ -1,17 +1,17 @@
-// The parts of the page that are text: figures, ranks, events, checkpoints. Rows are changed in place, never made anew.
+// The text parts of the page: values, ranks, events, checkpoints. Rows are updated in place.
 
-import { bytes, clock, count, number, rate, time } from "./words.js";
+import { bytes, clock, count, number, rate, time } from "./format.js";
 
 const PHASES = ["start", "data", "forward", "backward", "optimizer", "publish", "evaluate", "save", "end"];
-const LATE_S = 1; // of lag: less is the jitter of a healthy step
+const LATE_S = 1; // lag from which a rank counts as late; less is the jitter of a normal step
 
 const element = (name, text = "", className = "") => Object.assign(document.createElement(name), { textContent: text, className });
 
-/** The figures above the charts. */
+/** The values above the charts. */
 export function showTiles(section, status) {
   const test = Object.entries(status.evaluation).filter(([name]) => name !== "loss");
   const [testName, testValue] = test[0] ?? ["loss", status.evaluation.loss];
-  const predicted = status.predicted_bytes == null ? status.prediction && `not predicted: ${status.prediction}`
+  const predicted = status.predicted_bytes == null ? status.prediction && `no prediction: ${status.prediction}`
     : `predicted ${bytes(status.predicted_bytes)} of tensors`;
   const whose = status.memory_rank == null ? "" : status.is_resident ? `resident, rank ${status.memory_rank}` : `rank ${status.memory_rank}`;
   const tiles = [
@@ -19,13 +19,13 @@ export function showTiles(section, status) {
     testValue != null && [`test ${testName}`, testName === "accuracy" ? `${(testValue * 100).toFixed(2)} %` : number(testValue),
       status.evaluation.loss != null && testName !== "loss" ? `test loss ${number(status.evaluation.loss)}` : ""],
     status.samples_per_s != null && ["samples / s", rate(status.samples_per_s), status.lr == null ? "" : `learning rate ${number(status.lr)}`],
-    (status.memory_bytes != null || status.predicted_bytes != null) && ["highest memory", bytes(status.memory_bytes), [whose, predicted].filter(Boolean).join(" · ")],
+    (status.memory_bytes != null || status.predicted_bytes != null) && ["peak memory", bytes(status.memory_bytes), [whose, predicted].filter(Boolean).join(" · ")],
     status.ranks.length && ["ranks", count(status.ranks.length), states(status.ranks)],
     status.began_at != null && ["time", time(status.now - status.began_at), `since ${clock(status.began_at)} · ${count(status.restarts)} restart${status.restarts === 1 ? "" : "s"}`],
   ].filter(Boolean);
   while (section.children.length > tiles.length) section.lastChild.remove();
-  tiles.forEach(([name, value, more], place) => {
-    const tile = section.children[place] ?? section.appendChild(newTile());
+  tiles.forEach(([name, value, more], index) => {
+    const tile = section.children[index] ?? section.appendChild(newTile());
     [tile.children[0].textContent, tile.children[1].textContent, tile.children[2].textContent] = [name, value, more];
   });
 }
@@ -55,17 +55,17 @@ const COLUMNS = [
   ["state", "state", "text", (rank) => rank.state],
 ];
 
-/** The table of ranks: sorted by any column, one row a rank; `onChoose` hears which was clicked. */
+/** The table of ranks, one row per rank, sorted by any column; `onChoose` receives the rank that was clicked. */
 export function ranksTable(table, strip, legend, onChoose) {
   const rows = new Map();
   let column = 0, direction = 1, latest = null, chosen = null;
   const head = table.tHead.insertRow();
-  COLUMNS.forEach(([, title, className], place) => {
+  COLUMNS.forEach(([, title, className], index) => {
     const cell = element("th", "", className), button = element("button", title);
     cell.scope = "col";
     button.addEventListener("click", () => {
-      direction = place === column ? -direction : place === 0 || place >= 6 ? 1 : -1;
-      column = place;
+      direction = index === column ? -direction : index === 0 || index >= 6 ? 1 : -1;
+      column = index;
       if (latest) show(...latest);
     });
     cell.append(button);
@@ -74,8 +74,8 @@ export function ranksTable(table, strip, legend, onChoose) {
   const show = (status, choice) => {
     [latest, chosen] = [[status, choice], choice];
     const most = Math.max(1, ...status.ranks.map((rank) => rank.memory_bytes ?? 0), status.predicted_bytes ?? 0);
-    [...head.cells].forEach((cell, place) => {
-      if (place === column) cell.setAttribute("aria-sort", direction > 0 ? "ascending" : "descending");
+    [...head.cells].forEach((cell, index) => {
+      if (index === column) cell.setAttribute("aria-sort", direction > 0 ? "ascending" : "descending");
       else cell.removeAttribute("aria-sort");
     });
     const order = [...status.ranks].sort((a, b) => {
@@ -84,11 +84,11 @@ export function ranksTable(table, strip, legend, onChoose) {
     });
     const known = new Set(order.map((rank) => rank.rank));
     for (const [number, row] of rows) if (!known.has(number)) { row.remove(); rows.delete(number); }
-    order.forEach((rank, place) => {
+    order.forEach((rank, index) => {
       if (!rows.has(rank.rank)) rows.set(rank.rank, newRow(rank.rank, onChoose));
       const row = rows.get(rank.rank);
       fill(row, rank, status.now, most, rank.rank === chosen);
-      if (table.tBodies[0].children[place] !== row) table.tBodies[0].insertBefore(row, table.tBodies[0].children[place] ?? null);
+      if (table.tBodies[0].children[index] !== row) table.tBodies[0].insertBefore(row, table.tBodies[0].children[index] ?? null);
     });
     showStrip(strip, legend, status.ranks, onChoose);
   };
@@ -125,7 +125,7 @@ function fill(row, rank, now, most, isChosen) {
   chip.style.setProperty("--phase", `var(--${rank.phase || "none"})`);
   put(since, rank.since == null || rank.state !== "running" ? "–" : time(Math.max(0, now - rank.since)));
   put(step, count(rank.step));
-  put(lag, lagWords(rank));
+  put(lag, lagText(rank));
   put(memory.firstChild, bytes(rank.memory_bytes));
   memory.lastChild.hidden = rank.memory_bytes == null;
   memory.lastChild.firstChild.style.width = `${100 * (rank.memory_bytes ?? 0) / most}%`;
@@ -136,7 +136,7 @@ function fill(row, rank, now, most, isChosen) {
   state.className = `text state-${rank.state}`;
 }
 
-function lagWords(rank) {
+function lagText(rank) {
   if (rank.lag_s == null) return "–";
   if (!rank.lag_steps && rank.lag_s < 0.01) return "0";
   const steps = rank.lag_steps ? `, ${count(rank.lag_steps)} ${rank.lag_steps === 1 ? "step" : "steps"}` : "";
@@ -148,36 +148,36 @@ function put(cell, text) {
   if (cell.textContent !== text) cell.textContent = text;
 }
 
-/** One small square a rank in the colour of its phase: what is unlike the others is seen at once. */
+/** One small square per rank in the colour of its phase, so that a rank that differs is visible at once. */
 function showStrip(strip, legend, ranks, onChoose) {
   while (strip.children.length > ranks.length) strip.lastChild.remove();
   strip.style.maxWidth = `${ranks.length * 48}px`;
-  ranks.forEach((rank, place) => {
-    let square = strip.children[place];
+  ranks.forEach((rank, index) => {
+    let square = strip.children[index];
     if (!square) {
       square = strip.appendChild(element("i"));
       square.addEventListener("click", () => onChoose(Number(square.dataset.rank)));
     }
     square.dataset.rank = rank.rank;
-    square.title = `rank ${rank.rank}: ${rank.phase || rank.state}${isLate(rank) ? `, ${lagWords(rank)} behind` : ""}`;
+    square.title = `rank ${rank.rank}: ${rank.phase || rank.state}${isLate(rank) ? `, ${lagText(rank)} behind` : ""}`;
     square.className = isLate(rank) ? "late" : rank.state === "failed" || rank.state === "gone" ? "failed" : "";
     square.style.background = square.className === "failed" ? "" : `var(--${rank.state === "done" ? "end" : rank.phase || "none"})`;
   });
   const phases = PHASES.filter((phase) => ranks.some((rank) => rank.phase === phase && rank.state !== "done"));
-  const words = phases.map((phase) => [phase, phase]);
-  if (ranks.some((rank) => rank.state === "done")) words.push(["end", "done"]);
-  if (ranks.some((rank) => rank.state === "failed" || rank.state === "gone")) words.push(["bad", "failed or gone"]);
-  if (legend.dataset.shown === words.join()) return;
-  legend.dataset.shown = words.join();
-  legend.replaceChildren(...words.map(([colour, word]) => {
+  const labels = phases.map((phase) => [phase, phase]);
+  if (ranks.some((rank) => rank.state === "done")) labels.push(["end", "done"]);
+  if (ranks.some((rank) => rank.state === "failed" || rank.state === "gone")) labels.push(["bad", "failed or gone"]);
+  if (legend.dataset.shown === labels.join()) return;
+  legend.dataset.shown = labels.join();
+  legend.replaceChildren(...labels.map(([colour, label]) => {
     const span = element("span"), square = element("i");
     square.style.background = `var(--${colour})`;
-    span.append(square, word);
+    span.append(square, label);
     return span;
   }));
 }
 
-/** What happened, newest first. */
+/** The history, newest entry first. */
 export function showEntries(list, entries) {
   list.replaceChildren(...[...entries].sort((a, b) => b.at - a.at || b.number - a.number).map((entry) => {
     const row = element("li", "", entry.mood), at = element("time", clock(entry.at));
@@ -188,7 +188,7 @@ export function showEntries(list, entries) {
   }));
 }
 
-/** Saves, newest first, and whether each is there. */
+/** Checkpoints, newest first, with their size on disk. */
 export function showCheckpoints(table, checkpoints) {
   const body = element("tbody");
   for (const saved of checkpoints) {

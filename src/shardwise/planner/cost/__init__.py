@@ -1,1 +1,1 @@
-"""What a plan costs on a cluster: memory, traffic and time."""
+"""Predicted cost of a plan on a cluster: memory, traffic and time."""

@@ -1,4 +1,8 @@
-"""Seconds that a part of a model keeps one device busy, by class of operator."""
+"""Compute time of each part of a model on one device, by class of operator.
+
+Matrix products and attention run at the measured or catalogued rate for their shape, all other operators at memory
+bandwidth; each operator also costs host time for its launch, which shows where the device is faster than the host.
+"""
 
 from __future__ import annotations
 
@@ -15,34 +19,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Assumptions of the time model where nothing can be measured beforehand, each with its reason."""
+    """Assumptions of the time model for quantities that cannot be measured beforehand, each with its reason."""
 
     compiled_moved: float = 0.5
-    """Of the bytes that eager operators move, what a compiled block still moves: chains of elementwise operators become
-    one kernel. From the H200: a 1.26B Llama shape went from 283 to 242 ms a step, a 124M GPT-2 from 94 to 62."""
+    """Bytes that a compiled block moves, as a fraction of eager: chains of elementwise operators become one kernel.
+    Measured on an H200: a 1.26B Llama shape went from 283 to 242 ms a step, a 124M GPT-2 from 94 to 62."""
     compiled_operators: float = 0.35
-    """Of the operators that are started one by one, those left after fusion; counted in the same two models."""
+    """Kernels that a compiled block launches, as a fraction of eager; counted in the same two models."""
     shard_operators: tuple[int, int] = (50, 70)
-    """Operators' worth of host time that FSDP2's hooks take for a unit, forward and backward: 0.53 and 0.70 ms where a
+    """Host time of FSDP2's hooks for a unit, forward and backward, in operator launches: 0.53 and 0.70 ms where a
     Linear took 0.011 (torch 2.13, fake world)."""
     contention: float = 0.12
-    """Of its speed, what compute loses on a GPU while a collective runs: NCCL keeps up to 16 of 132 SMs busy."""
+    """Fraction of its speed that compute loses on a GPU while a collective runs: NCCL uses up to 16 of 132 SMs."""
     host_contention: float = 1.0
     """The same on a CPU, where collectives run on the cores that would compute."""
     selective_matmuls: float = 0.0
-    """Of the matrix products, those that selective recompute makes again; this engine keeps them all."""
+    """Fraction of the matrix products that selective recompute repeats; the native policy saves all of them."""
     matmul_dtype: str | None = None
-    """What the matrix products of blocks are computed in when it is not the compute dtype (fp8)."""
+    """Dtype of the matrix products of blocks if it is not the compute dtype (fp8)."""
     quantized_backward: float = 1.0
-    """Of the rate of products in `matmul_dtype`, what those of backward reach."""
+    """Rate of the products of backward in `matmul_dtype`, as a fraction of the forward rate."""
     quantized_bytes: float = 0.0
-    """Bytes moved per number of inputs, and of gradients of outputs, to bring them into `matmul_dtype`."""
+    """Bytes moved per element of inputs and output gradients to cast them to `matmul_dtype`."""
     gather_bytes: float | None = None
-    """Bytes per parameter on the wire when shards are gathered, where it is not the compute dtype (fp8)."""
+    """Bytes per parameter of an all-gather of shards if its dtype is not the compute dtype (fp8)."""
     attention_speed: float = 1.0
-    """Of the rate of the attention kernel that was measured, what the one in use reaches."""
+    """Rate of the attention kernel in use, as a fraction of the measured kernel's."""
     overlapped_tensor: float = 0.0
-    """Of the exchanges of tensor parallelism, what hides behind the matrix products next to them (async TP)."""
+    """Fraction of tensor-parallel communication that overlaps with adjacent matrix products (async TP)."""
 
 
 class Seconds(NamedTuple):
@@ -51,40 +55,40 @@ class Seconds(NamedTuple):
     matmul: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
-    """Operators that wait for memory: norms, activations, sums, casts."""
+    """Operators bound by memory bandwidth: norms, activations, sums, casts."""
     launch: float = 0.0
-    """The device idle because the host is not fast enough to launch operators."""
+    """Idle time of the device while the host launches operators."""
     doubt: float = 0.0
-    """How wrong the sum may be, in seconds."""
+    """Uncertainty of the total, in seconds."""
     host: float = 0.0
-    """Host time of all launches, concurrent with the device or, on a CPU, before it."""
+    """Host time of all launches; it overlaps with a GPU and adds to the time of a CPU."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Seconds of all classes together."""
         return self.matmul + self.attention + self.memory + self.launch
 
     def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
-        """Return the sum with `times` as much of another."""
+        """Return the sum with another time, which counts `times`."""
         return Seconds(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 class PartCost(NamedTuple):
-    """Compute of one micro-batch on one part."""
+    """Compute time of one micro-batch on one part."""
 
     forward: Seconds
     backward: Seconds
-    """Without recomputing."""
+    """Without recompute."""
     selective: Seconds
-    """What selective recompute makes again."""
+    """Time of what selective recompute runs again in backward."""
 
     def again(self, recompute: Recompute) -> Seconds:
-        """Return what a recompute policy adds to backward."""
+        """Return the time that a recompute policy adds to backward."""
         return {"none": Seconds(), "selective": self.selective, "full": self.forward}[recompute]
 
 
 class ComputeModel:
-    """Costs of parts on one kind of device, each worked out once."""
+    """Compute time of parts on one kind of device in one dtype; each result is cached."""
 
     def __init__(self, calibration: Calibration, dtype: str, assumptions: Assumptions) -> None:
         self.calibration = calibration
@@ -99,11 +103,11 @@ class ComputeModel:
 
     @property
     def on_host(self) -> bool:
-        """Whether the host computes: then it launches operators in between, not ahead."""
+        """Whether the device is a CPU, on which launches and operators alternate instead of overlapping."""
         return self.calibration.device.kind == "cpu"
 
     def cost(self, part: Part, samples: int, *, tp: int, sequence_parallel: bool, compiled: bool) -> PartCost:
-        """Return the cost of one micro-batch on one of the part, on one rank."""
+        """Return the compute time of one micro-batch on one instance of a part, on one rank."""
         key = (id(part), samples, tp, sequence_parallel, compiled)
         if key not in self._known:
             self._known[key] = self._cost(part, samples, tp, sequence_parallel, compiled)
@@ -111,51 +115,57 @@ class ComputeModel:
 
     def _cost(self, part: Part, samples: int, tp: int, sequence: bool, compiled: bool) -> PartCost:  # noqa: FBT001
         work, given = part.work, self.assumptions
-        dtype = given.matmul_dtype if given.matmul_dtype and part.kind == "block" else self._dtype
-        fused = (given.compiled_moved, given.compiled_operators) if compiled else (1.0, 1.0)
+        moved_share, operators_share = 1.0, 1.0
+        if compiled:
+            moved_share, operators_share = given.compiled_moved, given.compiled_operators
+        dtype, slower, casts = self._dtype, 1.0, Seconds()
+        if given.matmul_dtype and part.kind == "block" and given.matmul_dtype != self._dtype:
+            dtype, slower, casts = given.matmul_dtype, given.quantized_backward, self._casts(part, samples, tp)
 
         def other(moved: Amount, operators: float) -> tuple[float, float]:
-            """Return device and host seconds of operators that wait for memory."""
-            calibration = self.calibration
-            num_bytes = fused[0] * moved.at(samples, tp=tp, sequence_parallel=sequence)
-            busy = num_bytes / calibration.memory_bandwidth.value + fused[1] * operators * calibration.kernel_s.value
-            return busy, fused[1] * operators * calibration.operator_s.value
+            """Return device and host seconds of operators that are bound by memory bandwidth."""
+            calibration, launched = self.calibration, operators_share * operators
+            num_bytes = moved_share * moved.at(samples, tp=tp, sequence_parallel=sequence)
+            busy = num_bytes / calibration.memory_bandwidth.value + launched * calibration.kernel_s.value
+            return busy, launched * calibration.operator_s.value
 
-        products = [self._products(matmul, samples, tp, dtype) for matmul in work.matmuls]
-        asked = [self._attention(part, samples, tp, backward=backward) for backward in (False, True)]
-        casts = self._casts(part, samples, tp) if dtype != self._dtype else Seconds()
-        forward = self._seconds(sum(p[0] for p in products), asked[0], other(work.moved, work.kernels)).plus(casts)
-        slower = given.quantized_backward if dtype != self._dtype else 1.0
-        backward = self._seconds(
-            sum(p[1] + p[2] for p in products) / slower, asked[1], other(work.moved_backward, work.kernels_backward)
-        ).plus(casts)
+        ahead = back = 0.0
+        for matmul in work.matmuls:
+            product, input_gradient, weight_gradient = self._products(matmul, samples, tp, dtype)
+            ahead += product
+            back += input_gradient + weight_gradient
+        attention = self._attention(part, samples, tp, backward=False)
+        forward = self._seconds(ahead, attention, other(work.moved, work.kernels)).plus(casts)
+        attention = self._attention(part, samples, tp, backward=True)
+        memory_bound = other(work.moved_backward, work.kernels_backward)
+        backward = self._seconds(back / slower, attention, memory_bound).plus(casts)
         share = given.selective_matmuls
         selective = self._seconds(share * forward.matmul, 0.0, other(work.moved, work.kernels)).plus(casts, share)
         return PartCost(forward, backward, selective)
 
     def _casts(self, part: Part, samples: int, tp: int) -> Seconds:
-        """Return what bringing the operands of a part's products into another dtype takes in each pass."""
-        numbers = samples * sum(
-            matmul.count * matmul.rows * (matmul.inner + matmul.columns) / (tp if matmul.split != "none" else 1)
-            for matmul in part.work.matmuls
-        )
-        moved = numbers / 2 * self.assumptions.quantized_bytes
+        """Return the time to cast the operands of a part's matrix products to `matmul_dtype` in one pass."""
+        elements = 0.0
+        for matmul in part.work.matmuls:
+            ranks = tp if matmul.split != "none" else 1
+            elements += samples * matmul.count * matmul.rows * (matmul.inner + matmul.columns) / ranks
+        moved = elements / 2 * self.assumptions.quantized_bytes
         return Seconds(memory=moved / self.calibration.memory_bandwidth.value)
 
     def _products(self, matmul: Matmul, samples: int, tp: int, dtype: str) -> tuple[float, float, float]:
-        """Return seconds of the product itself, of its input's gradient and of its weight's, which frozen ones lack."""
+        """Return seconds of a product, of its input's gradient and of its weight's; 0 for that of a frozen weight."""
         rows = matmul.rows * samples
         inner = max(1, matmul.inner // tp) if matmul.split == "inner" else matmul.inner
         columns = max(1, matmul.columns // tp) if matmul.split == "columns" else matmul.columns
         shapes = ((rows, columns, inner), (rows, inner, columns), (inner, columns, rows))
-        is_even = is_aligned(inner, dtype) and is_aligned(columns, dtype)
-        first, second, third = (matmul.count * self._product(shape, dtype, is_even=is_even) for shape in shapes)
+        aligned = is_aligned(inner, dtype) and is_aligned(columns, dtype)
+        first, second, third = (matmul.count * self._product(shape, dtype, aligned=aligned) for shape in shapes)
         return first, second, third if matmul.trained else 0.0
 
-    def _product(self, shape: tuple[int, int, int], dtype: str, *, is_even: bool) -> float:
-        key = (shape, dtype, is_even)
+    def _product(self, shape: tuple[int, int, int], dtype: str, *, aligned: bool) -> float:
+        key = (shape, dtype, aligned)
         if key not in self._products_known:
-            rate = self.calibration.matmul(*shape, dtype, is_even=is_even).value
+            rate = self.calibration.matmul(*shape, dtype, aligned=aligned).value
             self._products_known[key] = 2.0 * math.prod(shape) / rate
         return self._products_known[key]
 
@@ -179,7 +189,7 @@ class ComputeModel:
         return Seconds(matmul, attention, memory, launch, doubt, host)
 
     def hooked(self, seconds: Seconds, operators: int) -> Seconds:
-        """Return a pass for which the host launches so many operators more."""
+        """Return the time of a pass in which the host launches this many operators more."""
         more = operators * self.calibration.operator_s.value
         idle = more if self.on_host else max(0.0, seconds.host + more - seconds.total)
         return seconds._replace(launch=seconds.launch + idle, host=seconds.host + more)

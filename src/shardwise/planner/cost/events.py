@@ -1,10 +1,11 @@
-"""A small simulation of CUDA streams and pipeline schedules: forward and backward passes with their collectives.
+"""A simulation of CUDA streams and pipeline schedules: forward and backward passes with their collectives.
 
 The idea: a step is a list of tasks on a compute stream and a communication stream; a task starts when its stream is
-free and the tasks before it have ended. What compute waits for is exposed communication. Of a pipeline only the first
-rounds of micro-batches are simulated, since every further round takes as long as its busiest rank. The invariant: the
-order of actions is that of torch's schedule of the same name (`plans/pipeline.py`), so bubbles come from the order
-alone. References: Narayanan et al. 2021 (interleaved 1F1B), Qi et al. 2023 (zero bubble), Zhao et al. 2023 (FSDP).
+free and the tasks that it depends on have ended. Communication that compute waits for is exposed. A pipeline is
+simulated for the first rounds of micro-batches only, since every further round takes as long as the busiest rank. The
+invariant: the order of actions is that of torch's schedule of the same name (`plans/pipeline.py`), so bubbles follow
+from the order alone. References: Narayanan et al. 2021 (interleaved 1F1B), Qi et al. 2023 (zero bubble), Zhao et al.
+2023 (FSDP).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Task(NamedTuple):
-    """Something that keeps one stream busy for a while."""
+    """Work that occupies one stream for some seconds."""
 
     stream: str
     label: str
     seconds: float
     after: tuple[int, ...] = ()
-    """Indices of tasks that must have ended; always earlier ones."""
+    """Indices of earlier tasks that must have ended."""
 
 
 class Span(NamedTuple):
@@ -39,7 +40,7 @@ class Span(NamedTuple):
 
 
 def run_streams(tasks: Sequence[Task]) -> list[Span]:
-    """Return when each task runs: as soon as its stream is free and what it needs has ended."""
+    """Return start and end of each task, which runs as soon as its stream is free and its dependencies have ended."""
     free: dict[str, float] = {}
     spans: list[Span] = []
     for task in tasks:
@@ -62,9 +63,9 @@ class PipelineAction(NamedTuple):
 
 
 def pipeline_actions(schedule: str, rank: int, *, pp: int, chunks: int, micro_batches: int) -> list[PipelineAction]:
-    """Return the actions of a rank of a pipeline, in order; stage s is on rank s mod pp.
+    """Return the actions of one pipeline rank, in order; stage s is on rank s mod pp.
 
-    Schedules that split backward are given the order of interleaved_1f1b: what they gain is counted elsewhere.
+    Schedules that split backward get the order of interleaved_1f1b; `pipeline_span` subtracts what they gain.
     """
     stages = [rank + chunk * pp for chunk in range(chunks)]
     rules = SCHEDULES[schedule]
@@ -81,7 +82,7 @@ def _all_then_all(stages: Sequence[int], number: int) -> list[PipelineAction]:
 
 
 def _one_by_one(rank: int, warm_up: int, number: int) -> list[PipelineAction]:
-    """Fill up, then one backward for each forward, then empty."""
+    """Return 1F1B: warm-up forwards, then one backward for each forward, then the remaining backwards."""
     actions = [PipelineAction("F", rank, index) for index in range(warm_up)]
     for index in range(number):
         actions.append(PipelineAction("B", rank, index))
@@ -91,7 +92,7 @@ def _one_by_one(rank: int, warm_up: int, number: int) -> list[PipelineAction]:
 
 
 def _interleaved(stages: Sequence[int], rank: int, pp: int, number: int) -> list[PipelineAction]:
-    """Rounds of micro-batches pass through the first chunk, then the next: torch's order."""
+    """Return torch's interleaved 1F1B: a round of micro-batches passes through the first chunk, then the next."""
     chunks, total = len(stages), len(stages) * number
     per_round = number // max(1, number // pp)
     warm_up = min(total, (chunks - 1) * per_round + 2 * (pp - 1 - rank))
@@ -113,9 +114,9 @@ def run_pipeline(
     backward: Sequence[float],
     hop: Callable[[int], float],
 ) -> list[list[Span]]:
-    """Return when each rank takes its actions; `forward` and `backward` are seconds by stage.
+    """Return start and end of the actions of each rank; `forward` and `backward` are seconds by stage.
 
-    `hop(stage)` is the time that an activation takes to the next stage, or its gradient back.
+    `hop(stage)` is the time to send an activation from a stage to the next, or its gradient back.
     """
     ended: dict[PipelineAction, float] = {}
     spans: list[list[Span]] = [[] for _ in actions]
@@ -137,14 +138,14 @@ def run_pipeline(
                 todo[rank] += 1
                 waiting -= 1
         if waiting == before:
-            raise AssertionError("a pipeline's actions wait for each other")
+            raise AssertionError("the actions of the pipeline schedule deadlock")
     return spans
 
 
 def _ready(
     action: PipelineAction, ended: dict[PipelineAction, float], num_stages: int, hop: Callable[[int], float]
 ) -> float | None:
-    """Return when the input of an action has arrived, None while that is unknown."""
+    """Return when the input of an action arrives, None while that is unknown."""
     if action.kind == "F":
         if action.stage == 0:
             return 0.0
@@ -161,9 +162,9 @@ def _ready(
 
 
 ROUNDS = 2
-"""Rounds of pp micro-batches that are simulated; every further one takes as long as the busiest rank works on it."""
+"""Rounds of pp micro-batches that are simulated; every further round takes as long as the busiest rank's work on it."""
 WEIGHT_SHARE = 0.5
-"""Of a backward pass, what makes gradients of weights: each matrix product has one for its input and one for those."""
+"""Share of a backward pass that computes weight gradients: one of the two matrix products of each layer."""
 
 
 def pipeline_span(
@@ -180,10 +181,10 @@ def pipeline_span(
     for stage, rank in enumerate(ranks):
         of_rank[rank].append(forward[stage] + backward[stage])
     busy = [sum(times) for times in of_rank]
-    span += (number - simulated) * max(busy)  # or less, where more were needed for a round
+    span += (number - simulated) * max(busy)  # negative where a full round needed more micro-batches than the step has
     if SCHEDULES[schedule].splits_backward:
-        # Gradients of weights wait for no other rank: they fill the bubbles of 1F1B at the start and the end
-        # (Qi et al. 2023, zero-bubble schedules: (pp - 1)(forward + input - weight) is left of it).
+        # Weight gradients depend on no other rank, so they fill the bubbles of 1F1B at the start and the end
+        # (Qi et al. 2023, zero-bubble schedules: a bubble of (pp - 1)(forward + input - weight) remains).
         filled = 2 * (pp - 1) * WEIGHT_SHARE * max(backward)
         span = max(number * max(busy), span - filled)
     return span
@@ -192,7 +193,7 @@ def pipeline_span(
 def pipeline_spans(
     plan: Plan, forward: Sequence[float], backward: Sequence[float], hop: float, *, micro_batches: int
 ) -> list[list[Span]]:
-    """Return the actions of each rank along pp with their start and end."""
+    """Return the actions of each pipeline rank with their start and end."""
     schedule, pp = plan.pipeline.schedule, plan.layout.pp
     chunks = len(forward) // pp
     actions = [
@@ -204,8 +205,8 @@ def pipeline_spans(
 def pipeline_floor(busy: Sequence[float], stage_seconds: Sequence[float], micro_batches: int) -> float:
     """Return a lower bound of the time of all schedules that do not split backward.
 
-    A rank starts when the stages before its first have seen the first micro-batch, and those must still go back
-    through them when it has done its last; `busy` is seconds of one micro-batch by rank, `stage_seconds` by stage.
+    A rank starts after the earlier stages have run the forward of the first micro-batch, and they still run the
+    backward of the last one after it; `busy` is seconds of one micro-batch by rank, `stage_seconds` by stage.
     """
     before = floor = 0.0
     for rank, seconds in enumerate(busy):
@@ -221,45 +222,47 @@ COMPUTE, WIRE = "compute", "communication"
 
 
 class WorkUnit(NamedTuple):
-    """What is gathered, computed and reduced as one: a block, or all before or after the blocks. Seconds."""
+    """Seconds of one unit of sharding: a block, or all modules before or after the blocks."""
 
     name: str
     forward: float
     backward: float
     gather: float = 0.0
-    """Before its forward pass; 0 where weights are not sharded."""
+    """All-gather before its forward pass; 0 where parameters are not sharded."""
     gather_again: float = 0.0
-    """Before its backward pass."""
+    """All-gather before its backward pass."""
     reduce: float = 0.0
-    """After its backward pass."""
+    """Reduce-scatter or all-reduce after its backward pass."""
     gather_copy: float = 0.0
-    """Compute of a gather: the copy out of the buffer into weights."""
+    """Copy of gathered parameters out of the buffer, on the compute stream."""
     reduce_copy: float = 0.0
+    """Copy of gradients into the reduce buffer, on the compute stream."""
 
 
 class Pass(NamedTuple):
-    """Times of one pass. Seconds."""
+    """Seconds of one forward or backward pass."""
 
     seconds: float
     busy: float
     """Compute."""
     gathering: float
-    """Communication before compute, hidden or not."""
+    """All-gathers, overlapped or not."""
     reducing: float
+    """Reductions of gradients, overlapped or not."""
 
     @property
     def exposed(self) -> float:
-        """Compute waiting for communication."""
+        """Time in which compute waits for communication."""
         return self.seconds - self.busy
 
     @property
     def hidden(self) -> float:
-        """Communication behind compute."""
+        """Communication that overlaps with compute."""
         return max(0.0, self.gathering + self.reducing - self.exposed)
 
 
 def forward_tasks(units: Sequence[WorkUnit], *, prefetch: int, gathers: bool) -> list[Task]:
-    """Return the tasks of a forward pass: each unit gathered `prefetch` units ahead of its use."""
+    """Return the tasks of a forward pass, which gathers each unit `prefetch` units ahead of its use."""
     tasks: list[Task] = []
     computed: list[int] = []
     for index, unit in enumerate(units):
@@ -275,7 +278,7 @@ def forward_tasks(units: Sequence[WorkUnit], *, prefetch: int, gathers: bool) ->
 
 
 def backward_tasks(units: Sequence[WorkUnit], *, prefetch: int, gathers: bool, reduces: bool) -> list[Task]:
-    """Return the tasks of a backward pass: the next unit's gather is issued before this one's reduce."""
+    """Return the tasks of a backward pass, which issues the next unit's gather before the reduce of this one."""
     tasks: list[Task] = []
     computed: list[int] = []
     waiting: Task | None = None
@@ -300,7 +303,7 @@ def backward_tasks(units: Sequence[WorkUnit], *, prefetch: int, gathers: bool, r
 
 
 def run_pass(tasks: Sequence[Task]) -> Pass:
-    """Return how long a pass takes, and the parts of that."""
+    """Return the duration of a pass, and its compute and communication."""
     spans = run_streams(tasks)
     busy = gathering = reducing = 0.0
     for task in tasks:
@@ -316,9 +319,9 @@ def run_pass(tasks: Sequence[Task]) -> Pass:
 def bucket_reduces(
     gradient_bytes: Sequence[float], bucket_bytes: float, seconds_of: Callable[[float], float]
 ) -> list[float]:
-    """Return seconds of the reduces that each unit's backward issues, units in forward order, as DDP does it.
+    """Return seconds of the bucket all-reduces that each unit's backward issues under DDP, units in forward order.
 
-    Gradients fill buckets from the last unit on; what is left in the end goes alone.
+    Gradients fill buckets from the last unit on; the first unit reduces the last, partly filled bucket.
     """
     pending, reduces = 0.0, []
     for size in reversed(gradient_bytes):

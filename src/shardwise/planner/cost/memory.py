@@ -1,10 +1,11 @@
-"""Peak memory of one rank under a plan: what is resident in forward, backward and update.
+"""Peak memory of one rank under a plan, over forward, backward and update.
 
-The idea: a peak can occur only at a few moments (the forward of a part, each candidate moment of its backward, the
-update), so all of them are added up by name and the largest wins. Per part the model gives its activations and the
-moments of its backward (`model/`, in closed form or traced); the plan gives shards, gathered units, gradients and
-buckets. The invariant: parts of `at_peak` add up to `peak`. References: Rajbhandari et al. 2020 (ZeRO), Korthikanti et
-al. 2022 (activations), torch's FSDP2 for the order of gathers; compared with real tensors in tests/unit/planner.
+The idea: a peak can occur only at a few moments (the forward of a part, some moments of its backward, the update). The
+allocations of each moment are summed by kind, and the largest sum is the peak. The model description gives activations
+and the moments of backward for each part (`model/`, in closed form or traced); the plan determines shards, gathered
+units, gradients and buckets. The invariant: the values of `at_peak` sum to `peak`. References: Rajbhandari et al. 2020
+(ZeRO), Korthikanti et al. 2022 (activations), torch's FSDP2 for the order of gathers. tests/unit/planner compares the
+prediction with allocated tensors.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
 
 WORKSPACE = 2 * (32 << 20)
-"""What cuBLAS takes through torch's allocator on Hopper, once for the thread of forward and once for that of backward;
-measured with torch 2.11 on an H200, less on older chips."""
+"""cuBLAS workspaces in torch's allocator on Hopper, one for the forward thread and one for the backward thread;
+measured with torch 2.11 on an H200, smaller on older GPUs."""
 CONTEXT = 0.55 * GIB
 """CUDA context, kernels and library handles of one process, outside of the allocator: assumed, not measured."""
 PER_GROUP = 0.2 * GIB
-"""NCCL's channels and buffers for one communicator of more than one rank: assumed, not measured."""
+"""NCCL's channels and buffers for one communicator of several ranks: assumed, not measured."""
 FRAGMENTED = 1.06
-"""Reserved over allocated at the peak, for rounding and holes: assumed. 1.15 was seen once, for 8.8 billion parameters
-sharded over 64 (52.9 GiB allocated, 60.9 reserved on an H200)."""
+"""Ratio of reserved to allocated memory at the peak, from rounding and fragmentation: assumed. 1.15 was observed once,
+for 8.8 billion parameters sharded over 64 ranks (52.9 GiB allocated, 60.9 reserved on an H200)."""
 BUCKET = 25 << 20
-"""What ZeRO-1 gathers at once."""
+"""Bytes that ZeRO-1 gathers in one collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerShape:
-    """What an optimizer keeps for each parameter."""
+    """State of an optimizer per parameter element."""
 
     name: str = "adamw"
     states: float = 2.0
-    """Numbers of the optimizer's dtype per parameter."""
+    """State elements, in the optimizer's dtype."""
     temporaries: float = 0.0
-    """Numbers per parameter that live during its step; a fused kernel has none."""
+    """Temporary elements during the update; a fused kernel has none."""
 
 
 ADAMW = OptimizerShape()
@@ -53,44 +54,42 @@ SGD = OptimizerShape(name="sgd", states=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What one rank needs, in bytes; of the pipeline's stages the one that needs most."""
+    """Memory of one rank in bytes; in a pipeline, of the rank whose stages need the most."""
 
     peak: float
-    """Allocated at the peak."""
+    """Peak of allocated memory."""
     reserved: float
-    """What the allocator takes from the device for that."""
+    """Memory that the allocator reserves for it on the device."""
     outside: float
-    """What context, libraries and communicators take without asking the allocator."""
+    """Memory of context, libraries and communicators, which bypass the allocator."""
     phase: str
     """When the peak occurs: "forward", "backward" or "update"."""
     at_peak: Mapping[str, float]
-    """What is resident then, by name."""
+    """Allocations at the peak, by kind."""
     host: float
-    """On the host, for this rank."""
+    """Host memory of this rank."""
     stage: int
+    """Its rank along pp."""
 
     @property
     def total(self) -> float:
-        """What must fit on the device."""
+        """Device memory that the rank needs."""
         return self.reserved + self.outside
 
 
 def predict_memory(
     shape: ModelShape, plan: Plan, *, optimizer: OptimizerShape = ADAMW, context: float = CONTEXT
 ) -> Memory:
-    """Return the memory of the rank that needs most; `context` is what a process takes outside of the allocator."""
-    ranks = _stages_by_rank(shape, plan)
-    # Of ranks with equal stages the first has most micro-batches in flight.
-    unlike = {tuple(stage.likeness for stage in stages): stages for stages in reversed(ranks)}
-    memories = [_rank_memory(RankState(shape, plan, optimizer, stages), context) for stages in unlike.values()]
-    return max(memories, key=lambda memory: memory.peak)
-
-
-def _stages_by_rank(shape: ModelShape, plan: Plan) -> list[list[StageParts]]:
+    """Return the memory of the rank that needs the most; `context` is a process's memory outside of the allocator."""
     stages: dict[int, list[StageParts]] = {}
     for stage in stages_of_plan(shape, plan):
         stages.setdefault(stage.rank, []).append(stage)
-    return [stages[rank] for rank in sorted(stages)]
+    distinct: dict[tuple[object, ...], list[StageParts]] = {}
+    for rank in sorted(stages, reverse=True):
+        # Of ranks with equal stages the first stays: it has the most micro-batches in flight.
+        distinct[tuple(stage.likeness for stage in stages[rank])] = stages[rank]
+    memories = [_rank_memory(RankState(shape, plan, optimizer, own), context) for own in distinct.values()]
+    return max(memories, key=lambda memory: memory.peak)
 
 
 def _rank_memory(own: RankState, context: float) -> Memory:
@@ -112,7 +111,7 @@ def _rank_memory(own: RankState, context: float) -> Memory:
 
 
 def _moments(own: RankState, *, on_gpu: bool) -> list[tuple[str, dict[str, float]]]:
-    """Return every moment that can be the peak: its phase, and what is resident then by name."""
+    """Return every moment that can be the peak: its phase, and the allocations then by kind."""
     rest = own.at_rest(on_gpu=on_gpu)
     found = [_update(own, rest)]
     for index, share in enumerate(own.shares):
@@ -137,7 +136,7 @@ def _forward(own: RankState, rest: Mapping[str, float], index: int, below: float
 
 
 def _accumulated(own: RankState) -> float:
-    """Gradients of earlier micro-batches, but for those in DDP's buckets."""
+    """Return the bytes of the gradients of earlier micro-batches, without those in DDP's buckets."""
     if own.plan.accumulation == 1 or (own.uses_buckets and own.plan.gradient_sync == "every"):
         return 0.0
     if not own.sharded:
@@ -148,16 +147,17 @@ def _accumulated(own: RankState) -> float:
 
 
 def _casts(own: RankState, before: Sequence[Share], share: Share, count: int) -> float:
-    """Copies of fp32 weights in the compute dtype, which autocast makes and backward needs."""
+    """Return the bytes of autocast's copies of fp32 weights in the compute dtype, which backward needs."""
     if own.sharded or own.compute_bytes == own.parameter_bytes:
         return 0.0
     return own.compute_bytes * (add_up(before, "cast") + count * share.cast)
 
 
 def _gathered_forward(own: RankState, index: int) -> float:
-    """The root, and a block twice (gathered buffer and copy in place), while the block before it is still resident.
+    """Return the bytes of gathered parameters in a part's forward.
 
-    ZeRO-2 keeps all blocks so far.
+    They are the root, the block twice (all-gather buffer and its copy), and the block before it, which is not yet
+    freed. ZeRO-2 keeps all blocks so far.
     """
     share = own.shares[index]
     blocks = [done for done in own.shares[:index] if done.part.kind == "block"]
@@ -177,8 +177,8 @@ def _backward(
     share = own.shares[index]
     found = []
     moments = [one for one in share.part.footprints[own.plan.recompute].backward if on_gpu or not one.on_gpu]
-    # The last of equal blocks has most activations below it, the first most gradients above it; those beside
-    # them also have a neighbour on either side, whose weights or gradients are in flight meanwhile.
+    # Of equal blocks, the last one runs with the most saved activations, the first one with the most gradients. The
+    # blocks next to these two have a neighbour on either side, whose gathers and reductions are in flight.
     for position in {share.number, max(1, share.number - 1), min(2, share.number), 1}:
         for moment in moments:
             now = dict(rest)
@@ -204,7 +204,7 @@ def _casts_backward(own: RankState, index: int, position: int) -> float:
 
 
 def _done(own: RankState, index: int, position: int, name: str, *, blocks: bool = True, root: bool = True) -> float:
-    """Add up a measure over the parts whose backward pass has ended."""
+    """Sum a field of the shares over the parts whose backward pass has ended."""
     share = own.shares[index]
     after = [done for done in own.shares[index + 1 :] if (blocks if done.part.kind == "block" else root)]
     mine = (share.number - position) * float(getattr(share, name)) if blocks else 0.0
@@ -218,20 +218,20 @@ def _plain_gradients(own: RankState, index: int, position: int, moment: Moment) 
 
 
 def _outside_buckets(own: RankState, index: int, position: int) -> float:
-    """Gradients of earlier micro-batches, which are outside of DDP's buckets until the last one's are added."""
+    """Return the bytes of accumulated gradients that DDP's buckets do not have yet, in the last micro-batch."""
     if own.plan.accumulation == 1 or own.plan.gradient_sync == "every":
         return 0.0
     return own.parameter_bytes * (add_up(own.shares[:index], "trained") + position * own.shares[index].trained)
 
 
 def _fresh(own: RankState, index: int, moment: Moment) -> float:
-    """Elements of gradients that the current part has made, on one rank."""
+    """Return the elements of gradients that the current part has computed on one rank."""
     share = own.shares[index]
     return moment.gradients * share.whole / max(1, share.part.numel)
 
 
 def _add_sharded(own: RankState, now: dict[str, float], index: int, position: int, moment: Moment) -> None:
-    """Add gathered units, gradients before and after reduce-scatter, and its input buffer."""
+    """Add gathered units, gradients before and after the reduce-scatter, and its input buffer."""
     share = own.shares[index]
     unit = share.unit if share.part.kind == "block" else 0.0
     if own.plan.accumulation > 1 and own.plan.gradient_sync == "last":
@@ -245,9 +245,9 @@ def _add_sharded(own: RankState, now: dict[str, float], index: int, position: in
         below = add_up([block for block in own.shares[:index] if block.part.kind == "block"], "unit")
         now["gathered"] = own.compute_bytes * (own.root + below + unit * position)
     elif share.part.kind == "last" and share.trained and not moment.gradients and not own.plan.fused_loss:
-        now["gathered"] = 0.0  # the loss: the model's own backward has not begun
+        now["gathered"] = 0.0  # backward of the loss: that of the model has not begun
     elif share.part.kind == "last":
-        # The gathered buffer and its copy in place; then the last block is prefetched.
+        # The all-gather buffer and its copy; then the prefetch of the last block.
         now["gathered"] = own.compute_bytes * (own.root + max(own.root, _gathered_next(own, index, position)))
     else:
         now["gathered"] = own.compute_bytes * (own.root + unit + _gathered_next(own, index, position))
@@ -255,7 +255,7 @@ def _add_sharded(own: RankState, now: dict[str, float], index: int, position: in
 
 
 def _gathered_next(own: RankState, index: int, position: int) -> float:
-    """Elements of the block that backward reaches next, prefetched."""
+    """Return the elements of the block that backward reaches next, which is prefetched."""
     share = own.shares[index]
     if share.part.kind == "block" and position > 1:
         return share.unit
@@ -264,7 +264,7 @@ def _gathered_next(own: RankState, index: int, position: int) -> float:
 
 
 def _sent_last(own: RankState, index: int, position: int) -> float:
-    """Elements of the block after this part, whose gradients may still be in flight; the root comes last."""
+    """Return the elements of the block after this part, whose reduce-scatter may still be in flight."""
     share = own.shares[index]
     if share.part.kind == "block" and position < share.number:
         return share.unit_trained
@@ -283,7 +283,7 @@ def _update(own: RankState, rest: Mapping[str, float]) -> tuple[str, dict[str, f
 
 
 def _gather_buffers(own: RankState) -> float:
-    """ZeRO-1 gathers new rows bucket by bucket: own rows twice, those of all ranks, and one weight put in order."""
+    """Return the bytes of ZeRO-1's bucketed all-gather: own rows twice, the rows of all ranks, one reordered weight."""
     weights = [weight for share in own.shares for weight in share.part.weights]
     largest = own.parameter_bytes * max((weight.numel for weight in weights if weight.trained), default=0)
     bucket = max(largest, min(float(BUCKET), own.parameter_bytes * own.total("trained")))

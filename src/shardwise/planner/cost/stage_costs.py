@@ -1,8 +1,7 @@
-"""What one stage of a plan costs on one rank: compute of a micro-batch, and the collectives around it."""
+"""Time of one pipeline stage on one rank: compute of a micro-batch, and the collectives around it."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
 
 BUCKET_BYTES = 25 * 2**20
-"""What is reduced or gathered at once outside of DDP."""
+"""Bytes of one reduction or gather outside of DDP."""
 
 
 class Wires:
-    """Collectives of one cluster, each worked out once."""
+    """Times of collectives on one cluster; each result is cached."""
 
     def __init__(self, cluster: Cluster, calibration: Calibration) -> None:
         self.cluster = cluster
@@ -44,30 +43,27 @@ class Wires:
         return self._known[key]
 
     def seconds(self, name: Collective, num_bytes: float, layout: Layout, *axes: str) -> float:
-        """Return the seconds of a collective; none along axes of degree 1."""
+        """Return the seconds of a collective; 0 along axes of degree 1."""
         if num_bytes <= 0 or all(getattr(layout, axis) == 1 for axis in axes):
             return 0.0
         return self.transfer(name, num_bytes, layout, *axes).seconds
 
     def in_buckets(self, name: Collective, num_bytes: float, layout: Layout, *axes: str) -> float:
-        """Return the seconds of as many collectives of BUCKET_BYTES as it takes."""
+        """Return the seconds of a collective that is split into buckets of BUCKET_BYTES."""
         full, rest = divmod(num_bytes, BUCKET_BYTES)
         return full * self.seconds(name, BUCKET_BYTES, layout, *axes) + self.seconds(name, rest, layout, *axes)
 
     def figure(self, layout: Layout) -> tuple[float, str]:
-        """Return uncertainty and origin of what travels along the widest axes of a layout."""
-        kinds = (("replicate", "shard"), ("cp",), ("tp",), ("pp",))
-        axes = next((axes for axes in kinds if _size(layout, axes) > 1), ("tp",))
+        """Return uncertainty and origin of the times of collectives along the first used axes: dp, cp, tp, pp."""
+        degrees = {("replicate", "shard"): layout.replicate * layout.shard, ("cp",): layout.cp}
+        degrees |= {("tp",): layout.tp, ("pp",): layout.pp}
+        axes = next((axes for axes, degree in degrees.items() if degree > 1), ("tp",))
         transfer = self.transfer("all_reduce", BUCKET_BYTES, layout, *axes)
         return transfer.uncertainty, transfer.origin
 
 
-def _size(layout: Layout, axes: tuple[str, ...]) -> int:
-    return math.prod(getattr(layout, axis) for axis in axes)
-
-
 class ActivationExchange(NamedTuple):
-    """Exposed communication inside a pass. Seconds."""
+    """Seconds of exposed communication inside a pass: tensor parallelism, batch norm, context parallelism."""
 
     tensor: float = 0.0
     batch_norm: float = 0.0
@@ -75,32 +71,32 @@ class ActivationExchange(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Seconds of all three."""
         return self.tensor + self.batch_norm + self.context
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """One stage on one rank, for one micro-batch."""
+    """Time of one micro-batch on one stage."""
 
     units: tuple[WorkUnit, ...]
     forward: Seconds
     backward: Seconds
     again: Seconds
-    """What recompute adds to backward."""
+    """Time that recompute adds to backward."""
     exchange: ActivationExchange
     """Forward and backward together."""
     trained: float
-    """Parameters with gradients on this rank, before they are sharded."""
+    """Trained parameters on this rank, before they are sharded."""
 
     @property
     def busy(self) -> float:
-        """Seconds a micro-batch takes when no other communication is waited for."""
+        """Seconds of a micro-batch if all gathers and reductions are hidden."""
         return self.forward.total + self.backward.total + self.again.total + self.exchange.total
 
 
 def stage_cost(stage: StageParts, shape: ModelShape, plan: Plan, compute: ComputeModel, wires: Wires) -> StageCost:
-    """Return what one micro-batch costs on a stage."""
+    """Return the time of one micro-batch on a stage."""
     forward = backward = again = Seconds()
     exchanged = ActivationExchange()
     units: list[WorkUnit] = []
@@ -131,7 +127,7 @@ def stage_cost(stage: StageParts, shape: ModelShape, plan: Plan, compute: Comput
 
 
 def _part_cost(part: Part, plan: Plan, compute: ComputeModel) -> tuple[PartCost, Seconds]:
-    """Return the compute of one micro-batch on one of a part, and what recompute adds to its backward."""
+    """Return the compute time of one micro-batch on one instance of a part, and what recompute adds to it."""
     compiled = plan.compile == "model" or (plan.compile == "blocks" and part.kind == "block")
     cost = compute.cost(
         part, plan.micro_batch, tp=plan.layout.tp, sequence_parallel=plan.sequence_parallel, compiled=compiled
@@ -148,30 +144,30 @@ def _part_cost(part: Part, plan: Plan, compute: ComputeModel) -> tuple[PartCost,
 def tensor_exchange(
     part: Part, samples: int, tp: int, wires: Wires, *, sequence_parallel: bool, fused: bool = False
 ) -> float:
-    """Return seconds that one forward pass of a part waits for its tensor-parallel group; backward waits as long."""
+    """Return the seconds of a part's tensor-parallel collectives in one forward pass; backward takes as long."""
     if tp == 1 or not part.num_exchanges:
         return 0.0
     size = part.tp_exchanged.at(samples) / part.num_exchanges
     names: tuple[Collective, ...] = ("reduce_scatter", "all_gather") if sequence_parallel else ("all_reduce",)
     if part.kind == "last":
-        # Logits of all ranks are concatenated, nothing is summed; or the gradient of the head's input is.
+        # The logits of all ranks are gathered; a fused loss reduces the gradient of the head's input instead.
         names = ("all_reduce",) if fused else ("all_gather",)
-    # tp is the innermost axis: the nodes of its groups do not depend on the others.
+    # tp is the innermost axis, so the placement of its groups does not depend on other axes.
     return part.num_exchanges * sum(wires.seconds(name, size, Layout(tp=tp), "tp") for name in names)
 
 
 def context_exchange(part: Part, samples: int, layout: Layout, wires: Wires) -> float:
-    """Return seconds that one forward pass of a part waits for other slices of the tokens; backward waits as long."""
+    """Return the seconds of a part's context-parallel all-to-alls in one forward pass; backward takes as long."""
     if not part.num_cp_exchanges:
         return 0.0
     size = part.cp_exchanged.at(samples, tp=layout.tp) / part.num_cp_exchanges
-    # cp and tp are the innermost axes: the nodes of their groups do not depend on the others.
+    # cp and tp are the innermost axes, so the placement of their groups does not depend on other axes.
     inner = Layout(cp=layout.cp, tp=layout.tp)
     return part.num_cp_exchanges * wires.seconds("all_to_all", size, inner, "cp")
 
 
 def _exchange(part: Part, shape: ModelShape, plan: Plan, wires: Wires) -> ActivationExchange:
-    """Return what one forward pass of a part waits for inside."""
+    """Return the exposed communication inside one forward pass of a part."""
     layout = plan.layout
     tensor = tensor_exchange(
         part,
@@ -185,22 +181,23 @@ def _exchange(part: Part, shape: ModelShape, plan: Plan, wires: Wires) -> Activa
         return ActivationExchange(tensor, context=context_exchange(part, plan.micro_batch, layout, wires))
     if not shape.ties_samples or plan.batch_norm == "local" or layout.dp == 1:
         return ActivationExchange(tensor)
-    # Every convolution is followed by a norm, which sums sum, square sum and count of some hundred channels.
+    # A batch norm follows every convolution and all-reduces sum, square sum and count of some hundred channels.
     number = sum(matmul.count for matmul in part.work.matmuls)
     return ActivationExchange(tensor, number * wires.seconds("all_reduce", 4096.0, layout, "replicate", "shard"))
 
 
 def numel_of(part: Part, layout: Layout, *, trained: bool = False) -> float:
-    """Return parameters of one of a part on a rank; a tied one counts once where its twin is on the same rank."""
-    return sum(
-        weight.numel / (layout.tp if weight.split else 1)
-        for weight in part.weights
-        if (weight.trained or not trained) and not (weight.tied and layout.pp == 1)
-    )
+    """Return a rank's parameters of one instance of a part; a tied one counts once where both uses are on one rank."""
+    numel = 0.0
+    for weight in part.weights:
+        if (trained and not weight.trained) or (weight.tied and layout.pp == 1):
+            continue
+        numel += weight.numel / layout.tp if weight.split else weight.numel
+    return numel
 
 
 def _replicated(units: list[WorkUnit], gradients: list[float], plan: Plan, wires: Wires) -> list[WorkUnit]:
-    """Give units the sums of DDP's buckets; ZeRO-1 sums the same way."""
+    """Return units with the all-reduces of DDP's buckets, which ZeRO-1 uses as well."""
     width = ELEMENT_BYTES.get(plan.communication.compression) or ELEMENT_BYTES[plan.precision.reduce]
 
     def seconds_of(num_bytes: float) -> float:
@@ -214,7 +211,7 @@ def _replicated(units: list[WorkUnit], gradients: list[float], plan: Plan, wires
 def _sharded(
     stage: StageParts, units: list[WorkUnit], plan: Plan, wires: Wires, compute: ComputeModel
 ) -> list[WorkUnit]:
-    """Give units their gathers and sums: blocks their own, all else together around the pass."""
+    """Return units with the gathers and reductions of FSDP: one each per block, and one for all other modules."""
     sharded, index = list(units), 0
     rest = rest_trained = 0.0
     for part, count in stage.parts:
@@ -236,7 +233,7 @@ def _with(unit: WorkUnit, times: Mapping[str, float]) -> WorkUnit:
 
 
 def _shard_times(numel: float, trained: float, plan: Plan, wires: Wires, compute: ComputeModel) -> dict[str, float]:
-    """Return seconds to gather and sum one sharded unit, and of the copies beside it."""
+    """Return the seconds of the gather and the reduction of one sharded unit, and of the copies around them."""
     layout, precision, calibration = plan.layout.folded, plan.precision, compute.calibration
     used = ELEMENT_BYTES[precision.compute if precision.compute in {"bf16", "fp16"} else precision.parameter]
     sent = compute.assumptions.gather_bytes or used

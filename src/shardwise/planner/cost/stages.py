@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 
 class StageParts(NamedTuple):
-    """Parts in order with how many of each, and the rank along pp that runs them."""
+    """One pipeline stage: its parts in order with the number of each, and the rank along pp that runs them."""
 
     parts: tuple[tuple[Part, int], ...]
     rank: int
 
     @property
     def likeness(self) -> tuple[tuple[int, int], ...]:
-        """What stages of one model that cost the same have in common."""
+        """Key that is equal for stages of one model with the same parts, which cost the same."""
         return tuple((id(part), count) for part, count in self.parts)
 
 
 def stages_of_plan(shape: ModelShape, plan: Plan) -> tuple[StageParts, ...]:
-    """Return the stages of a plan by the rule that training follows: the plan's split, else even.
+    """Return the stages of a plan as training builds them: by the plan's split, else evenly.
 
-    What is left over of an even split goes to the second stage and those after it, then to the first.
+    The remainder of an even split goes to the second and following stages, then to the first.
     """
     pp, split, schedule = plan.layout.pp, plan.pipeline.split, plan.pipeline.schedule
     if not split:
@@ -40,7 +40,7 @@ def stages_of_plan(shape: ModelShape, plan: Plan) -> tuple[StageParts, ...]:
 
 
 def even_stages(shape: ModelShape, pp: int, schedule: str) -> tuple[StageParts, ...]:
-    """Return the stages of a plan that gives no split."""
+    """Return the stages of a plan that has no split."""
     return _stages(shape, even_bounds(shape.num_blocks, pp * stages_per_rank(schedule, pp)), pp, schedule)
 
 
@@ -57,20 +57,20 @@ def _stages(shape: ModelShape, bounds: tuple[int, ...], pp: int, schedule: str) 
 
 
 def _blocks(shape: ModelShape, first: int, end: int) -> list[tuple[Part, int]]:
-    """Return the blocks from `first` to before `end`, counted over all kinds in order."""
-    found, place = [], 0
+    """Return the blocks in [first, end), numbered over all kinds of blocks in order."""
+    found, index = [], 0
     for part in shape.parts:
         if part.kind != "block":
             continue
-        number = min(end, place + part.count) - max(first, place)
+        number = min(end, index + part.count) - max(first, index)
         if number > 0:
             found.append((part, number))
-        place += part.count
+        index += part.count
     return found
 
 
 class PipelineShape(NamedTuple):
-    """A schedule over ranks and micro-batches, with so many stages a rank."""
+    """A pipeline schedule over ranks and micro-batches; each rank has `chunks` stages."""
 
     pp: int
     schedule: str
@@ -78,7 +78,7 @@ class PipelineShape(NamedTuple):
     chunks: int
 
     def in_flight(self, rank: int, chunk: int) -> int:
-        """Return how many micro-batches of a stage are in flight at most: forward done, backward not."""
+        """Return the maximum number of micro-batches between their forward and their backward on a stage."""
         if self.pp == 1:
             return 1
         schedule = SCHEDULES[self.schedule]
@@ -86,83 +86,90 @@ class PipelineShape(NamedTuple):
             return self.micro_batches
         if schedule.placement == "one":
             return min(self.micro_batches, self.pp - rank)
-        if schedule.placement == "v":  # down and up again: together two for each rank
+        if schedule.placement == "v":  # stages go down the ranks and up again, two on each
             return min(self.micro_batches, rank + 1 if chunk else 2 * self.pp - rank - 1)
-        # Interleaved: the forward passes of a rank before its first backward, a round through each stage in order.
+        # Interleaved: a rank runs this many forwards before its first backward, a round of each stage in turn.
         size = self.micro_batches // max(1, self.micro_batches // self.pp)
         forward = (self.chunks - 1) * size + 2 * (self.pp - 1 - rank) + 1
         rounds, rest = divmod(forward, self.chunks * size)
         return min(self.micro_batches, rounds * size + max(0, min(size, rest - chunk * size)))
 
 
-# The state of one rank under a plan: its parts, their weights in every measure, and what is always resident.
+# The state of one rank under a plan: its parts, the elements of their parameters, and what it always allocates.
 
 
 class Share(NamedTuple):
-    """A part on this rank: how many of it, and how many numbers one of them has."""
+    """A part on one rank: the number of its instances, and the parameter elements of one instance."""
 
     part: Part
     number: int
     whole: float
-    """Weights, each rank of a tensor-parallel group with its own."""
+    """Parameters after tensor parallelism, before sharding."""
     trained: float
+    """Trained ones of these."""
     owned: float
-    """Rows of this rank along the shard axis, filled up to equal rows."""
+    """Parameters in this rank's shard, padded to equal rows."""
     owned_trained: float
+    """Trained ones of these."""
     cast: float
-    """Weights that autocast copies into the compute dtype."""
+    """Parameters that autocast copies to the compute dtype."""
     unit: float
-    """What a gather over the shard axis brings."""
+    """Output of an all-gather over the shard axis."""
     unit_trained: float
-    """What a sum over the shard axis takes."""
+    """Input of a reduce-scatter over the shard axis."""
     narrow: float
-    """Weights stored in the compute dtype; under sharding this rank's rows of them."""
+    """Parameters stored in the compute dtype; under sharding, those in this rank's shard."""
 
 
 def _share(part: Part, count: int, plan: Plan) -> Share:
-    weights = [weight for weight in part.weights if not weight.tied or plan.layout.pp > 1]
     layout = plan.layout.folded
-    pairs = [(weight, _rows(weight, layout.tp, layout.shard)) for weight in weights]
-    whole = sum(rows.whole for _, rows in pairs)
+    whole = trained = owned = owned_trained = cast = narrow = 0.0
+    for weight in part.weights:
+        if weight.tied and plan.layout.pp == 1:
+            continue
+        numel, own = _numels(weight, layout.tp, layout.shard)
+        whole += numel
+        owned += own
+        if weight.trained:
+            trained += numel
+            owned_trained += own
+        if weight.cast:
+            cast += numel
+        if weight.narrow:
+            narrow += own if plan.zero >= 2 else numel
     return Share(
         part=part,
         number=count,
         whole=whole,
-        trained=sum(rows.whole for weight, rows in pairs if weight.trained),
-        owned=sum(rows.own for _, rows in pairs),
-        owned_trained=sum(rows.own for weight, rows in pairs if weight.trained),
-        cast=sum(rows.whole for weight, rows in pairs if weight.cast),
-        unit=sum(rows.own for _, rows in pairs) * layout.shard,
-        unit_trained=sum(rows.own for weight, rows in pairs if weight.trained) * layout.shard,
-        narrow=sum(rows.own if plan.zero >= 2 else rows.whole for weight, rows in pairs if weight.narrow),
+        trained=trained,
+        owned=owned,
+        owned_trained=owned_trained,
+        cast=cast,
+        unit=owned * layout.shard,
+        unit_trained=owned_trained * layout.shard,
+        narrow=narrow,
     )
 
 
-class _Rows(NamedTuple):
-    whole: float
-    own: float
-
-
-def _rows(weight: Weight, tp: int, shard: int) -> _Rows:
-    """Return the numbers of a weight on a tensor-parallel rank, and in its share of the rows."""
+def _numels(weight: Weight, tp: int, shard: int) -> tuple[float, float]:
+    """Return the elements of a parameter on a tensor-parallel rank, and in one shard of its rows."""
     numel, rows = float(weight.numel), weight.rows
     if weight.split:
         numel, rows = numel / tp, math.ceil(rows / tp)
-    return _Rows(numel, numel * math.ceil(rows / shard) / rows)
+    return numel, numel * math.ceil(rows / shard) / rows
 
 
 class RankState:
-    """Parameters, gradients and optimizer states of one rank along pp."""
+    """Parameters, gradients and optimizer states of one rank along pp; `stages` are the rank's own, in order."""
 
     def __init__(self, shape: ModelShape, plan: Plan, optimizer: OptimizerShape, stages: Sequence[StageParts]) -> None:
-        """`stages` are those of the rank, in order."""
         self.shape = shape
         self.plan = plan
         self.optimizer = optimizer
         self.rank = stages[0].rank
         self.shares = [_share(part, count, plan) for stage in stages for part, count in stage.parts]
         self.chunks = [chunk for chunk, stage in enumerate(stages) for _ in stage.parts]
-        """Which of the rank's stages each share is of."""
+        """Index of each share's stage among the stages of the rank."""
         actions = PipelineShape(plan.layout.pp, plan.pipeline.schedule, plan.accumulation, len(stages))
         self.in_flight = [actions.in_flight(self.rank, chunk) for chunk in self.chunks]
         """Micro-batches whose activations each share keeps at once."""
@@ -171,34 +178,33 @@ class RankState:
         self.parameter_bytes = ELEMENT_BYTES[plan.precision.parameter]
         self.reduce_bytes = ELEMENT_BYTES[plan.precision.reduce]
         self.sheds_gradients = self.sharded and plan.offload.parameters != "none"
-        """Whether shards of gradients are on the host: FSDP2 sends each there as soon as it is reduced."""
+        """Whether gradient shards are on the host: FSDP2 copies each there as soon as it is reduced."""
         self.root = sum(share.unit for share in self.shares if share.part.kind != "block")
-        """Weights outside the blocks, which sharding gathers as one unit."""
+        """Parameters outside the blocks, which FSDP gathers as one unit."""
         self.saved = [self.amount(share.part.footprints[plan.recompute].saved) for share in self.shares]
         self.uses_buckets = uses_ddp(plan)
-        """Whether DDP keeps all gradients in buckets of its own."""
+        """Whether DDP stores all gradients in its own buckets."""
 
     def kept(self, index: int) -> float:
-        """Return what all parts keep for backward while the part at `index` is at work on its newest micro-batch."""
-        chunk = self.chunks[index]
-        rows = zip(range(len(self.shares)), self.shares, self.saved, self.chunks, self.in_flight, strict=True)
-        return sum(
-            saved * share.number * (number - (owner == chunk and position >= index))
-            for position, share, saved, owner, number in rows
-        )
+        """Return the bytes saved for backward by all parts while the part at `index` runs its newest micro-batch."""
+        kept = 0.0
+        for position, share in enumerate(self.shares):
+            is_ahead = position >= index and self.chunks[position] == self.chunks[index]
+            kept += self.saved[position] * share.number * (self.in_flight[position] - is_ahead)
+        return kept
 
     def amount(self, amount: Amount) -> float:
-        """Return an amount for the plan's micro-batch on one rank."""
+        """Return the bytes of an amount on one rank, for the plan's micro-batch."""
         return amount.at(self.plan.micro_batch, tp=self.plan.layout.tp, sequence_parallel=self.plan.sequence_parallel)
 
     def total(self, name: str) -> float:
-        """Add up a number of the shares."""
+        """Sum a field of the shares over the rank."""
         return add_up(self.shares, name)
 
     def at_rest(self, *, on_gpu: bool) -> dict[str, float]:
-        """Return what is on the device all the time."""
+        """Return the bytes that are on the device all the time, by kind."""
         plan = self.plan
-        # The feed brings all micro-batches of a step to a GPU while the step before it trains.
+        # The feed copies all micro-batches of a step to a GPU during the step before it.
         batches = 2 * plan.accumulation if on_gpu else min(2, plan.accumulation)
         batches += plan.accumulation if on_gpu and plan.is_captured else 0  # a graph reads copies of its own
         rest = {"input": self.amount(self.shape.input) * batches}
@@ -215,7 +221,7 @@ class RankState:
         return rest
 
     def trained_bytes(self) -> float:
-        """Return the bytes of what one rank trains."""
+        """Return the bytes of the trained parameters of the rank."""
         return self.parameter_bytes * self.total("owned_trained" if self.sharded else "trained")
 
     def parameters(self) -> float:
@@ -224,7 +230,7 @@ class RankState:
         return whole - (self.parameter_bytes - self.compute_bytes) * self.total("narrow")
 
     def host(self) -> float:
-        """Return what offload keeps on the host: parameters, their gradients and the optimizer's states."""
+        """Return the bytes that offload stores on the host: parameters, their gradients and optimizer states."""
         if self.plan.offload.optimizer == "none":
             return 0.0
         states = ELEMENT_BYTES[self.plan.precision.optimizer] * self.optimizer.states
@@ -235,11 +241,11 @@ class RankState:
 
 
 def uses_ddp(plan: Plan) -> bool:
-    """Whether DDP sums gradients in buckets: replicated parameters, no pp or tp, a sync in every step."""
+    """Whether DDP reduces gradients in buckets: replicated parameters, no pp or tp, a sync in every step."""
     layout = plan.layout.folded
     return plan.communication.sync_every == 1 and plan.zero < 2 and layout.dp > 1 and layout.pp == layout.tp == 1
 
 
 def add_up(shares: Sequence[Share], name: str) -> float:
-    """Add up a measure of shares, each as often as it is there."""
+    """Sum a field of shares, each times its number of instances."""
     return sum(float(getattr(share, name)) * share.number for share in shares)

@@ -1,4 +1,9 @@
-"""Seconds of one optimizer step under a plan, by part: compute, exposed communication, bubbles, update, input."""
+"""Time of one optimizer step under a plan, by part: compute, exposed communication, bubbles, update, input.
+
+The idea: each stage's compute and collectives (`stage_costs.py`) are replayed on streams and pipeline schedules
+(`events.py`), so that communication counts only where compute waits for it. The invariant: the values of `Time.parts`
+sum to `Time.seconds`.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +42,20 @@ if TYPE_CHECKING:
 
 
 WAITING = ("tensor", "context", "batch norm", "gather", "reduce", "sum", "collect", "meet")
-"""Parts in which compute waits for other ranks."""
+"""Parts of a step in which compute waits for other ranks."""
 OUTER_PASSES = 14
-"""Reads and writes of all weights when replicas synchronize: anchor, move, outer optimizer, weights."""
+"""Reads and writes of every parameter when replicas synchronize: anchor, delta, outer optimizer, parameters."""
 LEAST_UNCERTAINTY = 0.03
 """Run-to-run spread of a step on one machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Time:
-    """One optimizer step as predicted, on the rank that works longest."""
+    """Predicted time of one optimizer step, on the busiest rank."""
 
     seconds: float
     parts: Mapping[str, float]
-    """What -> seconds; they add up to `seconds`. Communication counts only where compute waits for it."""
+    """Seconds by part of the step; they sum to `seconds`. Communication counts only where compute waits for it."""
     uncertainty: float
     """Fraction of `seconds`, either way."""
     samples_per_second: float
@@ -58,9 +63,9 @@ class Time:
     tokens_per_second_per_device: float | None
     """None where samples are not sequences."""
     mfu: float
-    """Of the device's peak in the compute dtype, what the model's own arithmetic uses; recomputing does not count."""
+    """Model FLOPs utilization: fraction of the device's peak in the compute dtype, without recompute."""
     basis: Mapping[str, str]
-    """compute, memory, communication -> "measured" or "catalogue"."""
+    """Origin of the rates of compute, memory and communication: "measured" or "catalogue"."""
 
 
 def predict_time(
@@ -77,7 +82,7 @@ def predict_time(
 
 
 class TimeModel:
-    """Predictions on one cluster; what plans have in common is worked out once."""
+    """Predicts times of plans on one cluster; costs that plans share are cached."""
 
     def __init__(
         self,
@@ -96,18 +101,18 @@ class TimeModel:
 
     @property
     def contention(self) -> float:
-        """Of its speed, what compute loses while communication runs."""
+        """Fraction of its speed that compute loses while communication runs."""
         given = self.assumptions
         return given.host_contention if self.cluster.device.kind == "cpu" else given.contention
 
     def compute(self, dtype: str) -> ComputeModel:
-        """Return the costs of parts in one compute dtype."""
+        """Return the model of compute times in one dtype."""
         if dtype not in self._compute:
             self._compute[dtype] = ComputeModel(self.calibration, dtype, self.assumptions)
         return self._compute[dtype]
 
     def stages(self, shape: ModelShape, plan: Plan) -> list[StageCost]:
-        """Return what a micro-batch costs on each stage."""
+        """Return the time of a micro-batch on each stage."""
         return self._costs(stages_of_plan(shape, plan), shape, plan)
 
     def _costs(self, stages: Sequence[StageParts], shape: ModelShape, plan: Plan) -> list[StageCost]:
@@ -138,7 +143,7 @@ class TimeModel:
         return self._time(shape, plan, parts, plan.accumulation * doubt)
 
     def _add_passes(self, parts: dict[str, float], cost: StageCost, plan: Plan) -> None:
-        """Add what the passes of a step take beyond compute, without a pipeline."""
+        """Add the exposed communication of a step's forward and backward passes, without a pipeline."""
         number, sync = plan.accumulation, plan.accumulation if plan.gradient_sync == "every" else 1
         ahead = plan.communication.prefetch
         forward = run_pass(forward_tasks(cost.units, prefetch=ahead, gathers=plan.zero >= 2))
@@ -149,7 +154,7 @@ class TimeModel:
         parts["memory"] -= number * cost.busy
 
     def _add_pass(self, parts: dict[str, float], run: Pass, times: int) -> None:
-        """Add a pass that happens `times`, with all its compute in "memory": the caller takes off what is listed."""
+        """Add a pass that runs `times`, all its compute in "memory": the caller subtracts what other parts list."""
         sent = run.gathering + run.reducing
         for name, share in (("gather", run.gathering), ("reduce", run.reducing)):
             parts[name] += times * run.exposed * share / sent if sent else 0.0
@@ -166,11 +171,11 @@ class TimeModel:
         busiest: Sequence[StageCost],
         hop: float,
     ) -> None:
-        """Add what the passes of a step take beyond compute on the busiest rank of a pipeline."""
+        """Add bubbles and exposed communication of a step on the busiest rank of a pipeline."""
         ahead, always, is_sharded = plan.communication.prefetch, plan.zero == 3, plan.zero >= 2
         runs: dict[int, tuple[Pass, Pass, Pass, Pass]] = {}
         for cost in {id(cost): cost for cost in costs}.values():
-            # ZeRO-2 gathers for the first micro-batch and keeps weights until the last; sums come with the last.
+            # ZeRO-2 gathers in the first micro-batch and reshards after the last, which also reduces gradients.
             runs[id(cost)] = (
                 run_pass(forward_tasks(cost.units, prefetch=ahead, gathers=always)),
                 run_pass(backward_tasks(cost.units, prefetch=ahead, gathers=always, reduces=False)),
@@ -196,13 +201,13 @@ class TimeModel:
             parts["reduce"] += last.seconds - back.seconds
 
     def hop(self, shape: ModelShape, plan: Plan) -> float:
-        """Return seconds that activations travel between neighbouring stages."""
+        """Return the seconds to send activations from one stage to the next."""
         block = next(part for part in shape.parts if part.kind == "block")
         size = block.output.at(plan.micro_batch, tp=plan.layout.tp, sequence_parallel=plan.sequence_parallel)
         return self.wires.seconds("send", size, plan.layout, "pp")
 
     def _after(self, trained: float, plan: Plan) -> dict[str, float]:
-        """Return what follows the last backward: sums that nothing hides, norm, optimizer, gathers of ZeRO-1."""
+        """Return seconds after the last backward: exposed reductions, gradient norm, optimizer, gathers of ZeRO-1."""
         layout, calibration = plan.layout.folded, self.calibration
         bandwidth = calibration.memory_bandwidth.value
         width, element = ELEMENT_BYTES[plan.precision.reduce], ELEMENT_BYTES[plan.precision.optimizer]
@@ -215,7 +220,7 @@ class TimeModel:
                 parts["update"] += element * mine * (1 / calibration.to_host.value + 1 / calibration.from_host.value)
         else:
             parts["update"] += touched / calibration.optimizer_bandwidth.value
-        # Around each bucket tensors are copied into it and back.
+        # Tensors are copied into each bucket and back.
         if plan.zero < 2 and layout.dp > 1 and layout.pp * layout.tp > 1:
             parts["sum"] = self.wires.in_buckets("all_reduce", width * trained, layout, "replicate", "shard")
             parts["sum"] += 4 * width * trained / bandwidth
@@ -252,17 +257,17 @@ class TimeModel:
 
 
 def training_flops(part: Part) -> float:
-    """Return multiplications and additions per sample of forward and backward, nothing computed twice.
+    """Return the model FLOPs per sample of forward and backward, without recompute.
 
-    Those of model FLOPs utilization (PaLM, appendix B): backward is twice forward, of attention too, though a fused
-    kernel computes its scores again there. Frozen weights get no gradient.
+    As in model FLOPs utilization (PaLM, appendix B), backward counts twice forward, for attention too, although a
+    fused kernel computes its scores again there. Frozen weights get no gradient.
     """
     products = sum((3.0 if item.trained else 2.0) * item.flops for item in part.work.matmuls)
     return products + 3.0 * sum(item.flops for item in part.work.attentions)
 
 
 def _compute_parts(costs: Sequence[StageCost], micro_batches: int) -> dict[str, float]:
-    """Return seconds of a step by class on the rank of these stages; parts of communication begin at 0."""
+    """Return seconds of a step by part on the rank of these stages; parts that the caller adds start at 0."""
     parts = dict.fromkeys(
         ("matmul", "attention", "memory", "launch", "recompute", "tensor", "context", "batch norm"), 0.0
     )
@@ -277,17 +282,17 @@ def _compute_parts(costs: Sequence[StageCost], micro_batches: int) -> dict[str, 
     return parts | dict.fromkeys(("gather", "reduce", "contention", "bubble"), 0.0)
 
 
-# One optimizer step as a row of spans: streams of one rank, or the stages of a pipeline.
+# One optimizer step as a timeline: the streams of one rank, or the stages of a pipeline.
 
 
 SHOWN_ROUNDS = 2
-"""Micro-batches per stage that a picture of a pipeline shows; the others repeat its middle."""
+"""Rounds of micro-batches that the timeline of a pipeline shows."""
 
 
 def timeline(model: TimeModel, shape: ModelShape, plan: Plan) -> list[Span]:
-    """Return what runs when, in seconds from the start, in the plan's last micro-batch and its update.
+    """Return start and end of all work in the plan's last micro-batch and its update, in seconds.
 
-    Of a pipeline: the turns of all stages, over as many micro-batches as show its rhythm.
+    For a pipeline, return the actions of all stages over the first SHOWN_ROUNDS rounds.
     """
     if plan.layout.pp > 1:
         return _stages(model, shape, plan)
@@ -301,7 +306,7 @@ def timeline(model: TimeModel, shape: ModelShape, plan: Plan) -> list[Span]:
 
 
 def _after(model: TimeModel, shape: ModelShape, plan: Plan, start: float) -> list[Span]:
-    """Return what follows the last backward pass, one after the other."""
+    """Return the spans after the last backward pass, one after the other."""
     spans = []
     parts = model.predict(shape, plan).parts
     for name, stream in (("sum", WIRE), ("update", COMPUTE), ("meet", WIRE), ("collect", WIRE)):

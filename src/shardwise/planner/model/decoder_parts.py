@@ -1,4 +1,4 @@
-"""The parts of a decoder (GPT-2's and Llama's shape) in closed form, and published models by name."""
+"""The parts of a decoder (GPT-2 or Llama) in closed form, and published models by name."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, nearest
 from shardwise.planner.model import operators as op
-from shardwise.planner.model.resnet_parts import resnet_shape
 from shardwise.planner.model.shape import Amount, AttentionWork, Head, Matmul, ModelShape, Weight
-from shardwise.planner.model.t5_parts import t5_shape
+from shardwise.planner.model.t5_parts import resnet_shape, t5_shape
 from shardwise.planner.model.tape import WIDE, Describer, Tape
 from shardwise.plans.catalogue import BYT5_COMMON, BYT5_SIZES, RESNETS, SIZES, T5_COMMON, T5_SIZES
 from shardwise.units import ELEMENT_BYTES
@@ -26,14 +25,14 @@ if TYPE_CHECKING:
 def decoder_shape(
     name: str, config: DecoderConfig, length: int, *, compute: DType, gathered: bool, lora: int = 0
 ) -> ModelShape:
-    """Describe a decoder on samples of `length` tokens, trained with token cross entropy."""
+    """Return the description of a decoder on samples of `length` tokens, trained with token cross entropy."""
     describe = Describer(compute=compute, gathered=gathered, lora=lora)
     narrow, stream_width = ELEMENT_BYTES[compute], Tape(compute, gathered).weight_width
     stream = Amount(stream=length * config.width)
     summed = Amount(whole=length * config.width)
 
     def tokens(tape: Tape) -> Value:
-        return tape.outside(Amount(whole=length), op.INDEX, wants_gradient=False)
+        return tape.outside(Amount(whole=length), op.INDEX, requires_grad=False)
 
     def given(tape: Tape) -> Value:
         return tape.outside(stream, stream_width)
@@ -107,13 +106,13 @@ def _last(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
 
 
 def _norm(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
-    """Return all tokens, also under sequence parallelism: the columns after it need them."""
+    """Return the norm of all tokens, which column-parallel layers need under sequence parallelism, too."""
     elements = Amount(whole=length * config.width)
     return op.norm(tape, x, elements, config.width, kind="layer" if config.family == "gpt2" else "rms")
 
 
 def _attention(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
-    """Keep the references of the module's frame: the output of qkv lives as long as any view of it."""
+    """Record attention with the references of the module's frame, where views keep the output of qkv alive."""
     width, kv_width = config.width, config.kv_heads * config.head_width
     bias = config.family == "gpt2"
     rows = width + 2 * kv_width
@@ -121,7 +120,7 @@ def _attention(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Valu
     groups = op.linear(tape, x, Amount(split=length * rows), columns, bias=bias)
     q = op.narrow(tape, groups, Amount(split=length * width))
     if config.num_heads > config.kv_heads:
-        q = op.copy(tape, q)  # the heads of a group are not contiguous: flattening copies
+        q = op.copy(tape, q)  # flattening copies, since the heads of a group are not contiguous
     k = op.narrow(tape, groups, Amount(split=length * kv_width))
     v = op.narrow(tape, groups, Amount(split=length * kv_width))
     if config.family == "llama":
@@ -136,7 +135,7 @@ def _attention(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Valu
 
 
 def _table(config: DecoderConfig, length: int, tape: Tape) -> Storage | None:
-    """Cosines and sines: one fp32 pair for all blocks, unless sharding casts each block's inputs."""
+    """Return the cosines and sines of one block, where FSDP casts its inputs; None where all blocks share fp32 ones."""
     if not tape.gathered or tape.width >= WIDE:
         return None
     return tape.store(Amount(fixed=length * config.head_width * tape.width))
@@ -168,7 +167,7 @@ def _mlp(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
 
 
 def first_weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    """What comes before the blocks."""
+    """Return the weights before the blocks."""
     embed = Weight(
         name="embed.weight", rows=config.vocab_size, numel=config.vocab_size * config.width, split=True, cast=False
     )
@@ -179,7 +178,7 @@ def first_weights(config: DecoderConfig) -> tuple[Weight, ...]:
 
 
 def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    """One block's weights, in the order of its module."""
+    """Return the weights of one block, in the order of its module."""
     width, hidden = config.width, config.hidden_width
     rows = (config.num_heads + 2 * config.kv_heads) * config.head_width
     gate = _matrix(config, "mlp.gate", hidden, width) if config.family == "llama" else ()
@@ -195,14 +194,14 @@ def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
 
 
 def last_weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    """What comes after the blocks."""
+    """Return the weights after the blocks."""
     rows = config.vocab_size
     head = Weight(name="head.weight", rows=rows, numel=rows * config.width, split=True, tied=config.tie_head)
     return *norm_weights(config, "norm"), head
 
 
 def norm_weights(config: DecoderConfig, name: str) -> tuple[Weight, ...]:
-    """A norm's weight, and its bias in GPT-2's shape."""
+    """Return the weight of a norm, and its bias in GPT-2."""
     kinds = ("weight", "bias") if config.family == "gpt2" else ("weight",)
     return tuple(Weight(name=f"{name}.{kind}", rows=config.width, numel=config.width, cast=False) for kind in kinds)
 
@@ -220,22 +219,22 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(degree for degree in range(1, number + 1) if number % degree == 0)
 
 
-# Published models by name as planning sees them, in closed form and without torch.
+# Published models by name, in closed form and without torch.
 
 
 PUBLISHED: tuple[str, ...] = (*RESNETS, *SIZES, *T5_SIZES, *BYT5_SIZES)
-"""Names of the models that `published` knows."""
+"""Names that `published` accepts."""
 
 IMAGE_SIDE = 224
 T5_LENGTH, BYT5_LENGTH = 512, 1024
 
 
 def published(name: str, *, compute: DType, gathered: bool, length: int | None = None, lora: int = 0) -> ModelShape:
-    """Describe a published model trained in `compute`; `gathered` when FSDP gathers weights in that dtype.
+    """Return the description of a published model trained in `compute`; `gathered` if FSDP gathers its weights.
 
     `length` is tokens per sample (None: the model's context; T5's labels are a quarter as long), or an image's side
-    in pixels; `lora` is the rank of adapters on every matrix of the blocks, with all else frozen and, where that is
-    half precision, held in `compute`, as a checkpoint to be fine-tuned is loaded.
+    in pixels. `lora` is the rank of adapters on every matrix of the blocks; all other weights are frozen, and stored
+    in `compute` if that is half precision, as a checkpoint for fine-tuning is loaded.
     """
     is_narrow = lora > 0 and compute in {"bf16", "fp16"}
     shape = _published(name, length, {"compute": compute, "gathered": gathered or is_narrow, "lora": lora})
@@ -246,7 +245,7 @@ def published(name: str, *, compute: DType, gathered: bool, length: int | None =
 
 
 def _store_frozen_narrow(part: Part) -> Part:
-    """Return a part whose frozen weights are stored in the compute dtype, so that nothing casts them."""
+    """Return a part whose frozen weights are stored in the compute dtype, so that autocast does not cast them."""
     weights = [
         weight if weight.trained else dataclasses.replace(weight, narrow=True, cast=False) for weight in part.weights
     ]
@@ -256,24 +255,26 @@ def _store_frozen_narrow(part: Part) -> Part:
 def _published(name: str, length: int | None, options: dict[str, Any]) -> ModelShape:
     if length is not None and length < 1:
         raise PlanError(
-            f"samples have length {length}", code="plan.sample-length-invalid", fix="use a whole number of at least 1"
+            f"the length of samples must be positive, got {length}",
+            code="plan.sample-length-invalid",
+            fix="use an integer of at least 1",
         )
     if name in SIZES:
         config = SIZES[name]
         length = config.context if length is None else length
         if config.family == "gpt2" and length > config.context:
             raise PlanError(
-                f"{name} has {config.context} positions, samples have {length} tokens",
+                f"{name} has {config.context} positions, but samples have {length} tokens",
                 code="model.context-exceeded",
-                fix="shorten them",
+                fix=f"use --length {config.context} or less",
             )
         return decoder_shape(name, config, length, **options)
     if name in RESNETS:
         if options.pop("lora"):
             raise PlanError(
-                f"adapters go beside linear modules, and {name} has convolutions",
+                f"LoRA supports linear modules only, but {name} has convolutions",
                 code="model.no-linear-modules",
-                fix="leave out --lora, or name a decoder",
+                fix="remove --lora, or pass a decoder",
             )
         bottleneck, num_blocks = RESNETS[name]
         side = length or IMAGE_SIDE
@@ -284,4 +285,4 @@ def _published(name: str, length: int | None, options: dict[str, Any]) -> ModelS
     if name in BYT5_SIZES:
         settings = BYT5_COMMON | BYT5_SIZES[name]
         return t5_shape(name, settings, length or BYT5_LENGTH, **options)
-    raise PlanError(f"there is no published model {name!r}", code="model.unknown-name", fix=nearest(name, PUBLISHED))
+    raise PlanError(f"unknown published model {name!r}", code="model.unknown-name", fix=nearest(name, PUBLISHED))

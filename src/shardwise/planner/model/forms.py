@@ -1,4 +1,4 @@
-"""A model in every form in which plans train it: weights cast or gathered, context parallelism, a fused loss."""
+"""The forms of a model that plans train: weights cast or gathered, context parallelism, a fused loss."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model whose weights autocast casts, and the same with weights as sharding gathers them."""
+    """Descriptions of one model: with weights that autocast casts, and with weights that FSDP gathers."""
 
     plain: ModelShape
     gathered: ModelShape
 
     def for_plan(self, plan: Plan) -> ModelShape:
-        """Return the form that a plan trains; made once for all plans that share it."""
+        """Return the form that a plan trains; plans that share it get the same object."""
         layout = plan.layout
         shape = self.sliced(layout.cp, layout.tp, gathered=plan.zero >= 2)
         if not plan.fused_loss or shape.head is None:
@@ -34,7 +34,7 @@ class Model:
         return self._forms[key]
 
     def sliced(self, cp: int, tp: int, *, gathered: bool) -> ModelShape:
-        """Return the form on one of `cp` context-parallel ranks under `tp`; made once."""
+        """Return the form on one of `cp` context-parallel ranks under `tp`, the same object each time."""
         shape = self.gathered if gathered else self.plain
         if cp == 1:
             return shape
@@ -45,24 +45,25 @@ class Model:
 
     @cached_property
     def _forms(self) -> dict[tuple[str, int, int, int], ModelShape]:
-        """All that were made: costs are kept by the identity of parts, which must live as long."""
+        """Forms returned so far: costs are cached by the identity of parts, which must stay alive as long."""
         return {}
 
 
-# Context parallelism: a slice of the tokens on each rank, all-to-alls around attention (Jacobs et al. 2023, Ulysses).
+# Context parallelism: each rank has a slice of the tokens, with all-to-alls around attention (Jacobs et al. 2023,
+# DeepSpeed Ulysses).
 
 
 EXCHANGES = 2
-"""All-to-alls of one attention, forward: queries, keys and values together, then the result."""
+"""All-to-alls of one attention in forward: queries, keys and values together, then the result."""
 COPIES = 4
-"""How often each byte is read or written around an exchange: put in order for sending, and again when it came."""
+"""Reads and writes of each byte around an all-to-all: one copy reorders it to send, another after it arrives."""
 EXCHANGE_KERNELS = 8
 
 
 def split_context(shape: ModelShape, cp: int, tp: int) -> ModelShape:
     """Return a model on one of `cp` slices of its tokens; attention runs on all tokens of 1/cp of the heads.
 
-    `tp` splits heads first: where fewer key heads are left than slices, they are repeated.
+    `tp` splits heads first; key and value heads are repeated where fewer of them than slices are left.
     """
     width = ELEMENT_BYTES[shape.compute]
     parts = tuple(_sliced(part, cp, tp, width) for part in shape.parts)
@@ -74,7 +75,7 @@ def _sliced(part: Part, cp: int, tp: int, width: int) -> Part:
     exchanged = sum(_exchanged(item, cp, tp, width) for item in part.work.attentions)
     results = sum(_result(item, cp, width) for item in part.work.attentions)
     repeated = exchanged - sum(_exchanged(item, 1, tp, width) for item in part.work.attentions) * share
-    # The result of attention is kept before and after its exchange; repeated keys and values are kept too.
+    # The result of attention is saved before and after its all-to-all; repeated keys and values are saved, too.
     more = Amount(split=results + repeated)
     return replace(
         part,
@@ -88,18 +89,18 @@ def _sliced(part: Part, cp: int, tp: int, width: int) -> Part:
 
 
 def _repeats(item: AttentionWork, cp: int, tp: int) -> int:
-    """How often keys are repeated until slices divide their heads."""
+    """Return how often key heads are repeated so that `cp` divides their number."""
     heads = max(1, item.kv_heads // tp)
     return math.lcm(heads, cp) // heads
 
 
 def _result(item: AttentionWork, cp: int, width: int) -> float:
-    """Return bytes per sample of an attention's result on one rank."""
+    """Return the bytes per sample of an attention's result on one rank."""
     return item.count * item.heads * item.head_width * item.queries * width / cp
 
 
 def _exchanged(item: AttentionWork, cp: int, tp: int, width: int) -> float:
-    """Return bytes per sample that one rank puts into the exchanges of an attention."""
+    """Return the bytes per sample that one rank sends in the all-to-alls of an attention."""
     keys = item.count * item.kv_heads * _repeats(item, cp, tp) * item.head_width * item.keys * width / cp
     return 2 * _result(item, cp, width) + 2 * keys
 
@@ -122,14 +123,15 @@ def _sliced_work(work: Work, cp: int, tp: int, exchanged: Amount) -> Work:
 
 
 def _per_token(moved: Amount, cp: int) -> Amount:
-    """Split what grows with the tokens; casts of weights do not."""
+    """Return 1/cp of the bytes that grow with the number of tokens; casts of weights stay whole."""
     return replace(moved * (1 / cp), fixed=moved.fixed)
 
 
 def _footprint(kept: Footprint, share: float, more: Amount, policy: Recompute) -> Footprint:
-    """Split activations, tables of positions too, and add those of the exchanges: kept for backward, or recomputed."""
+    """Return a share of the activations, with `more` for the all-to-alls, which recompute does not save."""
+    saved = kept.saved * share
     return Footprint(
-        saved=kept.saved * share + (more if policy == "none" else Amount()),
+        saved=saved + more if policy == "none" else saved,
         forward=kept.forward * share + more,
         forward_on_gpu=kept.forward_on_gpu * share + more,
         backward=tuple(replace(moment, resident=moment.resident * share + more) for moment in kept.backward),
@@ -140,20 +142,20 @@ def _sliced_head(head: Head, cp: int) -> Head:
     return replace(head, rows=max(1, head.rows // cp), before=_footprint(head.before, 1 / cp, Amount(), "none"))
 
 
-# A fused loss, as planning sees it: logits of a chunk of tokens at a time, gradients made in the forward pass.
+# A fused loss: it computes the logits of one chunk of tokens at a time, and their gradients already in forward.
 
 
 CHUNK_ELEMENTS = 2**28
 """Logits of one chunk, 1 GiB in fp32: 2,048 tokens of a 128k vocabulary. The weight's gradient is read and written
-once per chunk, so chunks much smaller than the width cost more than their products; much larger ones gain nothing."""
+once per chunk, which dominates for chunks much smaller than the width; much larger ones gain nothing."""
 TILE = 128
-"""Rows of a chunk are a multiple of this, which is what matrix units work on."""
+"""Rows of a chunk are a multiple of this, the tile size of tensor cores."""
 WIDE = 4
-"""Bytes of the number in which a chunk's logits and the weight's gradient are kept, at least."""
+"""Minimum bytes per element of a chunk's logits and of the weight's gradient."""
 
 
 def chunk_rows(rows: int, vocab_size: int) -> int:
-    """Return how many of `rows` tokens to take at a time, so that chunks are nearly equal and within CHUNK_ELEMENTS."""
+    """Return the tokens of one chunk, such that chunks are nearly equal and within CHUNK_ELEMENTS."""
     largest = max(TILE, CHUNK_ELEMENTS // max(1, vocab_size) // TILE * TILE)
     chunks = max(1, -(-rows // largest))
     even = -(-rows // chunks)
@@ -161,7 +163,7 @@ def chunk_rows(rows: int, vocab_size: int) -> int:
 
 
 def fuse_loss(shape: ModelShape, samples: int, tp: int) -> ModelShape:
-    """Return a model with its head and loss fused, for micro-batches of so many samples on one of `tp` ranks."""
+    """Return a model with head and loss fused, for micro-batches of `samples` on one of `tp` ranks."""
     head = shape.head
     if head is None:
         return shape
@@ -172,35 +174,37 @@ def fuse_loss(shape: ModelShape, samples: int, tp: int) -> ModelShape:
 def _fused(part: Part, head: Head, shape: ModelShape, samples: int, tp: int) -> Part:
     narrow = ELEMENT_BYTES[shape.compute]
     wide = max(WIDE, narrow)
-    rows, vocab_size = samples * head.rows, -(-head.vocab_size // tp) if head.split else head.vocab_size
+    rows = samples * head.rows
+    vocab_size = -(-head.vocab_size // tp) if head.split else head.vocab_size
     chunk = chunk_rows(rows, vocab_size)
     numel, hidden = vocab_size * head.width, rows * head.width * head.hidden_bytes
-    gradient = wide * numel if head.trained else 0
-    made = 0 if shape.gathered or narrow == wide else narrow * numel  # the weight, cast for all chunks
+    trained = numel if head.trained else 0
+    gradient = wide * trained
+    cast_weight = 0 if shape.gathered or narrow == wide else narrow * numel  # cast once for all chunks
     passes, logits = -(-rows // chunk), chunk * vocab_size
-    # A chunk's logits and their log-probabilities, or their gradient and one chunk's share of the weight's.
-    work = max(2 * wide * logits, narrow * (logits + (numel if head.trained else 0)))
+    # The logits of a chunk and their log-probabilities, or their gradient and the chunk's weight gradient.
+    work = max(2 * wide * logits, narrow * (logits + trained))
     # The head's input stays until its gradient, which is as large, replaces it.
     saved = head.before.saved + Amount(fixed=gradient)
-    highest = saved + Amount(fixed=hidden + made + work)
+    highest = saved + Amount(fixed=hidden + cast_weight + work)
     cast = gradient if shape.gathered else 0
     footprint = Footprint(
         saved=saved, forward=highest, forward_on_gpu=highest, backward=_backward(head, Amount(fixed=cast))
     )
-    summed = Amount(fixed=passes * numel * (2 * narrow + 2 * wide) if head.trained else 0)
+    summed = Amount(fixed=passes * trained * (2 * narrow + 2 * wide))
     return replace(
         part,
         weights=tuple(replace(weight, cast=weight.cast and weight.numel < numel) for weight in part.weights),
         footprints=dict.fromkeys(part.footprints, footprint),
         work=replace(part.work, moved=part.work.moved + summed, kernels=part.work.kernels * passes),
-        # With a split vocabulary the group reduces only the gradient of the head's input, and a few numbers per row.
+        # With a split vocabulary, the group reduces the gradient of the head's input and a few elements per row.
         tp_exchanged=Amount(whole=head.rows * head.width * head.hidden_bytes) if part.num_exchanges else Amount(),
     )
 
 
 def _backward(head: Head, cast: Amount) -> tuple[Moment, ...]:
-    """Return its moments: gradients are there, those of gathered weights `cast`; then what comes before the head."""
-    # Elements of the whole weight: `memory._fresh` divides by tp.
+    """Return the moments of backward: first the weight's gradient, of which FSDP makes a `cast`, then those before."""
+    # The elements of the whole weight, since `memory._fresh` divides by tp.
     numel = head.vocab_size * head.width if head.trained else 0
     first = Moment(resident=head.before.saved + cast, gradients=numel)
     return first, *(replace(moment, gradients=moment.gradients + numel) for moment in head.before.backward)

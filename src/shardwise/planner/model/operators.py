@@ -1,4 +1,4 @@
-"""Operators on a tape: what eager torch saves, casts and makes for each of them, under CUDA's autocast rules."""
+"""Operators on a tape: what eager torch saves, casts and allocates for each of them, under CUDA's autocast rules."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ FIRST, BOTH = frozenset({0}), frozenset({0, 1})
 
 
 def cast(tape: Tape, x: Value, width: int) -> Value:
-    """Return x with `width` bytes per number: itself, or a copy."""
+    """Return x with `width` bytes per element: itself, or a copy."""
     return x if x.width == width else tape.apply([x], x.elements, width)
 
 
 def linear(
     tape: Tape, x: Value, elements: Amount, matmul: Matmul, *, bias: bool = False, flattens: bool = True
 ) -> Value:
-    """Matrix product with a weight [columns, inner], or a convolution that amounts to it, in the compute dtype.
+    """Record a matrix product with a weight [columns, inner], or a convolution, in the compute dtype.
 
-    Beside a frozen weight stand adapters, where the tape has a rank for them. A convolution `flattens` no rows.
+    A frozen weight gets LoRA adapters if the tape has a LoRA rank. A convolution does not flatten its rows.
     """
     numel = (matmul.inner + bias) * matmul.columns
     if not tape.frozen:
@@ -40,7 +40,7 @@ def linear(
 
 
 def _product(tape: Tape, x: Value, elements: Amount, matmul: Matmul, numel: int, *, flattens: bool = True) -> Value:
-    """Product with a trained weight: the input is kept for its gradient."""
+    """Record a product with a trained weight, which saves its input for the weight's gradient."""
     x = cast(tape, x, tape.width)
     _count(tape, matmul)
     return tape.apply(
@@ -48,7 +48,7 @@ def _product(tape: Tape, x: Value, elements: Amount, matmul: Matmul, numel: int,
         elements,
         tape.width,
         saved=[x.storage],
-        dear=True,
+        expensive=True,
         numel=numel,
         casts_weights=tape.casts_weights,
         flattens=flattens,
@@ -56,12 +56,12 @@ def _product(tape: Tape, x: Value, elements: Amount, matmul: Matmul, numel: int,
 
 
 def _frozen_product(tape: Tape, x: Value, elements: Amount, matmul: Matmul, numel: int) -> Value:
-    """Product with a frozen weight: nothing but the weight is kept."""
+    """Record a product with a frozen weight, which saves only the weight."""
     x = cast(tape, x, tape.width)
     _count(tape, matmul)
     if tape.casts_weights and not tape.repeats:
         tape.count_cast(0, numel)
-    return tape.apply([x], elements, tape.width, dear=True, flattens=True)
+    return tape.apply([x], elements, tape.width, expensive=True, flattens=True)
 
 
 def _adapters(tape: Tape, x: Value, elements: Amount, matmul: Matmul) -> Value:
@@ -79,38 +79,39 @@ def _count(tape: Tape, matmul: Matmul) -> None:
 
 
 def add(tape: Tape, a: Value, b: Value) -> Value:
-    """Sum of two of one shape, in the wider dtype; the narrower one's gradient is a cast copy."""
+    """Record the sum of two tensors of one shape in the wider dtype; the gradient is cast for the narrower tensor."""
     width = max(a.width, b.width)
     passes_on = frozenset(index for index, value in enumerate((a, b)) if value.width == width)
     return tape.apply([a, b], a.elements, width, passes_on=passes_on)
 
 
 def add_to_each(tape: Tape, a: Value, b: Value) -> Value:
-    """Sum of a and a b that is the same for all samples, of one dtype; b's gradient is summed over them."""
+    """Record a sum that broadcasts `b` over the samples of `a`; the gradient of `b` is summed over samples."""
     return tape.apply([a, b], a.elements, a.width, passes_on=FIRST)
 
 
 def subtract(tape: Tape, a: Value, b: Value) -> Value:
-    """Difference of two of one shape and dtype."""
+    """Record a difference of two tensors of one shape and dtype."""
     return tape.apply([a, b], a.elements, a.width, passes_on=FIRST)
 
 
 def multiply(tape: Tape, a: Value, b: Value) -> Value:
-    """Product of two of one shape, each kept for the other's gradient."""
+    """Record an elementwise product of two tensors of one shape; each is saved for the other's gradient."""
     width = max(a.width, b.width)
     wide = sum((value.elements * width for value in (a, b) if value.width < width), NOTHING)
     return tape.apply([a, b], a.elements, width, saved=[a.storage, b.storage], temporaries=wide)
 
 
 def multiply_rows(tape: Tape, x: Value, rows: Value) -> Value:
-    """Product with one number for each row, both kept; that number's gradient is summed from a full product."""
+    """Record a product with one factor per row, both saved; a factor's gradient is the sum of a full-size product."""
     width = max(x.width, rows.width)
-    temporaries = x.elements * (width if x.width == width else 2 * width)
+    num_copies = 1 if x.width == width else 2
+    temporaries = x.elements * (num_copies * width)
     return tape.apply([x, rows], x.elements, width, saved=[x.storage, rows.storage], temporaries=temporaries)
 
 
 def multiply_by_weight(tape: Tape, x: Value, numel: int) -> Value:
-    """Product with a weight of x's rows, in the wider dtype: x is kept for the weight's gradient."""
+    """Record a product with a weight as long as a row, in the wider dtype; x is saved for the weight's gradient."""
     width = max(x.width, tape.weight_width)
     if tape.frozen:
         return tape.apply([x], x.elements, width)
@@ -118,7 +119,7 @@ def multiply_by_weight(tape: Tape, x: Value, numel: int) -> Value:
 
 
 def choose(tape: Tape, x: Value, condition: Amount) -> Value:
-    """Take x where a condition of one byte each holds, else a number: the condition is kept."""
+    """Record a `where` with x and a scalar; the condition, one byte per element, is saved."""
     return tape.apply([x], x.elements, x.width, saved=[tape.store(condition)])
 
 
@@ -130,13 +131,13 @@ def scale(tape: Tape, x: Value, factor: Storage | None, width: int) -> Value:
 
 
 def depend(tape: Tape, x: Value, other: Value, *, keeps: bool) -> Value:
-    """Return x; a reader outside the part passes its gradient to `other` too, and `keeps` it or not."""
+    """Return x, whose backward also reaches `other`, an output that later parts use and save if `keeps`."""
     saved = [other.storage] if keeps else []
     return tape.apply([x, other], x.elements, x.width, saved=saved, place=x.storage, free=True, passes_on=FIRST)
 
 
 def dropout(tape: Tape, x: Value, rate: float) -> Value:
-    """Zeros at random, in x's dtype: the mask is kept, a byte for each number."""
+    """Record dropout in x's dtype; the mask is saved, one byte per element."""
     if rate == 0:
         return x
     mask = tape.store(x.elements)
@@ -144,38 +145,41 @@ def dropout(tape: Tape, x: Value, rate: float) -> Value:
 
 
 def scale_by_number(tape: Tape, x: Value) -> Value:
-    """Product with one number: nothing is kept."""
+    """Record a product with a scalar, which saves nothing."""
     return tape.apply([x], x.elements, x.width)
 
 
 def add_number(tape: Tape, x: Value) -> Value:
-    """Sum with one number: the gradient passes through."""
+    """Record a sum with a scalar; the gradient passes through."""
     return tape.apply([x], x.elements, x.width, passes_on=FIRST)
 
 
 def power(tape: Tape, x: Value) -> Value:
-    """Raise x to a whole power, in fp32; its backward makes a lower power and its multiple."""
+    """Record an integer power in fp32; backward computes a lower power and its multiple."""
     x = cast(tape, x, max(x.width, WIDE))
     return tape.apply([x], x.elements, x.width, saved=[x.storage], temporaries=x.size * 2)
 
 
 def keep_result(tape: Tape, x: Value) -> Value:
-    """Run tanh or rsqrt, which keep their result, in x's dtype."""
+    """Record tanh or rsqrt in x's dtype, which save their result."""
     return tape.apply([x], x.elements, x.width, saves_result=True)
 
 
 def activation(tape: Tape, x: Value) -> Value:
-    """Run gelu or silu, in x's dtype: the input is kept."""
+    """Record gelu or silu in x's dtype, which save their input."""
     return tape.apply([x], x.elements, x.width, saved=[x.storage])
 
 
 def relu(tape: Tape, x: Value, *, in_place: bool) -> Value:
-    """Run relu, which keeps its result; in place, that lies in x's storage."""
+    """Record relu, which saves its result; in place, the result is in x's storage."""
     return tape.apply([x], x.elements, x.width, saves_result=True, place=x.storage if in_place else None)
 
 
 def norm(tape: Tape, x: Value, elements: Amount, width: int, *, kind: Literal["layer", "rms"]) -> Value:
-    """Layer or RMS norm of rows of `width` numbers: keeps input and statistics; autocast runs it in fp32."""
+    """Record a layer or RMS norm over rows of `width` elements, which saves input and statistics.
+
+    Autocast runs both in fp32, an RMS norm only since torch 2.12.
+    """
     if kind == "layer" or rms_norm_is_wide():
         x = cast(tape, x, max(x.width, WIDE))
     num_statistics, num_weights = (2, 2) if kind == "layer" else (1, 1)
@@ -186,7 +190,7 @@ def norm(tape: Tape, x: Value, elements: Amount, width: int, *, kind: Literal["l
 
 @cache
 def rms_norm_is_wide() -> bool:
-    """Whether autocast runs rms_norm in fp32: so since torch 2.12, before it ran in its input's dtype."""
+    """Whether autocast runs rms_norm in fp32, as torch does since 2.12; earlier it ran in its input's dtype."""
     try:
         major, minor = (int(part) for part in version("torch").split(".")[:2])
     except PackageNotFoundError:
@@ -195,48 +199,48 @@ def rms_norm_is_wide() -> bool:
 
 
 def batch_norm(tape: Tape, x: Value, channels: int) -> Value:
-    """Batch norm in x's dtype: keeps its input, and statistics in fp32."""
+    """Record a batch norm in x's dtype, which saves its input, and statistics in fp32."""
     statistics = tape.store(Amount(fixed=2 * channels * WIDE))
     numel = 0 if tape.frozen else 2 * channels
     return tape.apply([x], x.elements, x.width, saved=[x.storage, statistics], numel=numel)
 
 
 def max_pool(tape: Tape, x: Value, elements: Amount) -> Value:
-    """Maximum over windows: keeps its input, and where each maximum was as int64."""
+    """Record a max pool, which saves its input, and the index of each maximum as int64."""
     where = tape.store(elements * INDEX)
     return tape.apply([x], elements, x.width, saved=[x.storage, where])
 
 
 def mean(tape: Tape, x: Value, elements: Amount) -> Value:
-    """Mean over some dimensions: keeps nothing."""
+    """Record a mean over some dims, which saves nothing."""
     return tape.apply([x], elements, x.width)
 
 
 def narrow(tape: Tape, x: Value, elements: Amount) -> Value:
-    """A part of x as a view; its gradient is as large as x, zero elsewhere."""
+    """Record a narrow view of x; its gradient is as large as x, zero elsewhere."""
     return tape.apply([x], elements, x.width, place=x.storage, free=True)
 
 
 def copy(tape: Tape, x: Value) -> Value:
-    """A contiguous copy; the gradient passes through."""
+    """Record a contiguous copy; the gradient passes through."""
     return tape.apply([x], x.elements, x.width, passes_on=FIRST)
 
 
 def halves(tape: Tape, x: Value) -> tuple[Value, Value]:
-    """Two halves of x as views; their gradients are joined in a new tensor."""
+    """Record two halves of x as views; backward concatenates their gradients in a new tensor."""
     first = tape.apply([x], x.elements * 0.5, x.width, place=x.storage, free=True)
     return first, replace(first, slot=1)
 
 
 def join(tape: Tape, a: Value, b: Value) -> Value:
-    """Both in one new tensor; their gradients are views of its gradient."""
+    """Record a concatenation; the gradients of a and b are views of its gradient."""
     return tape.apply([a, b], a.elements + b.elements, a.width, passes_on=BOTH)
 
 
 def attend(tape: Tape, q: Value, k: Value, v: Value, attention: AttentionWork, *, bias: Value | None = None) -> Value:
-    """Scaled dot products in a fused kernel, in the compute dtype: q, k, v, the result and log-sums are kept.
+    """Record fused scaled dot-product attention in the compute dtype, which saves q, k, v, its result and log-sums.
 
-    Its backward adds up q's gradient in fp32, and makes that of a `bias`, equal for all samples, sample by sample.
+    Backward accumulates q's gradient in fp32, and computes that of a broadcast `bias` for every sample.
     """
     inputs = [cast(tape, x, tape.width) for x in (q, k, v, bias) if x is not None]
     if not tape.repeats:
@@ -245,25 +249,25 @@ def attend(tape: Tape, q: Value, k: Value, v: Value, attention: AttentionWork, *
     temporaries = q.elements * WIDE + log_sums if tape.width < WIDE else NOTHING
     if bias is not None and bias.node is not None:
         temporaries += Amount(whole=bias.elements.fixed * tape.width)
-    sums = tape.store(log_sums, dear=True)
+    sums = tape.store(log_sums, expensive=True)
     return tape.apply(
         inputs,
         q.elements,
         tape.width,
         saved=[*(x.storage for x in inputs), sums],
         saves_result=True,
-        dear=True,
+        expensive=True,
         temporaries=temporaries,
     )
 
 
 def embed(tape: Tape, elements: Amount, numel: int, indices: Storage | None = None) -> Value:
-    """Rows of a table by index, which is kept (None: part of the batch); the gradient is as large as the table."""
+    """Record an embedding, which saves its indices (None: part of the batch); its gradient has the table's size."""
     return tape.apply([], elements, tape.weight_width, saved=[indices], numel=0 if tape.frozen else numel)
 
 
 def cross_entropy(tape: Tape, logits: Value) -> Value:
-    """Loss of logits: log-softmax in their dtype keeps its result, the choice of the target in fp32 its input."""
+    """Record cross entropy: log-softmax in the logits' dtype saves its result, nll_loss in fp32 its input."""
     log_probabilities = tape.apply([logits], logits.elements, logits.width, saves_result=True)
     wide = cast(tape, log_probabilities, max(logits.width, WIDE))
     return tape.apply([wide], Amount(fixed=1), WIDE, saved=[wide.storage])

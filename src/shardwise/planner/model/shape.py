@@ -1,14 +1,14 @@
-"""What planning must know of a model: its parts in order, each with weights, work, and memory footprint."""
+"""The description of a model for planning: its parts in order, each with weights, operators and memory footprint."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping  # noqa: TC003 - read at run time, where a description comes from a file
+from collections.abc import Mapping  # noqa: TC003 - needed at run time to decode a description from a file
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from shardwise.plans.plan import DType  # noqa: TC001 - read at run time, too
+from shardwise.plans.plan import DType  # noqa: TC001 - needed at run time, too
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -18,7 +18,7 @@ class Amount:
     """Bytes that grow with the samples of a micro-batch, in terms that tensor parallelism splits or replicates."""
 
     fixed: float = 0.0
-    """Whatever the micro-batch."""
+    """Independent of the micro-batch."""
     whole: float = 0.0
     """Per sample, replicated on every rank of a tensor-parallel group."""
     stream: float = 0.0
@@ -56,12 +56,12 @@ class Weight:
     split: bool = False
     """Whether tensor parallelism splits it."""
     cast: bool = True
-    """Whether it is cast to the compute dtype for use; norms' weights, for one, are not."""
+    """Whether autocast casts it to the compute dtype for use; weights of norms, for example, are not cast."""
     trained: bool = True
     narrow: bool = False
-    """Whether it is stored in the compute dtype, whatever the plan's: frozen ones of a model in bf16."""
+    """Whether it is stored in the compute dtype in every plan, as frozen weights of a bf16 model are."""
     tied: bool = False
-    """Whether another part has it too (a head tied to the embedding): one tensor where both are on one rank."""
+    """Whether another part shares it (a head tied to the embedding): one tensor where both parts are on one rank."""
 
     def adapters(self, rank: int) -> tuple[Weight, ...]:
         """Return the two LoRA factors of a weight matrix; empty for vectors and embedding tables."""
@@ -86,17 +86,17 @@ class Matmul:
     """Which dimension tensor parallelism splits."""
     count: int = 1
     trained: bool = True
-    """Whether its weight gets a gradient; a frozen one costs backward a product less."""
+    """Whether its weight gets a gradient; backward skips one product for a frozen weight."""
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions per sample, forward; backward does twice as many, of frozen weights as many."""
+        """Multiplications and additions per sample in forward; backward has twice as many, once for frozen weights."""
         return 2 * self.rows * self.inner * self.columns * self.count
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWork:
-    """Scaled dot products of one layer, in a fused kernel."""
+    """Scaled dot-product attention of one layer, in a fused kernel."""
 
     heads: int
     kv_heads: int
@@ -110,27 +110,27 @@ class AttentionWork:
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions per sample, forward; backward does 2.5 times as many."""
+        """Multiplications and additions per sample in forward; backward has 2.5 times as many."""
         share = 0.5 if self.causal else 1.0
         return 4 * self.heads * self.head_width * self.queries * self.keys * share * self.count
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a device does in one forward and backward pass of a part."""
+    """Operators of one forward and backward pass of a part."""
 
     matmuls: tuple[Matmul, ...] = ()
     attentions: tuple[AttentionWork, ...] = ()
     moved: Amount = field(default_factory=Amount)
-    """Bytes that all other operators read and write, forward."""
+    """Bytes that all other operators read and write in forward."""
     moved_backward: Amount = field(default_factory=Amount)
     kernels: int = 0
-    """Operators launched, forward."""
+    """Operators launched in forward."""
     kernels_backward: int = 0
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions per sample of matrix products and attention, forward."""
+        """Multiplications and additions per sample of matrix products and attention in forward."""
         return sum(item.flops for item in self.matmuls) + sum(item.flops for item in self.attentions)
 
 
@@ -139,57 +139,57 @@ class Moment:
     """One moment of a part's backward pass."""
 
     resident: Amount
-    """What is resident then: the rest of its saved activations, temporaries, gradients of activations."""
+    """Allocations then: the remaining saved activations, temporaries, gradients of activations."""
     gradients: float = 0.0
-    """Numbers (not bytes) of its weights' gradients made so far; tensor parallelism leaves 1/tp of them."""
+    """Elements (not bytes) of its weight gradients computed so far; a tensor-parallel rank has 1/tp of them."""
     on_gpu: bool = False
-    """Whether it is one of GPUs alone, whose libraries take a workspace then."""
+    """Whether it occurs on GPUs only, on which a library allocates a workspace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Memory of a part under one recompute policy, without its weights and what was resident before it."""
+    """Memory that a part allocates under one recompute policy, without its weights."""
 
     saved: Amount
-    """After its forward pass: everything kept for backward, and its output."""
+    """After its forward pass: the tensors saved for backward, and its output."""
     forward: Amount
     """At the peak of its forward pass."""
     forward_on_gpu: Amount
-    """The same where libraries take their workspaces from the device."""
+    """The same with the workspaces of GPU libraries."""
     backward: tuple[Moment, ...]
-    """The moments of its backward pass that can be the peak, each with all that is resident then (`saved` included)."""
+    """The moments of its backward pass that can be the peak, each with all allocations of the part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of a model: what comes before the repeated blocks, one kind of block, or what comes after."""
+    """A part of a model: all modules before the repeated blocks, one kind of block, or all modules after them."""
 
     name: str
     kind: Literal["first", "block", "last"]
     count: int = 1
-    """How many equal ones follow each other."""
+    """Number of equal instances in a row."""
     weights: tuple[Weight, ...]
     work: Work
     footprints: Mapping[Recompute, Footprint]
-    """Parts outside the blocks are never recomputed: theirs are equal."""
+    """Memory by recompute policy; equal for parts outside the blocks, which are never recomputed."""
     output: Amount
     """Its output, which a pipeline sends to the next stage."""
     tp_exchanged: Amount = field(default_factory=Amount)
-    """Bytes of activations that tensor parallelism sums over its group in one forward pass; as many in backward."""
+    """Bytes of activations that a tensor-parallel group reduces in one forward pass; backward reduces as many."""
     num_exchanges: int = 0
     cp_exchanged: Amount = field(default_factory=Amount)
-    """Bytes of one rank's queries, keys, values and results that context parallelism exchanges in one forward pass."""
+    """Bytes of queries, keys, values and results that a context-parallel rank exchanges in one forward pass."""
     num_cp_exchanges: int = 0
 
     @cached_property
     def numel(self) -> int:
-        """Parameters of one of them."""
+        """Parameters of one instance."""
         return sum(weight.numel for weight in self.weights)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """The last matrix product, whose logits a fused loss makes chunk by chunk, and what comes before it."""
+    """The language-model head, whose logits a fused loss computes in chunks, and the modules before it."""
 
     vocab_size: int
     width: int
@@ -206,32 +206,32 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A model as planning sees it, for one compute dtype and one length of samples."""
+    """Description of a model for one compute dtype and one length of samples."""
 
     name: str
     compute: DType
     gathered: bool = False
-    """Whether weights are in the compute dtype when used, as sharding gathers them; else autocast casts fp32 ones."""
+    """Whether FSDP gathers weights in the compute dtype; else autocast casts fp32 weights."""
     parts: tuple[Part, ...]
     input: Amount = field(default_factory=Amount)
-    """The batch itself on the device."""
+    """The batch on the device."""
     tokens_per_sample: int | None = None
     """None where samples are not sequences."""
     tp_degrees: tuple[int, ...] = (1,)
     """Tensor-parallel degrees that split it evenly."""
     cp_degrees: tuple[int, ...] = (1,)
-    """Context-parallel degrees that split its sequences and heads evenly, where it supports them at all."""
+    """Context-parallel degrees that split its sequences and heads evenly; (1,) if it does not support them."""
     head: Head | None = None
     """None where its loss cannot be fused."""
     stages: bool = True
     """Whether it can be split into pipeline stages at its blocks."""
     ties_samples: bool = False
-    """Whether batch statistics tie samples together (batch norm)."""
+    """Whether samples depend on each other through batch statistics (batch norm)."""
     source: str = "closed form"
 
     @cached_property
     def numel(self) -> int:
-        """Parameters of the whole model, tied ones once."""
+        """Parameters of the whole model; tied ones count once."""
         total = 0
         for part in self.parts:
             total += part.count * sum(weight.numel for weight in part.weights if not weight.tied)
@@ -239,15 +239,15 @@ class ModelShape:
 
     @cached_property
     def heads(self) -> int:
-        """Attention heads that ranks may split: the common divisor of its attentions; 0 without attention."""
+        """Attention heads that ranks can split: the greatest common divisor over layers; 0 without attention."""
         return math.gcd(*(item.heads for part in self.parts for item in part.work.attentions))
 
     @cached_property
     def num_blocks(self) -> int:
-        """Blocks at which it can be split."""
+        """Number of blocks."""
         return sum(part.count for part in self.parts if part.kind == "block")
 
     @cached_property
     def flops_per_sample(self) -> float:
-        """Multiplications and additions of one forward pass of one sample; backward does about twice as many."""
+        """Multiplications and additions of the forward pass of one sample; backward has about twice as many."""
         return sum(part.work.flops * part.count for part in self.parts)

@@ -1,7 +1,8 @@
-"""A tape of operators without numbers: what autograd keeps, and what lives at every moment of forward and backward.
+"""A tape of operators on sizes: what autograd saves, and what is allocated at each moment of forward and backward.
 
-It runs a model's forward pass on sizes alone, in pure Python. A storage counts from its making until nothing refers
-to it, so Python's references stand for torch's: a function that describes a module holds what the module's frame holds.
+The idea: run a model's forward and backward in pure Python on sizes instead of tensors. The invariant: a Storage counts
+as allocated from its creation until Python frees it, so references in Python stand for those of torch, and a function
+that describes a module must keep the references that the module's own frame keeps.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ Item = TypeVar("Item", Matmul, AttentionWork)
 
 NOTHING = Amount()
 WIDE = 4
-"""Bytes of a number in fp32, in which weights and their gradients are kept."""
+"""Bytes per element in fp32, the dtype of weights and their gradients."""
 
 Gradients = dict[tuple[int, int], "Storage"]
-"""(node, slot) -> the gradient that waits for it."""
+"""The accumulated gradient of each output of a node, by the node's id and the slot."""
 
 
 class Storage:
-    """Bytes on the device, counted by their tape until the last reference to this is gone."""
+    """Bytes on the device, which their tape counts until the last reference to this object is gone."""
 
     __slots__ = ("_tape", "is_viewed", "size")
 
@@ -47,53 +48,54 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Value:
-    """A tensor: how many numbers of how many bytes, where they lie, and which output of which operator it is."""
+    """A tensor: its number of elements, their width, its storage, and the operator that produced it."""
 
     elements: Amount
-    """Numbers, not bytes."""
+    """Elements, not bytes."""
     width: int
-    """Bytes per number."""
+    """Bytes per element."""
     storage: Storage | None
-    """None for what lives outside the part."""
+    """None for tensors outside the part."""
     node: Node | None = None
-    """None where no gradient is wanted."""
+    """None if it requires no gradient."""
     slot: int = 0
+    """Which output of the operator it is."""
 
     @property
     def size(self) -> Amount:
-        """Bytes of the tensor, which for a view are fewer than those of its storage."""
+        """Bytes of the tensor; a view has fewer than its storage."""
         return self.elements * self.width
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Node:
-    """One operator in the graph: what it keeps for backward, and what it makes there."""
+    """One operator in the autograd graph: the tensors it saves for backward, and those that its backward allocates."""
 
     inputs: tuple[Value, ...] = ()
-    """Those that want a gradient, without their storage."""
+    """Inputs that require a gradient, without their storage."""
     passes_on: frozenset[int] = frozenset()
-    """Which of them get the gradient that came in: the same bytes, or a view of them."""
+    """Indices of the inputs whose gradient is the incoming one, or a view of it."""
     saves: bool = False
     saved: tuple[Storage, ...] | None = ()
     """None: dropped by activation checkpointing, to be recomputed."""
     temporaries: Amount = NOTHING
     numel: int = 0
-    """Of the weights whose gradient it makes."""
+    """Elements of the weights whose gradient it computes."""
     casts_weights: bool = False
-    """Whether that gradient comes in the compute dtype and is cast."""
+    """Whether that gradient arrives in the compute dtype and is cast."""
     moves: bool = False
-    """Whether its time is that of the bytes it moves: not so for views and matrix products."""
+    """Whether memory bandwidth bounds its time, unlike that of views and matrix products."""
     flattens: bool = False
-    """Whether its input's gradient is a view of a product of flattened rows: to such autograd adds nothing in place."""
+    """Whether its input's gradient is a view of a product of flattened rows, which autograd never adds to in place."""
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether backward reaches it: not what lives outside the part, nor what has no gradient."""
+    def has_backward(self) -> bool:
+        """Whether backward runs it: false for tensors outside the part and for operators without gradients."""
         return bool(self.inputs or self.numel)
 
 
-class _EnoughError(Exception):
-    """All that backward needs has been made again; torch ends a repeated forward pass in the same way."""
+class _StopRecomputeError(Exception):
+    """Raised once the recomputed forward has saved all that backward needs, as torch's checkpoint does."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,35 +104,36 @@ class Tape:
 
     compute: DType
     gathered: bool
-    """Whether weights are in the compute dtype when used; else autocast casts them."""
+    """Whether FSDP gathers weights in the compute dtype; else autocast casts them."""
     frozen: bool = False
     """Whether the model's own weights get no gradients."""
     rank: int = 0
-    """Of the adapters beside each matrix; 0: there are none."""
+    """Rank of the LoRA adapters of each matrix; 0 for none."""
     live: Amount = NOTHING
+    """Allocated bytes."""
     gradients: float = 0.0
-    """Numbers of weights' gradients made so far; one that waits to be cast counts by its bytes."""
+    """Elements of weight gradients so far; one in the compute dtype counts by its share of fp32 bytes."""
     moments: list[Moment] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     matmuls: list[Matmul] = field(default_factory=list)
     attentions: list[AttentionWork] = field(default_factory=list)
     moved: list[Amount] = field(default_factory=lambda: [NOTHING, NOTHING])
-    """By operators that only move bytes, forward and backward."""
+    """Bytes moved by operators that memory bandwidth bounds, in forward and backward."""
     kernels: list[int] = field(default_factory=lambda: [0, 0])
     recompute: Recompute = "none"
     kept: list[Storage] = field(default_factory=list)
-    """Results of dear operators that selective recompute keeps, in order of making."""
+    """Results of expensive operators that selective recompute keeps, in order."""
     saves_left: int | None = None
-    """While a forward pass is made again: how many operators are still to save something."""
+    """During recompute: how many operators have yet to save their tensors."""
 
     @property
     def width(self) -> int:
-        """Bytes of a number in the compute dtype."""
+        """Bytes per element in the compute dtype."""
         return ELEMENT_BYTES[self.compute]
 
     @property
     def weight_width(self) -> int:
-        """Bytes of a number of a weight when an operator gets it, before autocast."""
+        """Bytes per element of a weight before autocast."""
         return self.width if self.gathered else max(self.width, WIDE)
 
     @property
@@ -140,12 +143,12 @@ class Tape:
 
     @property
     def repeats(self) -> bool:
-        """Whether a forward pass is being made again."""
+        """Whether the forward pass is being recomputed."""
         return self.saves_left is not None
 
     @property
     def work(self) -> Work:
-        """What was counted so far."""
+        """The operators counted so far."""
         return Work(
             matmuls=_counted(self.matmuls),
             attentions=_counted(self.attentions),
@@ -156,17 +159,17 @@ class Tape:
         )
 
     def note(self) -> None:
-        """Remember this moment."""
+        """Record the allocations of this moment."""
         self.moments.append(Moment(resident=self.live, gradients=self.gradients))
 
-    def outside(self, elements: Amount, width: int, *, wants_gradient: bool = True) -> Value:
-        """Return a tensor that lives outside the part, such as its input."""
-        node = self._add(Node()) if wants_gradient else None
+    def outside(self, elements: Amount, width: int, *, requires_grad: bool = True) -> Value:
+        """Return a tensor outside the part, such as its input."""
+        node = self._add(Node()) if requires_grad else None
         return Value(elements=elements, width=width, storage=None, node=node)
 
-    def store(self, size: Amount, *, dear: bool = False) -> Storage:
-        """Take bytes; the result of a dear operator that recompute kept is taken from there."""
-        keeps = dear and self.recompute == "selective"
+    def store(self, size: Amount, *, expensive: bool = False) -> Storage:
+        """Allocate bytes; during selective recompute, return the kept result of an expensive operator instead."""
+        keeps = expensive and self.recompute == "selective"
         if keeps and self.repeats:
             return self.kept.pop(0)
         storage = Storage(self, size)
@@ -184,43 +187,43 @@ class Tape:
         saves_result: bool = False,
         place: Storage | None = None,
         free: bool = False,
-        dear: bool = False,
+        expensive: bool = False,
         **backward: object,
     ) -> Value:
         """Run one operator forward and return its result; `backward` are fields of its Node.
 
-        The result is new, or lies in `place`. An operator may be `free` (a view) or `dear` (recompute keeps it).
-        Where neither inputs nor weights want a gradient, neither does the result, and nothing is kept.
+        The result gets a new storage, or that of `place`. An operator may be `free` (a view) or `expensive` (selective
+        recompute keeps its result). Where neither inputs nor weights require a gradient, the operator saves nothing.
         """
         node = Node(
             inputs=tuple(replace(value, storage=None) for value in inputs if value.node is not None),
-            moves=not (free or dear),
+            moves=not (free or expensive),
             **backward,  # type: ignore[arg-type]
         )
-        wanted = node.is_wanted
-        if wanted:
+        requires_grad = node.has_backward
+        if requires_grad:
             self._add(node)
             node.saves = bool(saved) or saves_result
             node.saved = tuple(item for item in saved if item is not None)
         self._stop_if(node.saves and not saves_result)
-        storage = place or self.store(elements * width, dear=dear)
-        if saves_result and node.saved is not None and wanted:
+        storage = place or self.store(elements * width, expensive=expensive)
+        if saves_result and node.saved is not None and requires_grad:
             node.saved += (storage,)
-        self._stop_if(wanted and saves_result)
+        self._stop_if(requires_grad and saves_result)
         if node.saves and self.recompute != "none" and not self.repeats:
             node.saved = None
-        result = Value(elements=elements, width=width, storage=storage, node=node if wanted else None)
+        result = Value(elements=elements, width=width, storage=storage, node=node if requires_grad else None)
         if not self.repeats and not free:
             self._count(0, 1, (result.size, *(value.size for value in inputs)) if node.moves else ())
             self._count_casts(0, node)
         return result
 
     def backward(self, output: Value, repeat: Callable[[], object]) -> None:
-        """Run backward from the gradient of `output`; `repeat` makes the forward pass again, if it was forgotten."""
+        """Run backward from the gradient of `output`; `repeat` recomputes forward under activation checkpointing."""
         nodes, self.nodes = self.nodes, []
         gradients: Gradients = {(id(output.node), output.slot): Storage(self, output.size)}
         for node in reversed(nodes):
-            if not node.is_wanted:
+            if not node.has_backward:
                 continue  # the part's input, whose gradient stays
             incoming = [gradients.pop(key) for key in list(gradients) if key[0] == id(node)]
             if not incoming:
@@ -239,28 +242,27 @@ class Tape:
         if saved and self.saves_left is not None:
             self.saves_left -= 1
             if self.saves_left == 0:
-                raise _EnoughError
+                raise _StopRecomputeError
 
     def _make_again(self, nodes: list[Node], repeat: Callable[[], object]) -> None:
         self.saves_left = sum(node.saves for node in nodes)
-        with suppress(_EnoughError):
+        with suppress(_StopRecomputeError):
             repeat()
         self.saves_left = None
         self.kept.clear()
-        for node, again in zip(_wanted(nodes), _wanted(self.nodes), strict=False):
+        for node, again in zip(_with_backward(nodes), _with_backward(self.nodes), strict=False):
             node.saved = again.saved
         self.nodes = []
 
     def _run(self, node: Node, incoming: list[Storage]) -> list[Storage]:
-        """Run one operator backward: all it reads and makes is there at once, then what it read goes."""
+        """Run one operator backward: its inputs, saved tensors and results coexist, then all but the results go."""
         temporaries = Storage(self, node.temporaries)
         share = self.width / WIDE if node.casts_weights else 1.0
         self.gradients += node.numel * share
         first = incoming[0]
-        made = [
-            first if index in node.passes_on else Storage(self, value.size, is_viewed=node.flattens)
-            for index, value in enumerate(node.inputs)
-        ]
+        made = []
+        for index, value in enumerate(node.inputs):
+            made.append(first if index in node.passes_on else Storage(self, value.size, is_viewed=node.flattens))
         self.note()
         read_and_made = [item.size for item in (*incoming, *(node.saved or ()), *made)]
         kernels = sum(item is not first for item in made) + bool(node.numel)
@@ -276,7 +278,7 @@ class Tape:
         return made
 
     def _accumulate(self, gradients: Gradients, key: tuple[int, int], gradient: Storage) -> None:
-        """Add to what came before: in place, unless that is a view or something else still reads it."""
+        """Add a gradient to the accumulated one: in place, unless that is a view or has another reference."""
         before = gradients.get(key)
         if before is not None:
             self._count(1, 1, (before.size, before.size, gradient.size))
@@ -289,17 +291,17 @@ class Tape:
         self.moved[phase] = sum(moved, self.moved[phase])
 
     def _count_casts(self, phase: int, node: Node) -> None:
-        """Weights are read in fp32 and written in the compute dtype, their gradients the other way round."""
+        """Count the casts of an operator's weights to the compute dtype, or of their gradients to fp32."""
         if node.casts_weights:
             self.count_cast(phase, node.numel)
 
     def count_cast(self, phase: int, numel: int) -> None:
-        """Count a cast of so many weights, forward (0) or of their gradients (1)."""
+        """Count a cast of `numel` elements of weights (phase 0) or of their gradients (phase 1)."""
         self._count(phase, 1, [Amount(fixed=numel * (WIDE + self.width))])
 
 
-def _wanted(nodes: list[Node]) -> list[Node]:
-    return [node for node in nodes if node.is_wanted]
+def _with_backward(nodes: list[Node]) -> list[Node]:
+    return [node for node in nodes if node.has_backward]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +311,7 @@ class Describer:
     compute: DType
     gathered: bool
     lora: int = 0
-    """Rank of adapters on every matrix of the blocks, all else frozen; 0 trains all weights."""
+    """Rank of LoRA adapters on every matrix of the blocks, all other weights frozen; 0 trains all weights."""
 
     def __call__(
         self,
@@ -322,9 +324,9 @@ class Describer:
         count: int = 1,
         exchanged: Sequence[Amount] = (),
     ) -> Part:
-        """Return a part: `given` makes its input on a tape, `forward` its output from it.
+        """Return a part: `given` creates its input on a tape, and `forward` returns the output for it.
 
-        `exchanged` are the activations that tensor parallelism sums in its forward pass. Blocks alone are recomputed.
+        `exchanged` are the activations that tensor parallelism reduces in forward. Only blocks are recomputed.
         """
         policies: tuple[Recompute, ...] = ("selective", "full", "none")
         footprints: dict[Recompute, Footprint] = {}
@@ -364,19 +366,19 @@ def _run(
     output = forward(tape, x)
     saved, highest = tape.live, max(tape.moments, key=lambda moment: moment.resident.at(1)).resident
     tape.moments = []
-    output = replace(output, storage=None)  # whoever read it has run backward before
+    output = replace(output, storage=None)  # the part that used it has run backward before
     tape.backward(output, partial(forward, tape, x))
     backward = _undominated(tape.moments)
     return Footprint(saved=saved, forward=highest, forward_on_gpu=highest, backward=backward), output.size
 
 
 def _counted(items: list[Item]) -> tuple[Item, ...]:
-    """Merge equal ones."""
+    """Merge equal items into one with their total count."""
     return tuple(replace(item, count=number * item.count) for item, number in Counter(items).items())
 
 
 def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
-    """Keep the moments that no other exceeds in everything."""
+    """Return the moments that no other moment exceeds in every term."""
     left: list[Moment] = []
     for moment in moments:
         if not any(_exceeds(other, moment) for other in left):

@@ -1,4 +1,4 @@
-"""Candidate plans for a model, a cluster and a batch, and lower bounds of their memory and time."""
+"""Candidate plans for a model, a cluster and a batch size, and lower bounds of their memory and time."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"))
-"""(parameters, optimizer)."""
+"""Where parameters and optimizer states are offloaded to."""
 LEAST_TOKENS = 4096
-"""Tokens of a sample that each context-parallel rank keeps at least (judgement)."""
+"""Minimum tokens per sample on each context-parallel rank (a judgement, not a measurement)."""
 
 
 class ChoiceGroup(NamedTuple):
-    """What determines compute and bubbles; plans of a group differ in what data-parallel ranks shard."""
+    """The choices that determine compute and bubbles; plans of a group differ in what data-parallel ranks shard."""
 
     pp: int
     cp: int
@@ -46,7 +46,7 @@ class ChoiceGroup(NamedTuple):
 
 
 class PlanVariant(NamedTuple):
-    """What data-parallel ranks shard and offload, and whether the loss is fused."""
+    """The choices of sharding and offload over data-parallel ranks, and of a fused loss."""
 
     shard: int
     zero: int
@@ -56,13 +56,13 @@ class PlanVariant(NamedTuple):
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, rising."""
+    """Return all divisors in ascending order."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 def groups(shape: ModelShape, world_size: int, devices_per_node: int, batch_size: int) -> Iterator[ChoiceGroup]:
-    """Yield every group whose data-parallel ranks divide the batch; tensor parallelism stays inside a node."""
+    """Yield every group whose data-parallel degree divides the batch; tensor parallelism stays inside a node."""
     for pp, cp, tp in _model_degrees(shape, world_size, devices_per_node):
         tokens = shape.tokens_per_sample
         sequence_parallel = tp > 1 and tokens is not None and tokens // cp % tp == 0
@@ -96,7 +96,7 @@ def slices(shape: ModelShape) -> list[int]:
 
 
 def _schedules(shape: ModelShape, pp: int, number: int, recompute: Recompute) -> Sequence[str]:
-    """Return the schedules that can run so many micro-batches."""
+    """Return the pipeline schedules that can run this many micro-batches."""
     if pp == 1:
         return ("1f1b",)
     found = []
@@ -108,7 +108,7 @@ def _schedules(shape: ModelShape, pp: int, number: int, recompute: Recompute) ->
 
 
 def variants(group: ChoiceGroup) -> Iterator[PlanVariant]:
-    """Yield what data-parallel ranks may shard, without offload and with gradients reduced once."""
+    """Yield the sharding variants of a group, without offload and with one gradient reduction per step."""
     yield PlanVariant(1, 0)
     for shard in divisors(group.dp):
         if shard * group.cp == 1:
@@ -123,7 +123,7 @@ def variants(group: ChoiceGroup) -> Iterator[PlanVariant]:
 def leaner(group: ChoiceGroup, variant: PlanVariant, *, offload: bool, fuses: bool = False) -> Iterator[PlanVariant]:
     """Yield forms of a variant that need less memory and more time, the fastest first.
 
-    `fuses` says that the loss may be fused, which takes hardly any time.
+    `fuses` allows a fused loss, which takes hardly more time.
     """
     syncs = ["every"] if variant.zero >= 2 and group.accumulation > 1 and group.pp == 1 else []
     fused = [False, True] if fuses else [variant.fused_loss]
@@ -136,7 +136,7 @@ def leaner(group: ChoiceGroup, variant: PlanVariant, *, offload: bool, fuses: bo
 
 
 def make_plan(base: Plan, group: ChoiceGroup, variant: PlanVariant) -> Plan:
-    """Return the plan of a choice; other fields are those of `base`."""
+    """Return the plan of a group and a variant; other fields are those of `base`."""
     fields: dict[str, Any] = {
         "layout": Layout(
             pp=group.pp, replicate=group.dp // variant.shard, shard=variant.shard, cp=group.cp, tp=group.tp
@@ -154,11 +154,11 @@ def make_plan(base: Plan, group: ChoiceGroup, variant: PlanVariant) -> Plan:
     return dataclasses.replace(base, **fields)
 
 
-# Families of plans, the simplest first, and which of two plans is the simpler one.
+# Families of plans, and the order of plans from simple to complex.
 
 
 FAMILIES: dict[str, str] = {
-    "ddp": "everything whole on every device",
+    "ddp": "everything replicated on every device",
     "zero1": "optimizer states sharded",
     "zero2": "and gradients",
     "zero3": "and parameters (fsdp)",
@@ -169,9 +169,9 @@ FAMILIES: dict[str, str] = {
     "3d": "stages of split matrices",
     "offload": "states offloaded to the host",
 }
-"""Name -> what it does, the simplest first."""
+"""Families of plans by name with a description, the simplest first."""
 
-_ORDER = {family: place for place, family in enumerate(FAMILIES)}
+_ORDER = {family: position for position, family in enumerate(FAMILIES)}
 _RECOMPUTE = ("none", "selective", "full")
 _SCHEDULE_ORDER = tuple(SCHEDULES)
 
@@ -183,7 +183,7 @@ def family_of(plan: Plan) -> str:
 
 
 def group_family(group: ChoiceGroup, variant: PlanVariant) -> str:
-    """Return the family of a plan that is not made yet."""
+    """Return the family of the plan of a group and a variant."""
     return _family(group, group.dp, variant)
 
 
@@ -202,12 +202,12 @@ def _family(degrees: Layout | ChoiceGroup, dp: int, variant: PlanVariant) -> str
 
 
 def splits_model(plan: Plan) -> bool:
-    """Whether matrices, layers or sequences are split, beyond samples and states."""
+    """Whether a plan splits matrices, layers or sequences."""
     return plan.layout.pp > 1 or plan.layout.tp > 1 or plan.layout.cp > 1
 
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
-    """Return a sort key from simple to complex; different plans differ in it."""
+    """Return a sort key from simple to complex, unique among the plans of a search."""
     layout = plan.layout
     return (
         _ORDER[family_of(plan)],
@@ -226,11 +226,11 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
     )
 
 
-# Lower bounds of memory and time, computed in microseconds, so that few plans need a prediction.
+# Lower bounds of memory and time, each computed in microseconds, so that few plans need a full prediction.
 
 
 class Floors:
-    """Floors of the plans of one question."""
+    """Lower bounds of memory and time for the plans of one question."""
 
     def __init__(self, question: Question, time: TimeModel) -> None:
         self._model = question.model
@@ -245,7 +245,7 @@ class Floors:
         self._busy: dict[tuple[object, ...], float] = {}
 
     def seconds(self, group: ChoiceGroup) -> float:
-        """Return seconds that no plan of a group goes below: its compute, tensor-parallel exchanges, and bubbles."""
+        """Return a lower bound of the step time in a group: compute, tensor-parallel collectives, and bubbles."""
         return min(self._seconds(self._shape(group, gathered=gathered), group) for gathered in (False, True))
 
     def _shape(self, group: ChoiceGroup, *, gathered: bool) -> ModelShape:
@@ -253,11 +253,10 @@ class Floors:
 
     def _seconds(self, shape: ModelShape, group: ChoiceGroup) -> float:
         stages = self._stages(shape, group)
-        by_stage = [
-            sum(count * self._part_seconds(part, shape, group) for part, count in stage.parts) for stage in stages
-        ]
-        busy = [0.0] * group.pp
-        for stage, seconds in zip(stages, by_stage, strict=True):
+        by_stage, busy = [], [0.0] * group.pp
+        for stage in stages:
+            seconds = sum(count * self._part_seconds(part, shape, group) for part, count in stage.parts)
+            by_stage.append(seconds)
             busy[stage.rank] += seconds
         if SCHEDULES[group.schedule].splits_backward:
             return group.accumulation * max(busy)
@@ -275,18 +274,14 @@ class Floors:
             cost = self._time.compute(shape.compute).cost(
                 part, group.micro_batch, tp=group.tp, sequence_parallel=group.sequence_parallel, compiled=False
             )
-            again = part.kind == "block" and group.recompute != "none"
-            exchange = self._exchange(part, shape, group)
-            self._busy[key] = (
-                cost.forward.total
-                + cost.backward.total
-                + (cost.again(group.recompute).total if again else 0.0)
-                + (3 if again else 2) * exchange
-            )
+            seconds, num_passes = cost.forward.total + cost.backward.total, 2
+            if part.kind == "block" and group.recompute != "none":
+                seconds, num_passes = seconds + cost.again(group.recompute).total, 3
+            self._busy[key] = seconds + num_passes * self._exchange(part, shape, group)
         return self._busy[key]
 
     def _exchange(self, part: Part, shape: ModelShape, group: ChoiceGroup) -> float:
-        """Return what one pass waits for inside; nothing for a last part whose loss may be fused."""
+        """Return the exposed communication inside one pass, without that of a head whose loss may be fused."""
         wires, samples = self._time.wires, group.micro_batch
         waits = context_exchange(part, samples, Layout(cp=group.cp, tp=group.tp), wires)
         if part.kind == "last" and shape.head is not None:
@@ -294,21 +289,21 @@ class Floors:
         return waits + tensor_exchange(part, samples, group.tp, wires, sequence_parallel=group.sequence_parallel)
 
     def memory(self, group: ChoiceGroup, variant: PlanVariant) -> float:
-        """Return bytes that a plan needs at least: states during the update, or states and activations before backward.
+        """Return a lower bound of a plan's memory: states in the update, or states and activations before backward.
 
-        Stages are taken as equal: the fullest is no smaller.
+        It assumes equal stages, which bounds the largest from below.
         """
         is_sharded, shard = variant.zero >= 2, variant.shard * group.cp
         shape = self._shape(group, gathered=is_sharded)
         numel, trained, narrow = (total / group.pp for total in self._numel(shape, group.tp))
         shards = shard if is_sharded else 1
-        stored = self._parameter_bytes * numel - (self._parameter_bytes - self._compute_bytes) * narrow
-        parameters = 0.0 if variant.offload[0] != "none" else stored / shards
-        states = self._states * trained / (shard if variant.zero else 1)
-        if variant.offload[1] != "none":
-            states = 0.0
-        gradients = self._parameter_bytes * trained / shards if variant.offload[0] == "none" else 0.0
-        # Between micro-batches gradients stay, whole unless each is summed; DDP's buckets stay always.
+        parameters = gradients = states = 0.0
+        if variant.offload[0] == "none":
+            stored = self._parameter_bytes * numel - (self._parameter_bytes - self._compute_bytes) * narrow
+            parameters, gradients = stored / shards, self._parameter_bytes * trained / shards
+        if variant.offload[1] == "none":
+            states = self._states * trained / (shard if variant.zero else 1)
+        # Gradients stay between micro-batches, unsharded unless each is reduced; DDP's buckets stay always.
         stay = 0.0
         if group.accumulation > 1 or (not is_sharded and group.pp == group.tp == 1 and group.dp * group.cp > 1):
             whole = is_sharded and variant.gradient_sync == "last" and group.accumulation > 1
@@ -317,21 +312,22 @@ class Floors:
         return parameters + states + max(gradients, stay + gathered + self._activations(shape, group))
 
     def _numel(self, shape: ModelShape, tp: int) -> tuple[float, float, float]:
-        """Return parameters on ranks of a tensor-parallel group: all, trained, stored in the compute dtype."""
+        """Return a tensor-parallel rank's parameters: all, trained ones, and those stored in the compute dtype."""
         key = (id(shape), tp)
         if key not in self._numels:
             layout = Layout(tp=tp)
-            weights = [(part.count, weight) for part in shape.parts for weight in part.weights]
-            narrow = [(count, weight) for count, weight in weights if weight.narrow]
-            self._numels[key] = (
-                sum(part.count * numel_of(part, layout) for part in shape.parts),
-                sum(part.count * numel_of(part, layout, trained=True) for part in shape.parts),
-                sum(count * weight.numel / (tp if weight.split else 1) for count, weight in narrow),
-            )
+            numel = trained = narrow = 0.0
+            for part in shape.parts:
+                numel += part.count * numel_of(part, layout)
+                trained += part.count * numel_of(part, layout, trained=True)
+                for weight in part.weights:
+                    if weight.narrow:
+                        narrow += part.count * weight.numel / (tp if weight.split else 1)
+            self._numels[key] = (numel, trained, narrow)
         return self._numels[key]
 
     def _activations(self, shape: ModelShape, group: ChoiceGroup) -> float:
-        """Return the activations of blocks for the micro-batches that the first rank has in flight."""
+        """Return the bytes of block activations for the micro-batches that the first rank has in flight."""
         key = (id(shape), group.pp, group.tp, group.micro_batch, group.recompute, group.sequence_parallel)
         if key not in self._saved:
             every, smallest = 0.0, math.inf

@@ -1,4 +1,4 @@
-"""Why this plan: reasons with numbers, the path through the decision tree, and what to change to fit."""
+"""Explanations of a search: reasons with numbers, the path through the decision tree, and what to change to fit."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.hardware.machine import Cluster
 from shardwise.planner.search.choices import LEAST_TOKENS, divisors, slices
-from shardwise.planner.search.search import FILL, HOST_FILL, Candidate, Rejected, anything_fits, refused_by_rule
+from shardwise.planner.search.search import FILL, HOST_FILL, TIE, Candidate, Rejected, anything_fits, refused_by_rule
 from shardwise.plans.pipeline import SCHEDULES
 from shardwise.units import format_gb, format_seconds
 
 if TYPE_CHECKING:
     from shardwise.planner.cost.memory import Memory
     from shardwise.planner.model.shape import ModelShape
-    from shardwise.planner.search.search import Answer, Question
+    from shardwise.planner.search.search import Answer, EngineForm, Question
     from shardwise.plans.plan import Plan
 
 
 LONG = ("activations", "logits and loss")
-"""What grows with the length of samples."""
+"""Kinds of memory that grow with the length of samples."""
 LARGEST = 65_536
-"""Largest cluster that is tried."""
+"""Devices of the largest cluster that `smallest_cluster` tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,26 +35,26 @@ class Fork:
 
 
 def capacity_text(question: Question) -> str:
-    """Return a device's memory, and the part of it that a plan may use."""
+    """Return one sentence with a device's memory and the fraction that a plan may use."""
     device = question.cluster.device
     return f"{device.name} has {format_gb(device.memory_bytes)}, of which {FILL:.0%} may be used"
 
 
 def over_the_limit(memory: Memory, question: Question) -> str:
-    """Return what a plan needs, the limit of a device, and how that limit is computed."""
+    """Return one sentence with the memory that a plan needs, the limit, and how the limit is computed."""
     device = question.cluster.device
     return (
-        f"needs {format_gb(memory.total)}, a plan may use {format_gb(question.capacity)}"
+        f"needs {format_gb(memory.total)}, but a plan may use {format_gb(question.capacity)}"
         f" ({FILL:.0%} of the device's {format_gb(device.memory_bytes)})"
     )
 
 
 def over_the_host_limit(memory: Memory, question: Question) -> str:
-    """Return the same of a device's share of its node's host memory."""
+    """Return one sentence with the host memory that a plan needs per device, and the limit."""
     node = question.cluster.node
     return (
         f"needs {format_gb(memory.host)} of host memory for each device,"
-        f" a plan may use {format_gb(question.host_capacity)}"
+        f" but a plan may use {format_gb(question.host_capacity)}"
         f" ({HOST_FILL:.0%} of a device's share of the node's {format_gb(node.host_memory_bytes)})"
     )
 
@@ -72,8 +72,40 @@ def reason(answer: Answer, family: str) -> str:
     return f"{change:.0%} slower: {_difference(entry, best)}"
 
 
+def form_reason(form: EngineForm, chosen: EngineForm | None) -> str:
+    """Return one sentence: why a form of an engine was not chosen, or that it was."""
+    if form.best is None:
+        return form.refusal
+    if chosen is None or chosen.best is None or form is chosen:
+        return "chosen"
+    if form.offloads and not chosen.offloads:
+        host = format_gb(form.best.memory.host)
+        return f"not needed: {chosen.name} fits without it; {host} on the host for each device"
+    change = form.best.time.seconds / chosen.best.time.seconds - 1
+    if change < 0.005:
+        return f"{max(0.0, -change):.0%} faster, within model error, and less simple"
+    return f"{change:.0%} slower"
+
+
+def beside_native(form: EngineForm, answer: Answer) -> str:
+    """Return one sentence that compares a form of an engine with the best native plan in time and memory."""
+    if answer.best is None:
+        return "no native plan fits"
+    if form.best is None:
+        return form.refusal
+    mine, native = form.best, answer.best
+    change = mine.time.seconds / native.time.seconds - 1
+    text = "as fast as"
+    if abs(change) >= TIE:
+        text = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'} than"
+    return (
+        f"{format_seconds(mine.time.seconds)} a step in {format_gb(mine.memory.total)}, {text} native {native.family}"
+        f" ({format_seconds(native.time.seconds)}, {format_gb(native.memory.total)})"
+    )
+
+
 def _difference(entry: Candidate, best: Candidate) -> str:
-    """Name the part of the step that costs a candidate most compared with the chosen plan."""
+    """Return the part of the step that costs a candidate the most time compared with the chosen plan."""
     names = {*entry.time.parts, *best.time.parts}
     per_part = {name: entry.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0) for name in names}
     worst = max(sorted(per_part), key=lambda name: per_part[name])
@@ -94,7 +126,7 @@ def _rejection(answer: Answer, entry: Rejected) -> str:
 
 
 def _impossible(family: str, question: Question) -> str:
-    """Return why a family has no plan, whatever its memory."""
+    """Return why a family has no plan, apart from memory."""
     shape, world = question.model.plain, question.cluster.num_devices
     if world == 1:
         return "one device has no other to shard over"
@@ -104,9 +136,9 @@ def _impossible(family: str, question: Question) -> str:
         return _unsliced(shape)
     if family in {"tp", "3d"} and not _tensor_degrees(question):
         known = ", ".join(str(degree) for degree in shape.tp_degrees if degree > 1)
-        return f"it splits evenly by {known} only" if known else "its matrices are not known to split evenly"
+        return f"its matrices split evenly by {known} only" if known else "it has no known tensor-parallel rules"
     if family in {"pp", "3d"} and (not shape.stages or shape.num_blocks < 2):
-        return "it has no list of blocks to split into stages, or uses on one side of it what it registers on the other"
+        return "it has no list of blocks to split into stages, or uses a module before it that is registered after it"
     return _uneven(question)
 
 
@@ -139,7 +171,7 @@ def _uneven(question: Question) -> str:
 
 
 class _Way(NamedTuple):
-    """One way to lower a peak: whether it applies, what it lowers by what fraction, and its text."""
+    """One way to lower a peak: whether it applies, the kinds of memory that it lowers, by which fraction, its text."""
 
     is_open: bool
     lowers: tuple[str, ...]
@@ -148,19 +180,24 @@ class _Way(NamedTuple):
 
 
 def savings(plan: Plan, memory: Memory, question: Question) -> list[str]:
-    """Return what would lower the peak of a plan, with bytes, the most first."""
-    found = [
-        (way.share * sum(memory.at_peak.get(name, 0.0) for name in way.lowers), way) for way in _ways(plan, question)
-    ]
-    worth = [(saved, way.text) for saved, way in found if way.is_open and saved > 0.05 * memory.total]
-    if not worth and question.model.plain.tokens_per_sample:
-        saved = 0.5 * sum(memory.at_peak.get(name, 0.0) for name in LONG)
-        worth = [(saved, "halve the length")] if saved > 0.05 * memory.total else []
+    """Return the changes that would lower the peak of a plan, with bytes, the largest saving first."""
+    worth, least = [], 0.05 * memory.total
+    for way in _ways(plan, question):
+        saved = way.share * _bytes_of(memory, way.lowers)
+        if way.is_open and saved > least:
+            worth.append((saved, way.text))
+    saved = 0.5 * _bytes_of(memory, LONG)
+    if not worth and question.model.plain.tokens_per_sample and saved > least:
+        worth = [(saved, "halve the length")]
     return [f"{text} (-{format_gb(saved)})" for saved, text in sorted(worth, key=lambda way: -way[0])]
 
 
+def _bytes_of(memory: Memory, names: tuple[str, ...]) -> float:
+    return sum(memory.at_peak.get(name, 0.0) for name in names)
+
+
 def _ways(plan: Plan, question: Question) -> list[_Way]:
-    """Return what a plan could change to need less."""
+    """Return the changes of a plan that could lower its peak."""
     shape, apart = question.model.plain, 1 - 1 / plan.layout.folded.dp
     whole, states, waits = 1 - 1 / max(1, shape.num_blocks), ("optimizer states",), plan.gradient_sync == "last"
     cp = max(_cp_degrees(question, plan.layout.tp), default=1)
@@ -184,7 +221,7 @@ def _ways(plan: Plan, question: Question) -> list[_Way]:
 
 
 def decision_path(answer: Answer) -> list[Fork]:
-    """Return the path through the guide's decision tree, and the choice by predicted time at its end."""
+    """Return the path through the guide's decision tree, with the choice by predicted time at its end."""
     question, best, whole = answer.question, answer.best, answer.families["ddp"]
     device = question.cluster.device
     fits = isinstance(whole, Candidate)
@@ -192,7 +229,7 @@ def decision_path(answer: Answer) -> list[Fork]:
     if memory is None:
         because = "the batch cannot be shared by all devices"
     else:
-        because = f"everything whole takes {format_gb(memory.total)} of {format_gb(device.memory_bytes)}"
+        because = f"replicas take {format_gb(memory.total)} of {format_gb(device.memory_bytes)}"
     path = [Fork(question="Does the model fit in GPU memory?", answer="yes" if fits else "no", because=because)]
     advised = "ddp"
     if not fits:
@@ -213,15 +250,15 @@ def decision_path(answer: Answer) -> list[Fork]:
 
 
 def _slicing(answer: Answer, best: Candidate) -> list[Fork]:
-    """Return why context parallelism was chosen, where it was."""
+    """Return why context parallelism was chosen; empty if it was not."""
     question, cp, tokens = answer.question, best.plan.layout.cp, answer.question.model.plain.tokens_per_sample
     if cp == 1 or tokens is None:
         return []
     whole, devices = answer.families["zero3"].memory, question.cluster.num_devices
     if whole is not None and whole.total > question.capacity:
-        because = f"whole ones take {format_gb(whole.total)} under zero3, split ones {format_gb(best.memory.total)}"
+        because = f"unsplit they take {format_gb(whole.total)} under zero3, split {format_gb(best.memory.total)}"
     elif question.batch_size < devices:
-        because = f"{question.batch_size} samples keep {devices} devices busy only if they share them"
+        because = f"{question.batch_size} samples occupy {devices} devices only if they are split"
     else:
         because = "shorter sequences need less recompute"
     return [
@@ -230,10 +267,10 @@ def _slicing(answer: Answer, best: Candidate) -> list[Fork]:
 
 
 def _verdict(answer: Answer, best: Candidate) -> str:
-    """Compare the chosen plan with the fastest other family, and with ddp where that fits."""
+    """Return one sentence that compares the chosen plan with the fastest other family, and with ddp if that fits."""
     others = [entry for entry in answer.families.values() if isinstance(entry, Candidate) and entry.plan != best.plan]
     if not others:
-        return "there is nothing to share" if best.plan.layout.world_size == 1 else "nothing else can be used"
+        return "there is only one device" if best.plan.layout.world_size == 1 else "no other family can be used"
     near = min(others, key=lambda entry: entry.time.seconds)
     change = near.time.seconds / best.time.seconds - 1
     text = f"{change:.0%} faster than the next family, {near.family}"
@@ -248,9 +285,9 @@ def _verdict(answer: Answer, best: Candidate) -> str:
 
 
 def smallest_cluster(question: Question, batch_size: int | None = None) -> tuple[Cluster, str] | None:
-    """Return the smallest cluster of these devices on which the model fits, None where none up to LARGEST does.
+    """Return the smallest cluster of these devices on which the model fits, with the family; None up to LARGEST.
 
-    `batch_size` None lets the batch grow with the devices, where it is not the user's.
+    With `batch_size` None, the batch grows with the devices.
     """
     node = question.cluster.node
     inside = divisors(node.num_devices)
@@ -267,15 +304,15 @@ def smallest_cluster(question: Question, batch_size: int | None = None) -> tuple
     return None
 
 
-# What options that the search does not change would take off the chosen plan's step.
+# Gains of options that the search does not change, for the chosen plan.
 
 
 ROUND = 25
-"""Steps between syncs for which low communication is offered."""
+"""Steps between synchronizations in the offer of low communication."""
 
 
 def compile_gain(answer: Answer) -> float:
-    """Return what compiling blocks would take off the best plan's step, as a fraction; 0 without such a plan."""
+    """Return the fraction of the best plan's step that compiling blocks would save; 0 if it cannot."""
     best = answer.best
     if best is None or best.plan.compile != "none" or SCHEDULES[best.plan.pipeline.schedule].splits_backward:
         return 0.0
@@ -283,7 +320,7 @@ def compile_gain(answer: Answer) -> float:
 
 
 def capture_gain(answer: Answer) -> float:
-    """Return what capturing the step as one graph would take off; 0 where that cannot be: shapes must stay the same."""
+    """Return the fraction of a step that capture as one CUDA graph would save, with equal shapes; 0 if it cannot."""
     best = answer.best
     if best is None or best.plan.layout.world_size > 1 or answer.question.cluster.device.kind == "cpu":
         return 0.0
@@ -291,7 +328,10 @@ def capture_gain(answer: Answer) -> float:
 
 
 def rounds_gain(answer: Answer) -> float:
-    """Return what syncing replicas only every ROUND steps would take off, which changes numbers; 0 where refused."""
+    """Return the fraction of a step that synchronizing replicas every ROUND steps would save; 0 if it cannot.
+
+    This changes the numbers of the training.
+    """
     best = answer.best
     if best is None or best.plan.layout.replicate == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""An answer of the planner as plain data for JSON, as text for a terminal, and as a picture."""
+"""The result of a search as data for JSON, as text for a terminal, and as a picture."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.planner.search.choices import FAMILIES
-from shardwise.planner.search.deepspeed import beside_native, choose_form, form_reason
 from shardwise.planner.search.explain import (
     ROUND,
+    beside_native,
     capacity_text,
     capture_gain,
     compile_gain,
     decision_path,
+    form_reason,
     reason,
     rounds_gain,
 )
-from shardwise.planner.search.search import FILL, Candidate
+from shardwise.planner.search.search import FILL, Candidate, choose_form
 from shardwise.plots.figures import Bars, Gantt, GanttSpan
 from shardwise.plots.svg import draw_sheet
 from shardwise.units import GB, format_count, format_gb, format_rate, format_seconds
@@ -32,16 +33,15 @@ if TYPE_CHECKING:
     from shardwise.planner.cost.events import Span
     from shardwise.planner.cost.memory import Memory
     from shardwise.planner.cost.time import Time
-    from shardwise.planner.search.deepspeed import ZeroForm
-    from shardwise.planner.search.search import Answer, Rejected
+    from shardwise.planner.search.search import Answer, EngineForm, Rejected
     from shardwise.planner.search.subject import Subject
     from shardwise.plans.plan import Plan
 
 
-def answer_data(answer: Answer, forms: Sequence[ZeroForm] = (), *, every: bool = False) -> dict[str, Any]:
-    """Return all that was found, in bytes and seconds; `every` adds each plan that was predicted.
+def answer_data(answer: Answer, forms: Sequence[EngineForm] = (), *, every: bool = False) -> dict[str, Any]:
+    """Return the result as plain data in bytes and seconds; `every` adds all predicted plans.
 
-    `forms` are DeepSpeed's, where that engine was asked for.
+    `forms` are those of another engine, if the spec names one.
     """
     question = answer.question
     device = question.cluster.device
@@ -75,19 +75,25 @@ def answer_data(answer: Answer, forms: Sequence[ZeroForm] = (), *, every: bool =
     return data
 
 
-def _form(form: ZeroForm, chosen: ZeroForm | None) -> dict[str, Any]:
-    text = {"fits": form.best is not None, "reason": form_reason(form, chosen)}
+def _form(form: EngineForm, chosen: EngineForm | None) -> dict[str, Any]:
+    data: dict[str, Any] = {"fits": form.best is not None, "reason": form_reason(form, chosen)}
     if form.best is not None:
-        return text | {name: part for name, part in _candidate(form.best).items() if name != "family"}
-    return text | ({"memory": _memory(form.memory)} if form.memory else {})
+        data |= _candidate(form.best)
+        del data["family"]
+    elif form.memory:
+        data["memory"] = _memory(form.memory)
+    return data
 
 
 def _entry(answer: Answer, family: str, entry: Candidate | Rejected) -> dict[str, Any]:
-    text = {"reason": reason(answer, family)}
+    data: dict[str, Any] = {"fits": isinstance(entry, Candidate), "reason": reason(answer, family)}
     if isinstance(entry, Candidate):
-        return {"fits": True, **text, **_candidate(entry)}
-    needs = {"plan": _plan(entry.plan)} if entry.plan else {}
-    return {"fits": False, **text, **needs, **({"memory": _memory(entry.memory)} if entry.memory else {})}
+        return data | _candidate(entry)
+    if entry.plan:
+        data["plan"] = _plan(entry.plan)
+    if entry.memory:
+        data["memory"] = _memory(entry.memory)
+    return data
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
@@ -143,10 +149,10 @@ def _time(time: Time) -> dict[str, Any]:
 # The text of an answer on a terminal.
 
 
-def answer_text(answer: Answer, forms: Sequence[ZeroForm], subject: Subject, *, every: bool) -> str:
-    """Return the best of each family (or every plan), then what the chosen one costs and why it was chosen.
+def answer_text(answer: Answer, forms: Sequence[EngineForm], subject: Subject, *, every: bool) -> str:
+    """Return the best plan of each family (or every plan), then cost and reasons of the chosen one.
 
-    `forms` are DeepSpeed's, where that engine was asked for.
+    `forms` are those of another engine, if the spec names one.
     """
     question = answer.question
     shape = question.model.plain
@@ -173,8 +179,8 @@ def answer_text(answer: Answer, forms: Sequence[ZeroForm], subject: Subject, *, 
     return "\n".join(lines)
 
 
-def _families(answer: Answer, forms: Sequence[ZeroForm]) -> Table:
-    """Return a table with a row for each family, and for each of DeepSpeed's forms."""
+def _families(answer: Answer, forms: Sequence[EngineForm]) -> Table:
+    """Return a table with a row for each family, and for each form of another engine."""
     table = _table(answer, "why")
     for family in FAMILIES:
         entry = answer.families[family]
@@ -186,7 +192,7 @@ def _families(answer: Answer, forms: Sequence[ZeroForm]) -> Table:
 
 
 def _add_row(table: Table, name: str, found: Candidate | None, least: Memory | None, why: str) -> None:
-    """Add what was found, or the least memory that is needed where nothing fits."""
+    """Add a row with the best plan, or with the least memory that a plan needs if none fits."""
     if found is not None:
         table.add_row(name, *_cells(found), why, style="bold" if why == "chosen" else "")
     else:
@@ -222,7 +228,7 @@ def _cells(candidate: Candidate) -> list[str]:
 
 
 def _best_lines(answer: Answer, best: Candidate) -> list[str]:
-    """Return memory and time of the chosen plan by part, and what the figures are based on."""
+    """Return memory and time of the chosen plan by part, and the origin of the rates."""
     memory, time = best.memory, best.time
     fused = " · loss fused with the head" if best.plan.fused_loss else ""
     at_peak = {**memory.at_peak, "allocator and context": memory.total - memory.peak}
@@ -247,7 +253,7 @@ def _best_lines(answer: Answer, best: Candidate) -> list[str]:
 
 
 def _parts(parts: Mapping[str, float], write: Callable[[float], str]) -> str:
-    """Return the parts of more than half a percent, the largest first."""
+    """Return the parts above half a percent of the total, the largest first."""
     least = 0.005 * sum(parts.values())
     shown = sorted(parts.items(), key=lambda part: -part[1])
     return " · ".join(f"{name} {write(size)}" for name, size in shown if size > least)
@@ -263,25 +269,25 @@ def _table(answer: Answer, *more: str) -> Table:
 
 
 def _rendered(table: Table) -> str:
-    """Return a table as text: as wide as the terminal and with its styles, or plain and 180 wide."""
+    """Return a table as text: with styles in the width of the terminal, or plain in 180 columns."""
     text, is_terminal = io.StringIO(), sys.stdout.isatty()
     width = None if is_terminal else 180
     Console(file=text, highlight=False, width=width, force_terminal=is_terminal).print(table)
     return text.getvalue().rstrip("\n")
 
 
-# A picture of an answer: memory by part for each family, and the timeline of one step.
+# The picture of a result: memory of each family by kind, and the timeline of one step.
 
 
 _NUM_PARTS = 8
-"""Parts of memory that have a colour of their own, beside the rest and what is outside of tensors."""
+"""Kinds of memory with a separate color; the others share one, as does memory outside tensors."""
 _REST, _OUTSIDE = "other", "allocator and context"
 _KINDS = {"F": "forward", "B": "backward", "reduce": "reduce, sum", "sum": "reduce, sum"}
-"""Work of a timeline whose label does not begin with its own name."""
+"""Kind of work of the spans whose label starts with another name."""
 
 
 def draw(answer: Answer, spans: Sequence[Span], *, title: str) -> str:
-    """Return the picture of an answer as SVG; `spans` is the timeline of its best plan, empty when nothing fits."""
+    """Return the picture of a result as SVG; `spans` is the timeline of its best plan, empty if nothing fits."""
     figures: list[Bars | Gantt] = [_memory_bars(answer)]
     if spans:
         shown = [GanttSpan(span.stream, _kind(span.label), span.label, span.start, span.end) for span in spans]
@@ -291,7 +297,7 @@ def draw(answer: Answer, spans: Sequence[Span], *, title: str) -> str:
 
 
 def _memory_bars(answer: Answer) -> Bars:
-    """Return one bar for each family that has a plan, with the limit."""
+    """Return one bar for each family with a plan, and the limit."""
     limit = answer.question.cluster.device.memory_bytes
     memories = {family: entry.memory for family, entry in answer.families.items() if entry.memory is not None}
     largest: dict[str, float] = {}
@@ -306,7 +312,7 @@ def _memory_bars(answer: Answer) -> Bars:
         parts = [*own, *rest, memory.total - memory.peak]
         rows.append((f"{family}{_chosen(answer, family)}", tuple(part / GB for part in parts)))
     return Bars(
-        title=f"Memory of a device at its highest moment, by part (GB; {limit / GB:.0f} there)",
+        title=f"Peak memory of a device by kind (GB, of {limit / GB:.0f})",
         unit="GB",
         parts=(*names, *([_REST] if has_rest else []), _OUTSIDE),
         rows=tuple(rows),
@@ -322,6 +328,6 @@ def _chosen(answer: Answer, family: str) -> str:
 
 
 def _kind(label: str) -> str:
-    """Return the kind of work that a span is, by the first name in its label: F3, gather 12, update."""
+    """Return the kind of work of a span from the start of its label: F3, gather 12, update."""
     name = label.split(maxsplit=1)[0].rstrip("0123456789")
     return _KINDS.get(name, name)

@@ -1,13 +1,14 @@
 """The search: the best plan of each family, and the best of all.
 
-The idea: plans come in groups that share compute and bubbles. Groups are visited in the order of a lower bound of
-their time (`choices.Floors`), and a group whose bound is above the best time of its family is skipped; so is a plan
-whose lower bound of memory exceeds the device, and a larger micro-batch than one that did not fit. The invariant: the
-result is that of predicting every plan (`exhaustive`, compared by a test).
+The idea: plans form groups that share compute and bubbles. The search visits groups in the order of a lower bound of
+their time (`choices.Floors`) and skips a group whose bound is above the best time of its family. It also skips plans
+whose lower bound of memory exceeds the device, and micro-batches larger than one that did not fit. The invariant: the
+result equals that of predicting every plan (`exhaustive`; a test compares them).
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -40,27 +41,27 @@ if TYPE_CHECKING:
     from shardwise.planner.model.forms import Model
 
 FILL = 0.95
-"""Of a device's memory, what a plan may need; the rest is for other processes and fragmentation."""
+"""Fraction of a device's memory that a plan may use; the rest is for other processes and fragmentation."""
 HOST_FILL = 0.9
-"""The same of a node's host memory, which the system and the data loaders use too."""
+"""Fraction of a node's host memory that a plan may use; the system and data loaders need the rest."""
 TIE = 0.01
-"""Plans of one family nearer than this in time are equal within model error, so the simpler wins."""
+"""Relative difference in time below which plans of one family are equal within model error, so the simpler wins."""
 FAMILY_TIE = 0.05
-"""The same between families of data parallelism and ZeRO: most errors of the model are common to them."""
+"""The same between families of data parallelism and ZeRO, which share most errors of the time model."""
 STRUCTURE_TIE = 0.1
-"""The same between those and families that split the model: bubbles and exchanges have errors of their own, and a
-split model asks more of its users."""
+"""The same between those and families that split the model: bubbles and collectives have additional errors, and a
+split model is more difficult to use."""
 
 
 LOGIT_BYTES = 10
-"""Of one logit and what a loss makes of it, in bf16 and fp32."""
+"""Bytes per logit with the tensors that a loss derives from it, in bf16 and fp32."""
 LOGIT_SHARE = 0.02
-"""Of a device's memory, what logits may take before a fused loss is tried."""
+"""Fraction of a device's memory that logits may take before the search tries a fused loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What to plan: a model, a cluster, a batch."""
+    """The input of the search: a model, a cluster and a global batch size."""
 
     model: Model
     cluster: Cluster
@@ -70,25 +71,25 @@ class Question:
     precision: Precision = field(default_factory=Precision)
     optimizer: OptimizerShape = ADAMW
     accepts: Callable[[Plan], None] = field(default=lambda _: None, compare=False)
-    """Raises InputError for plans that `train` would refuse, by the rules of `train` itself."""
+    """Raises InputError for plans that `train` would reject, by the same rules."""
 
     @property
     def context(self) -> float:
-        """Bytes that a process takes from a device outside of the allocator."""
+        """Device memory of a process outside of the allocator, in bytes."""
         return self.calibration.context_bytes.value
 
     @property
     def capacity(self) -> float:
-        """Bytes that a plan may need on each device."""
+        """Bytes that a plan may use on each device."""
         return FILL * self.cluster.device.memory_bytes
 
     @property
     def host_capacity(self) -> float:
-        """Bytes that a rank may need on its host."""
+        """Bytes of host memory that each rank may use."""
         return HOST_FILL * self.cluster.node.host_memory_bytes / self.cluster.devices_per_node
 
     def has_capacity(self, memory: Memory) -> bool:
-        """Whether device and host have what a plan needs."""
+        """Whether a plan of this memory fits on device and host."""
         return memory.total <= self.capacity and memory.host <= self.host_capacity
 
     def memory_of(self, plan: Plan) -> Memory:
@@ -96,13 +97,13 @@ class Question:
         return predict_memory(self.model.for_plan(plan), plan, optimizer=self.optimizer, context=self.context)
 
     def time_model(self) -> TimeModel:
-        """Return what predicts the time of plans."""
+        """Return the time model of the cluster and the optimizer."""
         return TimeModel(self.cluster, self.calibration, optimizer=self.optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan that fits, with what it costs."""
+    """A plan that fits, with its predicted memory and time."""
 
     plan: Plan
     memory: Memory
@@ -110,46 +111,63 @@ class Candidate:
 
     @property
     def family(self) -> str:
-        """Its family."""
+        """The family of the plan."""
         return family_of(self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A family none of whose plans can be used."""
+    """A family without a usable plan."""
 
     family: str
     reason: str
     """One of "memory", "host memory", "not needed", "impossible"."""
     detail: str = ""
-    """The rule it breaks, where it is impossible."""
+    """The rule that it violates, if it is impossible."""
     plan: Plan | None = None
-    """Of its plans the one that needs least memory."""
+    """The plan of the family that needs the least memory."""
     memory: Memory | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineForm:
+    """One way to train with another engine: the fastest of its plans that fit, or why none does."""
+
+    name: str
+    best: Candidate | None
+    refusal: str = ""
+    """Why no plan of this form can be used."""
+    memory: Memory | None = None
+    """The smallest memory of its plans, if none fits."""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether its plan offloads to the host."""
+        return self.best is not None and self.best.plan.offload.optimizer != "none"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a search found."""
+    """The result of a search."""
 
     question: Question
     best: Candidate | None
-    """What `choose` takes of all. None when nothing fits."""
+    """The candidate that `choose` returns; None when nothing fits."""
     families: Mapping[str, Candidate | Rejected]
-    """The best of each family, or why there is none, the simplest family first."""
+    """The best candidate of each family, or why it has none, the simplest family first."""
     candidates: tuple[Candidate, ...]
-    """All that were predicted, the best first."""
+    """All predicted plans, the fastest first."""
     num_plans: int
-    """Plans there are."""
+    """Number of plans considered."""
 
 
 def search(question: Question, *, exhaustive: bool = False) -> Answer:
-    """Return the best plans; `exhaustive` predicts every one that fits, for checks of the shortcut."""
+    """Return the best plans; `exhaustive` predicts every plan that fits, to check the lower bounds."""
     return _Search(question, exhaustive=exhaustive).answer()
 
 
 class _Search:
-    """One search: groups by rising floor of their time, skipped when their floor is above the best of the family."""
+    """One search over groups in ascending order of their lower bound of time."""
 
     def __init__(self, question: Question, *, exhaustive: bool) -> None:
         self.question = question
@@ -162,20 +180,18 @@ class _Search:
         self._smallest: dict[str, tuple[float, ChoiceGroup, PlanVariant]] = {}
         self._refused: dict[str, str] = {}
         self._too_much: dict[tuple[object, ...], int] = {}
-        """Plans but for their micro-batch -> the smallest one that does not fit."""
+        """The smallest micro-batch that does not fit, by all other choices of a plan."""
         self._num_plans = 0
 
     def answer(self) -> Answer:
-        """Search without offload, and with it only where nothing else fits."""
+        """Search without offload, then with offload if nothing else fits."""
         ordered = self._ordered()
         self._run(ordered, offload=False)
         needs_offload = not any(self._found.values())
         if needs_offload:
             self._run(ordered, offload=True)
-        candidates = sorted(
-            (candidate for found in self._found.values() for candidate in found),
-            key=lambda candidate: (candidate.time.seconds, simplicity(candidate.plan)),
-        )
+        candidates = list(itertools.chain.from_iterable(self._found.values()))
+        candidates.sort(key=lambda candidate: (candidate.time.seconds, simplicity(candidate.plan)))
         families = {family: self._family(family, needed=needs_offload) for family in FAMILIES}
         return Answer(
             question=self.question,
@@ -186,12 +202,12 @@ class _Search:
         )
 
     def least_memory_groups(self) -> list[ChoiceGroup]:
-        """Return the groups that need least memory, those that split the model least first."""
+        """Return the groups that need the least memory, in ascending order of their model-parallel degrees."""
         small = [group for _, group in self._ordered() if group.micro_batch == 1 and group.recompute == "full"]
         return sorted(small, key=lambda group: (group.pp, group.tp, group.cp, group.schedule))
 
     def fits(self, group: ChoiceGroup, variant: PlanVariant) -> bool:
-        """Whether a plan's memory suffices."""
+        """Whether the plan of a group and a variant fits and `train` accepts it."""
         if self._floors.memory(group, variant) > self.question.capacity:
             return False
         plan = make_plan(self._base, group, variant)
@@ -199,7 +215,7 @@ class _Search:
         return self.question.has_capacity(memory) and not refused_by_rule(self.question, plan)
 
     def _ordered(self) -> list[tuple[float, ChoiceGroup]]:
-        """Return all groups, those that could be fastest first."""
+        """Return all groups with the lower bound of their time, in ascending order of it."""
         question = self.question
         found = groups(
             question.model.plain, question.cluster.num_devices, question.cluster.devices_per_node, question.batch_size
@@ -212,10 +228,10 @@ class _Search:
                 for form in self._forms(group, variant, offload=offload):
                     self._num_plans += 1
                     if self._consider(floor, group, form) and not self._exhaustive:
-                        break  # a leaner form of a plan that fits is only slower
+                        break  # a leaner form of a plan that fits would only be slower
 
     def _variants(self, group: ChoiceGroup) -> Iterator[PlanVariant]:
-        """Yield the variants of a group; under tensor parallelism a fused loss also saves the gather of logits."""
+        """Yield the variants of a group; under tensor parallelism, a fused loss also saves the gather of logits."""
         for variant in variants(group):
             yield variant
             if group.tp > 1 and self._fuses(group):
@@ -228,7 +244,7 @@ class _Search:
         yield from leaner(group, variant, offload=offload, fuses=fuses)
 
     def _fuses(self, group: ChoiceGroup) -> bool:
-        """Whether logits are worth fusing: they would take a good part of the device."""
+        """Whether to try a fused loss: logits would take more than LOGIT_SHARE of the device."""
         head = self.question.model.plain.head
         if head is None:
             return False
@@ -236,7 +252,7 @@ class _Search:
         return logits > LOGIT_SHARE * self.question.capacity
 
     def _consider(self, floor: float, group: ChoiceGroup, variant: PlanVariant) -> bool:
-        """Predict a plan as far as needed; return whether it fits, or is too slow to matter."""
+        """Predict a plan as far as needed; return whether it fits or is slower than the best of its family."""
         family = group_family(group, variant)
         if not self._exhaustive and floor > self._best.get(family, float("inf")) * (1 + TIE):
             return True
@@ -284,7 +300,7 @@ class _Search:
 
 
 def refused_by_rule(question: Question, plan: Plan) -> str:
-    """Return the rule by which `train` would refuse a plan; empty where it accepts it."""
+    """Return the rule by which `train` would reject a plan; empty if it accepts the plan."""
     try:
         question.accepts(plan)
     except InputError as error:
@@ -296,11 +312,9 @@ def anything_fits(question: Question) -> str | None:
     """Return the first family that fits on the cluster, without predicting time; None where nothing does."""
     search = _Search(question, exhaustive=False)
     fuses = question.model.plain.head is not None
-    lean = [
-        (group, variant._replace(fused_loss=fuses))
-        for group in search.least_memory_groups()
-        for variant in variants(group)
-    ]
+    lean: list[tuple[ChoiceGroup, PlanVariant]] = []
+    for group in search.least_memory_groups():
+        lean += [(group, variant._replace(fused_loss=fuses)) for variant in variants(group)]
     for offload in (False, True):
         for group, variant in lean:
             for form in leaner(group, variant, offload=True) if offload else (variant,):
@@ -310,7 +324,7 @@ def anything_fits(question: Question) -> str | None:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the fastest candidate, or the simplest of those within model error; None where there is none."""
+    """Return the fastest candidate, or the simplest of those within model error; None without candidates."""
     families: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         families.setdefault(candidate.family, []).append(candidate)
@@ -322,6 +336,20 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     if whole and (not split or _least_seconds(whole) <= _least_seconds(split) * (1 + STRUCTURE_TIE)):
         return _simplest(whole, FAMILY_TIE)
     return _simplest(split, FAMILY_TIE) if split else None
+
+
+def choose_form(forms: Sequence[EngineForm]) -> EngineForm | None:
+    """Return the fastest form of an engine, or the simplest of those within model error; None if none fits.
+
+    A form that offloads is returned only if no other fits, as among the native plans.
+    """
+    fits = {form.name: form.best for form in forms if form.best is not None}
+    kept = [form for form in forms if form.best is not None and not form.offloads]
+    kept = kept or [form for form in forms if form.best is not None]
+    if not kept:
+        return None
+    limit = _least_seconds([fits[form.name] for form in kept]) * (1 + FAMILY_TIE)
+    return next(form for form in kept if fits[form.name].time.seconds <= limit)
 
 
 def _least_seconds(candidates: Sequence[Candidate]) -> float:

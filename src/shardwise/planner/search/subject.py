@@ -1,4 +1,4 @@
-"""What is planned: a published model or the model of a Job; and plan = auto for the machine at hand."""
+"""The subject of a search: a published model or the model of a Job; and `--plan auto` on this machine."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.engines.engine import engine_named
+from shardwise.engines.engine import engine_named, require_supported
 from shardwise.environment import cache_directory
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.hardware.calibration import calibration_for
 from shardwise.hardware.cluster import this_machine
 from shardwise.job import optimizers
-from shardwise.parallel.support import require_supported
 from shardwise.planner.cost.memory import ADAMW, SGD, OptimizerShape
 from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
 from shardwise.planner.search.search import Question, search
-from shardwise.planner.settle import LocalDevice, choose_precision
 from shardwise.plans.plan import Precision
 from shardwise.units import format_gb
 
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model with what else the search needs of its training."""
+    """A model with the batch size, precision and optimizer of its training."""
 
     model: Model
     batch_size: int
@@ -42,10 +40,10 @@ class Subject:
     precision_source: str
     optimizer: OptimizerShape = ADAMW
     accepts: Callable[[Plan], None]
-    """Raises InputError for plans that `train` would refuse."""
+    """Raises InputError for plans that `train` would reject."""
 
     def question(self, cluster: Cluster) -> Question:
-        """Return what to search on a cluster."""
+        """Return the question of the best plans on a cluster."""
         return Question(
             model=self.model,
             cluster=cluster,
@@ -67,37 +65,39 @@ def published_subject(
     precision: DType | None = None,
     lora: int | None = None,
 ) -> Subject:
-    """Return a published model; what is None is what it was published with. `accepts` raises for untrainable plans."""
-    held, why = _precision(cluster, precision)
+    """Return a published model; options that are None default to those of its publication.
+
+    `accepts` raises for plans that cannot be trained.
+    """
+    chosen, why = _precision(cluster, precision)
     if lora is not None and lora < 1:
         raise PlanError(
-            f"LoRA rank {lora} adapts nothing", code="job.lora-rank-invalid", fix="use 1 or more, such as 16"
+            f"the LoRA rank must be positive, got {lora}",
+            code="job.lora-rank-invalid",
+            fix="use 1 or more, such as 16",
         )
-    plain, gathered = (
-        published(name, compute=held.compute, gathered=gathered, length=length, lora=lora or 0)
-        for gathered in (False, True)
-    )
-    model = Model(plain=plain, gathered=gathered)
+    describe = functools.partial(published, name, compute=chosen.compute, length=length, lora=lora or 0)
+    model = Model(plain=describe(gathered=False), gathered=describe(gathered=True))
     usual = usual_batch(name, model.plain.tokens_per_sample, cluster.num_devices, lora=lora is not None)
     return Subject(
         model=model,
         batch_size=batch_size or usual,
         batch_source="--batch-size" if batch_size else "usual for this model",
-        precision=held,
+        precision=chosen,
         precision_source=why,
         accepts=accepts,
     )
 
 
 def describe_job(job: Job, compute: DType) -> Model:
-    """Return the model of a job as planning sees it, computed in `compute`: traced once, then read from the cache."""
+    """Return the description of a job's model trained in `compute`: traced once, then read from the cache."""
     from shardwise.planner.trace.trace import described  # imports torch, which published models do not need
 
     return described(job, compute, cache_directory() / "models")
 
 
 def job_rules(job: Job) -> Callable[[Plan], None]:
-    """Return the check that `train` makes of a plan for this job; the model is built once, for the first plan."""
+    """Return the check of `train` for plans of this job; it builds the model once, for the first plan."""
 
     @functools.cache
     def rules() -> Callable[[Plan], None]:
@@ -121,15 +121,15 @@ def job_subject(
     precision: DType | None = None,
     owner: str = "the job",
 ) -> Subject:
-    """Return the model of a job; `accepts` None takes the rules of `train`; `owner` is what messages call the job."""
+    """Return the model of a job; with `accepts` None, the rules of `train` apply; messages name the job `owner`."""
     fix = "shardwise train it, with --nproc 2 for two replicas"
     engine_named(job.engine).require_torch_model(owner, "plan predicts torch modules", fix=fix)
-    held, why = _precision(cluster, precision)
+    chosen, why = _precision(cluster, precision)
     return Subject(
-        model=describe(job, held.compute),
+        model=describe(job, chosen.compute),
         batch_size=batch_size or job.batch_size,
         batch_source="--batch-size" if batch_size else "the job's",
-        precision=held,
+        precision=chosen,
         precision_source=why,
         optimizer=optimizer_shape(job.optimizer),
         accepts=accepts or job_rules(job),
@@ -137,7 +137,7 @@ def job_subject(
 
 
 def optimizer_shape(factory: object) -> OptimizerShape:
-    """Return what an optimizer keeps; one that is not ours is taken for AdamW, which keeps most."""
+    """Return the state that an optimizer keeps; an unknown one counts as AdamW, which keeps the most."""
     if isinstance(factory, optimizers.SGD):
         return OptimizerShape(name="sgd", states=1.0) if factory.momentum else SGD
     return ADAMW
@@ -149,15 +149,23 @@ def _precision(cluster: Cluster, asked: DType | None) -> tuple[Precision, str]:
         return Precision(parameter=asked, compute=asked, reduce=asked, optimizer=asked), "--precision"
     if asked is not None:
         return Precision(compute=asked), "--precision"
-    chosen = LocalDevice(kind="cpu" if device.kind == "cpu" else "cuda", has_bf16=device.has_bf16, name=device.name)
-    return choose_precision(chosen)
+    return choose_precision(device.name, is_cpu=device.kind == "cpu", has_bf16=device.has_bf16)
 
 
-# The plan "auto" for a job on the machine at hand: searched on GPUs, the simplest on a CPU.
+def choose_precision(device: str, *, is_cpu: bool, has_bf16: bool) -> tuple[Precision, str]:
+    """Return the dtypes for a device and why: fp32 on a CPU, else bf16 if supported, else fp16 with loss scaling."""
+    if is_cpu:
+        return Precision(compute="fp32"), f"auto: {device} computes in fp32"
+    if has_bf16:
+        return Precision(compute="bf16"), f"auto: {device} has bf16"
+    return Precision(compute="fp16"), f"auto: {device} lacks bf16, so fp16 with loss scaling"
+
+
+# The plan "auto" of a job on this machine: searched on GPUs, the simplest on a CPU.
 
 
 def _machines(world_size: int) -> Cluster:
-    """Return this machine, or so many like it."""
+    """Return this machine, or as many like it as `world_size` devices need."""
     here = this_machine()
     if world_size > here.num_devices and world_size % here.num_devices == 0:
         return dataclasses.replace(here, num_devices=world_size)
@@ -165,7 +173,7 @@ def _machines(world_size: int) -> Cluster:
 
 
 def search_plan(job: Job, world_size: int) -> tuple[Plan | None, str]:
-    """Return the best plan for a job on GPUs of machines like this one and why; None, and why, where none was found."""
+    """Return the best plan for a job on the GPUs of this type of machine, or None, and the reason."""
     try:
         cluster = _machines(world_size)
         subject = job_subject(job, cluster)
@@ -183,7 +191,7 @@ def search_plan(job: Job, world_size: int) -> tuple[Plan | None, str]:
     return dataclasses.replace(best.plan, sources={**sources, "precision": subject.precision_source}), why
 
 
-# Global batches of published models when the user names none: what they were trained with, in samples per step.
+# Default global batch sizes of published models: those of their own training, in samples per step.
 
 
 TOKENS = {
@@ -193,19 +201,19 @@ TOKENS = {
     "byt5": 2**20,  # Xue et al. 2022: 2^20 tokens
     "t5": 2**16,  # Raffel et al. 2020: 128 sequences of 512 tokens
 }
-"""Beginning of a model's name -> tokens per step; the first that matches."""
+"""Tokens per step by the prefix of a model's name; the first match counts."""
 SAMPLES_PER_DEVICE = 32
-"""Where samples are not sequences: Goyal et al. 2017 trained ResNet-50 with 32 images a GPU."""
+"""Samples per device if they are not sequences: Goyal et al. 2017 trained ResNet-50 with 32 images per GPU."""
 FINE_TUNING = 128
 """Samples per step with LoRA: Hu et al. 2021 used 128 for GPT-3."""
 
 
 def usual_batch(name: str, tokens_per_sample: int | None, num_devices: int, *, lora: bool) -> int:
-    """Return the global batch of a published model, filled up so that all devices can share it evenly."""
+    """Return the global batch size of a published model, rounded up so that it divides evenly over the devices."""
     if tokens_per_sample is None:
         return SAMPLES_PER_DEVICE * num_devices
     tokens = next((tokens for start, tokens in TOKENS.items() if name.startswith(start)), TOKENS["llama"])
     samples = FINE_TUNING if lora else max(1, tokens // tokens_per_sample)
-    # More devices than samples leave some to tensor and pipeline parallelism, by powers of two.
+    # With more devices than samples, powers of two are left to tensor and pipeline parallelism.
     shared = num_devices if num_devices <= samples else num_devices // (num_devices & -num_devices)
     return math.ceil(samples / shared) * shared

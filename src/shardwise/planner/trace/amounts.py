@@ -1,4 +1,7 @@
-"""From two passes over a model to amounts: what lives and what is done, as it grows with the micro-batch."""
+"""From two traced passes to a part's footprint and operators, as functions of the micro-batch.
+
+The idea: two passes with different numbers of samples determine the fixed and per-sample bytes of every allocation.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class State:
-    """What is resident of a segment at one time."""
+    """Allocations of a segment at one time."""
 
     resident: Amount
     gradients: float
@@ -26,17 +29,17 @@ class State:
 
 
 def states_of(passes: Sequence[TracedPass], segment: int) -> list[State]:
-    """Return the states of a segment with what it found there taken off, as amounts that grow with the samples."""
+    """Return the states of a segment, without what was allocated before it, as functions of the samples."""
     few, many = (_entries_of(single, segment) for single in passes)
     made_before = next((entry.gradients for entry in many if entry.backward), 0)
     if len(few) == len(many):
         resident = [_amount(_above(one, few[0]), _above(two, many[0])) for one, two in zip(few, many, strict=True)]
-    else:  # another batch takes another path: all that lives is taken to grow with the batch
+    else:  # the batches took different paths through the model: assume that all allocations grow with the batch
         resident = [_per_sample(_above(entry, many[0])) for entry in many]
-    return [
-        State(amount, entry.gradients - made_before, entry.backward, entry.on_gpu)
-        for amount, entry in zip(resident, many, strict=True)
-    ]
+    states = []
+    for amount, entry in zip(resident, many, strict=True):
+        states.append(State(amount, entry.gradients - made_before, entry.backward, entry.on_gpu))
+    return states
 
 
 def _entries_of(single: TracedPass, segment: int) -> list[LedgerEntry]:
@@ -50,8 +53,11 @@ def _above(entry: LedgerEntry, base: LedgerEntry) -> tuple[float, float, float]:
 def _amount(few: Sequence[float], many: Sequence[float]) -> Amount:
     """Solve bytes = fixed + samples x slope for each kind of activation."""
     first, second = SAMPLES
-    slopes = [(more - less) / (second - first) for less, more in zip(few, many, strict=True)]
-    fixed = sum(less - slope * first for less, slope in zip(few, slopes, strict=True))
+    fixed, slopes = 0.0, []
+    for less, more in zip(few, many, strict=True):
+        slope = (more - less) / (second - first)
+        slopes.append(slope)
+        fixed += less - slope * first
     return Amount(fixed=fixed, whole=slopes[0], stream=slopes[1], split=slopes[2])
 
 
@@ -62,15 +68,21 @@ def _per_sample(many: Sequence[float]) -> Amount:
 
 def footprint_of(states: Sequence[State]) -> Footprint:
     """Return the footprint of a part, from its states in order."""
-    everywhere = [state for state in states if not state.on_gpu]
-    forward = [state.resident for state in everywhere if not state.backward]
-    with_workspace = [state.resident for state in states if state.on_gpu and not state.backward]
+    forward: dict[bool, list[Amount]] = {False: [], True: []}
+    backward: dict[bool, list[State]] = {False: [], True: []}
+    for state in states:
+        if state.backward:
+            backward[state.on_gpu].append(state)
+        else:
+            forward[state.on_gpu].append(state.resident)
+    moments = _highest(backward[False])
+    if backward[True]:
+        moments += tuple(replace(moment, on_gpu=True) for moment in _highest(backward[True]))
     return Footprint(
-        saved=forward[-1],
-        forward=max(forward, key=_size),
-        forward_on_gpu=max([*forward, *with_workspace], key=_size),
-        backward=_highest([state for state in everywhere if state.backward])
-        + _on_gpu([state for state in states if state.on_gpu and state.backward]),
+        saved=forward[False][-1],
+        forward=max(forward[False], key=_size),
+        forward_on_gpu=max([*forward[False], *forward[True]], key=_size),
+        backward=moments,
     )
 
 
@@ -79,11 +91,11 @@ def _size(amount: Amount) -> float:
 
 
 def _highest(states: Sequence[State]) -> tuple[Moment, ...]:
-    """Keep the states that no other exceeds both in resident bytes and in gradients made."""
+    """Return the states that no other exceeds both in allocated bytes and in gradients."""
     kept: list[Moment] = []
     first = next((index for index, state in enumerate(states) if state.gradients), 0)
     if first:
-        # Between the loss and the first gradient the model's own backward begins: one element represents that.
+        # The model's own backward begins between the loss and the first gradient; a single element marks it.
         highest = max(range(first), key=lambda index: _size(states[index].resident))
         between = min(states[highest:first], key=lambda state: _size(state.resident))
         states = [*states, State(between.resident, 1.0, backward=True)]
@@ -93,14 +105,8 @@ def _highest(states: Sequence[State]) -> tuple[Moment, ...]:
     return tuple(kept) or (Moment(resident=Amount()),)
 
 
-def _on_gpu(states: Sequence[State]) -> tuple[Moment, ...]:
-    if not states:
-        return ()
-    return tuple(replace(moment, on_gpu=True) for moment in _highest(states))
-
-
 def work_of(passes: Sequence[TracedPass], segment: int) -> Work:
-    """Return what a device does in a segment."""
+    """Return the operators of a segment."""
     few, many = (single.tallies[segment] for single in passes)
     return Work(
         matmuls=_merged(few.matmuls),

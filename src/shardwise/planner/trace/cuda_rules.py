@@ -1,4 +1,4 @@
-"""CUDA's rules on meta tensors: autocast, fused kernels, and the workspace of cuDNN."""
+"""CUDA's rules for meta tensors: the dtypes of autocast, fused kernels, and the workspaces of cuDNN."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _LIFTED = frozenset({
 
 
 class CudaRules(TorchFunctionMode):
-    """Has meta tensors take the dtypes, and call the kernels, that CUDA tensors would.
+    """Applies CUDA's autocast to meta tensors and calls the kernels that CUDA tensors would get.
 
-    Autocast itself looks for CUDA tensors, which a torch built without CUDA cannot even pretend to have.
+    `compute` is autocast's dtype, None for no autocast. torch's own autocast acts on CUDA tensors only, which a torch
+    built without CUDA does not have.
     """
 
     def __init__(self, compute: torch.dtype | None) -> None:
-        """`compute` is autocast's dtype, None for no autocast."""
         super().__init__()
         self._compute = compute
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
-        """Lower copies of weights, one for each as autocast's cache has it."""
+        """Casts of weights to the compute dtype, one each, as in autocast's cache."""
         self.lowered: set[int] = set()
-        """Identities of the weights that were cast."""
+        """Ids of the weights that were cast."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,7 +69,7 @@ class CudaRules(TorchFunctionMode):
         self._casts.clear()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` with these rules also where autograd calls it: backward switches such modes off."""
+        """Return `function` with these rules also where autograd calls it, since backward disables function modes."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self in function_modes():
@@ -95,7 +95,7 @@ class CudaRules(TorchFunctionMode):
             return tensor
         if not (tensor.is_leaf and tensor.requires_grad and dtype != torch.float32):
             if tensor.is_leaf and dtype != torch.float32:
-                self.lowered.add(id(tensor))  # a frozen one, which autocast casts anew for each use
+                self.lowered.add(id(tensor))  # frozen: autocast casts it again for each use
             return tensor.to(dtype)
         if id(tensor) not in self._casts:
             lower = tensor.to(dtype)
@@ -105,12 +105,12 @@ class CudaRules(TorchFunctionMode):
 
 
 def _lifts_rms_norm() -> bool:
-    """Whether this torch's autocast computes it in fp32; so since 2.12."""
+    """Whether autocast runs rms_norm in fp32, as torch does since 2.12."""
     return autocasts_on_cuda("aten::rms_norm")
 
 
 class _RmsNorm(torch.autograd.Function):
-    """One kernel that keeps its input and a number per row."""
+    """A fused kernel that saves its input and one statistic per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
@@ -124,7 +124,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _Dropout(torch.autograd.Function):
-    """One kernel that keeps a mask of one byte per element."""
+    """A fused kernel that saves a mask of one byte per element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def _attention(
     func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """Take the kernel that CUDA would: flash in 16 bit without a mask, memory-efficient else, the plain way last."""
+    """Call the kernel that CUDA would: flash for 16 bits without a mask, else memory-efficient, else the math one."""
     if query.dtype in {torch.bfloat16, torch.float16} and attn_mask is None:
         return flash_attention(query, key, value, dropout=dropout_p, is_causal=is_causal, scale=scale)
     if query.dtype == torch.float64 or (enable_gqa and query.shape[1] != key.shape[1]):
@@ -162,7 +162,7 @@ def _attention(
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Under autocast the log-softmax is made in fp32, from a copy of the logits in fp32."""
+    """Compute cross entropy from an fp32 copy of the logits, as under autocast."""
     return F.cross_entropy(logits.float(), target, *args, **kwargs)
 
 
@@ -173,20 +173,20 @@ _FUSED: dict[str, Callable[..., Any]] = {
 }
 
 
-# What cuDNN takes from torch's allocator while it convolves: copies of its operands in the order its kernels read.
+# Workspaces that cuDNN allocates in torch's allocator during convolutions: copies of operands in its kernels' layout.
 
 
 _PADDED = 8
-"""Channels of 16 bit to which fewer are filled up."""
+"""cuDNN pads 16-bit inputs to at least this many channels."""
 _ALIGNED = 16
-"""Bytes of a picture by which products over single pixels need no copy."""
+"""A 1x1 convolution needs no copy if the bytes of one channel are a multiple of this."""
 
 
 def workspace_bytes(name: str, args: Any) -> float:
     """Return the workspace of an operator with these operands on a GPU; 0 for all but convolutions.
 
-    Measured with torch 2.11 on an H200, over 60 convolutions of ResNets: input and output once each, for the gradient
-    also the weights, within 10 MB; none for windows of one pixel, nor where channels come last already.
+    Measured with torch 2.11 on an H200 over 60 convolutions of ResNets, within 10 MB: input and output once each, for
+    gradients also the weights; none for 1x1 kernels, nor for tensors that are channels-last already.
     """
     if name == "aten::convolution":
         value, weight = args[0], args[1]

@@ -1,9 +1,9 @@
-"""A ledger of one pass on meta tensors: which bytes are live after each operator, and the work of each operator.
+"""A ledger of one pass on meta tensors: the live bytes after each operator, and the work of each operator.
 
-The idea: a TorchDispatchMode sees every operator and weak references see every storage die, so a forward and backward
-on meta tensors gives the timeline of live bytes without allocating any. The invariant: bytes are counted once per
-storage, views are free, and a storage counts as what tensor parallelism does to it (replicated, the residual stream,
-split), derived from the tags of an operator's inputs.
+The idea: a TorchDispatchMode sees every operator and weak references report when a storage is freed, so forward and
+backward on meta tensors yield the timeline of live bytes without allocating any. The invariant: each storage counts
+once, views are free, and every storage has a tag for what tensor parallelism does with it (replicated, residual
+stream, split), which follows from the tags of the operator's inputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Tag = Literal["whole", "stream", "split", "weight", "split weight", "gradient"]
-"""How a storage counts: activations by what tensor parallelism does to them; the others are counted elsewhere."""
+"""Kind of a storage: activations by what tensor parallelism does with them; the other kinds are counted elsewhere."""
 
 _RESIDENT = {"whole": 0, "stream": 1, "split": 2}
 _WEIGHTS = {"weight", "split weight"}
@@ -49,21 +49,21 @@ _ATTENTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """The state after one change."""
+    """Live bytes after one operator or deallocation."""
 
     segment: int
     backward: bool
     resident: tuple[float, float, float]
     """Bytes of activations: replicated, of the residual stream, and split by tensor parallelism."""
     gradients: int
-    """Elements of the gradients made so far."""
+    """Elements of weight gradients so far."""
     on_gpu: bool = False
-    """Whether a workspace is in it that only a GPU's library takes."""
+    """Whether it contains a workspace that only a GPU library allocates."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Work of one segment."""
+    """Operators of one segment."""
 
     matmuls: list[Matmul] = field(default_factory=list)
     attentions: list[AttentionWork] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Tally:
 
 
 class Ledger(TorchDispatchMode):
-    """Records every change of the live bytes, by segment: a stretch of the forward pass and its backward pass."""
+    """Records every change of the live bytes by segment: a section of the forward pass and its backward."""
 
     def __init__(self, samples: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,16 +85,16 @@ class Ledger(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._frozen: set[int] = set()
-        """Storages of weights that get no gradient, and of their casts."""
+        """Storages of frozen weights and of their casts."""
         self._resident = [0.0, 0.0, 0.0]
         self._gradients = 0
         self._turned = False
         self._starts = [0]
-        """Number of the first autograd node of each segment."""
+        """Sequence number of the first autograd node of each segment."""
 
     def begin_segment(self) -> int:
-        """Begin the next segment of the forward pass; returns its index."""
-        self.note()  # without what has died since the segment's last operator
+        """Begin the next segment of the forward pass and return its index."""
+        self.note()  # without what was freed since the segment's last operator
         self._starts.append(next_sequence_number())
         self.tallies.append(Tally())
         self.note()
@@ -106,7 +106,7 @@ class Ledger(TorchDispatchMode):
         self._turned = True
 
     def tag(self, tensor: Tensor, tag: Tag) -> None:
-        """Count a tensor as this from now on."""
+        """Set the tag of a tensor's storage."""
         storage = tensor.untyped_storage()
         self._count(storage_id(storage), -1)
         self._tags[storage_id(storage)] = tag
@@ -114,20 +114,20 @@ class Ledger(TorchDispatchMode):
         self._count(storage_id(storage), +1)
 
     def tag_weight(self, weight: Tensor, *, split: bool) -> None:
-        """Count a tensor as a weight, which tensor parallelism splits or not."""
+        """Tag a tensor as a weight, split by tensor parallelism or not."""
         self.tag(weight, "split weight" if split else "weight")
         if not weight.requires_grad:
             self._frozen.add(_key(weight))
 
     def gradient_made(self, weight: Tensor) -> None:
-        """Count what is now a weight's gradient among the gradients."""
+        """Tag the gradient of a weight and add its elements to the total."""
         if weight.grad is not None:
             self._gradients += weight.numel()
             self.tag(weight.grad, "gradient")
             self.note()
 
     def resident(self) -> tuple[float, float, float]:
-        """Return the live bytes."""
+        """Return the live bytes by kind of activation."""
         return (self._resident[0], self._resident[1], self._resident[2])
 
     def note(self) -> None:
@@ -136,7 +136,7 @@ class Ledger(TorchDispatchMode):
         self.entries.append(LedgerEntry(segment, backward, self.resident(), self._gradients))
 
     def _note_workspace(self, num_bytes: float, tag: Tag) -> None:
-        """Record the live bytes while an operator has its workspace."""
+        """Record the live bytes together with an operator's workspace."""
         if num_bytes and tag in _RESIDENT:
             segment, backward = self._place()
             resident = list(self.resident())
@@ -167,9 +167,9 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _tag_of(self, name: str, read: Iterable[Tensor]) -> Tag:
-        """How tensor parallelism treats what an operator makes, from what it reads.
+        """Return the tag of an operator's results, given the tensors that it reads.
 
-        A split matrix makes split activations of replicated ones and the reverse, forward and backward.
+        A split matrix turns replicated activations into split ones and the reverse, in forward and backward.
         """
         tags = {self._tags.get(_key(tensor), "stream") for tensor in read}
         if tags and tags <= _WEIGHTS:
@@ -228,15 +228,15 @@ class Ledger(TorchDispatchMode):
         return Matmul(rows=rows, inner=left.shape[-1], columns=out.shape[-1], split=split, count=each, trained=trained)
 
     def _is_frozen(self, read: Iterable[Tensor]) -> bool:
-        """Whether a weight that gets no gradient is among them."""
+        """Whether one of the tensors is a frozen weight."""
         return any(_key(tensor) in self._frozen for tensor in read)
 
     def _place(self) -> tuple[int, bool]:
-        """Return the current segment, and whether it runs backward."""
+        """Return the current segment, and whether its backward runs."""
         if not is_in_backward():
             return len(self._starts) - 1, self._turned
         number = running_sequence_number()
-        if number is None:  # nodes that sum gradients up belong to the current segment
+        if number is None:  # nodes that accumulate gradients belong to the current segment
             return self.entries[-1].segment, True
         return max(0, bisect_right(self._starts, number) - 1), True
 
@@ -281,20 +281,22 @@ def _attention(call: _OperatorCall, samples: int) -> AttentionWork:
 
 
 def _with_real_places(name: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Make rows of whole numbers on the host: models read positions to choose a kind of mask."""
+    """Create the result of an integer arange on the CPU: models read positions to choose a kind of mask."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
-    whole = not dtype.is_floating_point if dtype is not None else all(type(each) is int for each in args)
-    is_row = name == "aten::arange" and device is not None and torch.device(device).type == "meta"
-    return {**kwargs, "device": torch.device("cpu")} if is_row and whole else kwargs
+    if name != "aten::arange" or device is None or torch.device(device).type != "meta":
+        return kwargs
+    if dtype.is_floating_point if dtype is not None else any(type(each) is not int for each in args):
+        return kwargs
+    return {**kwargs, "device": torch.device("cpu")}
 
 
 def _on_one_device(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Move real tensors to meta where an operator mixes them with meta ones.
+    """Move CPU tensors to meta where an operator mixes them with meta tensors.
 
-    A batch stays real until it is used with weights, so that models may read masks and token ids.
+    A batch stays on the CPU until an operator combines it with weights, so that models may read masks and token ids.
     """
-    if kwargs.get("device") == torch.device("meta") and isinstance(args[0] if args else None, torch.Tensor):
-        kwargs = {**kwargs, "device": args[0].device}  # a copy to where the weights are: stays where it is
+    if args and isinstance(args[0], torch.Tensor) and kwargs.get("device") == torch.device("meta"):
+        kwargs = {**kwargs, "device": args[0].device}  # a move to the weights' device leaves the batch on the CPU
     devices = {tensor.device.type for tensor in _tensors((args, tuple(kwargs.values())))}
     if devices <= {"meta"} or "meta" not in devices:
         return args, kwargs
@@ -314,14 +316,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-# Which weights a tensor was computed from, apart from what blocks returned.
+# The weights that a tensor was computed from, without those inside blocks.
 
 
 _RETURNED = "shardwise: a block returned this"
 
 
 def mark_returned(result: Any) -> None:
-    """Mark the autograd nodes of what a block returned; a reference to a node would keep its tensors alive."""
+    """Mark the autograd nodes of a block's results by metadata; a reference to a node would keep tensors alive."""
     for leaf in tree_leaves(result):
         node: Any = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
         if node is not None:
@@ -329,7 +331,10 @@ def mark_returned(result: Any) -> None:
 
 
 def weights_in(inputs: Any, names: Mapping[int, str]) -> frozenset[str]:
-    """Name the weights that `inputs` were computed from: `names` by id, found along the autograd graph."""
+    """Return the names of the weights that `inputs` were computed from, by a walk along the autograd graph.
+
+    `names` maps ids of weights to names; the walk stops at the results of blocks.
+    """
     found: set[int] = set()
     nodes: list[Any] = []
     for leaf in tree_leaves(inputs):

@@ -1,4 +1,4 @@
-"""A job's model on meta tensors, and how one pass over it is run: whole, or one block by itself."""
+"""Forward and backward of a job's model on meta tensors, of the whole model or of one block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from shardwise.data.loaders import dataset_of
 from shardwise.errors import JobError, PlanError
-from shardwise.parallel.apply import forget_caches
+from shardwise.parallel.apply import disable_kv_cache
 from shardwise.parallel.lora import add_adapters
 from shardwise.parallel.parameter_rules import trainable_of
 from shardwise.parallel.recompute import find_blocks, recompute_block
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from shardwise.plans.plan import DType
 
 SAMPLES = (2, 4)
-"""Two passes separate what grows with the micro-batch from what does not; batch norm needs more than one sample."""
+"""Samples of the two passes that separate fixed bytes from bytes per sample; batch norm needs more than one."""
 TP_DEGREES = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedModel:
-    """A model on meta, and how it is run."""
+    """A job's model on the meta device, with its blocks, tensor rules and samples."""
 
     job: Job
     model: nn.Module
@@ -53,12 +53,12 @@ class TracedModel:
 
     @classmethod
     def of(cls, job: Job, compute: DType, *, gathered: bool) -> TracedModel:
-        """Build the model of a job without weights."""
+        """Build the model of a job on the meta device."""
         model = skeleton(job.model).module.to("meta").train()
         if job.lora is not None:
             add_adapters(model, job.lora)
         trainable_of(model.named_parameters())
-        forget_caches(model)  # they would carry tensors of one pass into the next
+        disable_kv_cache(model)  # a cache would carry tensors of one pass into the next
         dtype = DTYPES[compute]
         narrow = frozenset(name for name, value in model.named_parameters() if value.dtype == dtype != torch.float32)
         if gathered or compute == "fp64":
@@ -66,12 +66,12 @@ class TracedModel:
         dataset = dataset_of(job, "train")
         if dataset is None or len(dataset) == 0:
             raise JobError(
-                "the job has no training data to take a sample from",
+                "tracing the model requires a training sample, but the job has no training data",
                 code="data.no-train-split",
                 fix='return a dataset for "train"',
             )
         size = len(dataset)
-        styles, degrees = _cuts(model, job)
+        styles, degrees = _tensor_styles(model, job)
         return cls(
             job=job,
             model=model,
@@ -85,18 +85,17 @@ class TracedModel:
         )
 
     def rules(self) -> CudaRules:
-        """Return the dtypes and kernels of its passes."""
+        """Return CUDA's rules for a pass in the compute dtype."""
         return CudaRules(DTYPES[self.compute] if self.compute in {"bf16", "fp16"} else None)
 
     def batch(self, samples: int) -> Any:
-        """Return a batch of real samples, on the host."""
+        """Return a batch of real samples on the CPU."""
         return (self.job.collate or default_collate)(list(self.samples[:samples]))
 
     def tag_weights(self, ledger: Ledger) -> None:
-        """Tag the tensors that are weights in a ledger, and those that tensor parallelism splits."""
-        split = {name: is_split(self.model, name, self.styles) for name, _ in self.model.named_parameters()}
+        """Tag parameters, split by tensor parallelism or not, and buffers as weights in a ledger."""
         for name, parameter in self.model.named_parameters():
-            ledger.tag_weight(parameter, split=split[name])
+            ledger.tag_weight(parameter, split=is_split(self.model, name, self.styles))
             parameter.grad = None
         for buffer in self.model.buffers():
             ledger.tag(buffer, "weight")
@@ -108,8 +107,8 @@ def _lower_parameters(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _cuts(model: nn.Module, job: Job) -> tuple[Mapping[str, str], tuple[int, ...]]:
-    """Return module name -> tensor-parallel style, and the degrees that fit."""
+def _tensor_styles(model: nn.Module, job: Job) -> tuple[Mapping[str, str], tuple[int, ...]]:
+    """Return the tensor-parallel style of each module by name, and the degrees that are possible."""
     try:
         rules = find_rules(model, job.tensor_rules)
     except (PlanError, JobError):
@@ -132,33 +131,33 @@ def is_split(model: nn.Module, parameter: str, styles: Mapping[str, str]) -> boo
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCall:
-    """A block as it was called."""
+    """One call of a block in a traced pass."""
 
     name: str
     segment: int
     kind: tuple[Any, ...]
-    """Equal for blocks that do the same."""
+    """Key that is equal for blocks of one class with equal shapes of weights and arguments."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     reads: frozenset[str]
-    """Weights outside the blocks that its arguments were computed from, apart from what other blocks returned."""
+    """Weights outside the blocks that its arguments were computed from, not through other blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedPass:
-    """What one pass recorded."""
+    """The record of one traced pass."""
 
     entries: list[LedgerEntry]
     tallies: list[Tally]
     calls: list[BlockCall]
     uses: list[tuple[str, int]]
-    """Weights outside the blocks, each with the segments that use it, in order."""
+    """Uses of weights outside the blocks, as (name, segment), in order."""
     lowered: set[str]
     input_bytes: float
 
 
-class ReachedBlock(Exception):  # noqa: N818 - not an error: a forward pass that went as far as asked
-    """Raised by the forward of a head that is to be the end of a pass; carries what it was given."""
+class ReachedBlock(Exception):  # noqa: N818 - not an error: it ends a forward pass early
+    """Raised by the forward of a head to end a traced pass there; carries the head's input."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -166,7 +165,10 @@ class ReachedBlock(Exception):  # noqa: N818 - not an error: a forward pass that
 
 
 def run_model(subject: TracedModel, samples: int) -> TracedPass:
-    """Run forward, loss and backward of the whole model, each kind of block once; a head may end it by ReachedBlock."""
+    """Run forward, loss and backward of the whole model, each kind of block once.
+
+    A head that raises ReachedBlock ends forward, and backward starts from its input.
+    """
     ledger, rules = Ledger(samples), subject.rules()
     model, job = subject.model, subject.job
     batch = subject.batch(samples)
@@ -178,17 +180,16 @@ def run_model(subject: TracedModel, samples: int) -> TracedPass:
     uses: list[tuple[str, int]] = []
     handles = _note_gradients(model, ledger)
     handles += _note_uses(subject, uses, ledger)
-    handles += [
-        model.get_submodule(name).register_forward_hook(lambda _, __, output: ledger.tag(output, "whole"))
-        for name, style in subject.styles.items()
-        if style == "column_gathered"
-    ]
+    for name, style in subject.styles.items():
+        if style == "column_gathered":
+            hook = model.get_submodule(name).register_forward_hook(lambda _, __, output: ledger.tag(output, "whole"))
+            handles.append(hook)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     with _blocks_once(subject, calls, ledger), rules, ledger:
         subject.tag_weights(ledger)
         ledger.note()
         if subject.gathered:
-            batch = to_compute(batch)  # as sharded models do with what they are given
+            batch = to_compute(batch)  # FSDP2 casts the inputs of the model
         try:
             end = job.loss.sum_of(job.forward(model, batch), batch)
         except ReachedBlock as reached:
@@ -218,13 +219,13 @@ def _to_dtype(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 def _note_gradients(module: nn.Module, ledger: Ledger) -> list[Any]:
-    """Have every trained weight record when its gradient is made."""
+    """Register hooks that record each trained weight's gradient in the ledger, and return them."""
     trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
     return [parameter.register_post_accumulate_grad_hook(ledger.gradient_made) for parameter in trained]
 
 
 def _note_uses(subject: TracedModel, uses: list[tuple[str, int]], ledger: Ledger) -> list[Any]:
-    """Have every module outside the blocks record when it uses weights; shared ones go by their first name."""
+    """Register hooks that record the weights used outside the blocks, tied ones by their first name; return them."""
     inside = {id(part) for block in subject.blocks.values() for part in block.modules()}
     names = {id(parameter): name for name, parameter in subject.model.named_parameters()}
 
@@ -242,7 +243,7 @@ def _note_uses(subject: TracedModel, uses: list[tuple[str, int]], ledger: Ledger
 
 
 class _blocks_once:  # noqa: N801 - reads as a function
-    """While open, each block opens a segment; the first of each kind runs, the others hand out empty results."""
+    """Context in which each block has its own segment; the first of each kind runs, others return empty results."""
 
     def __init__(self, subject: TracedModel, calls: list[BlockCall], ledger: Ledger) -> None:
         self._subject = subject
@@ -266,7 +267,7 @@ class _blocks_once:  # noqa: N801 - reads as a function
         def run(*args: Any, **kwargs: Any) -> Any:
             segment = self._ledger.begin_segment()
             if self._subject.gathered:
-                dtype = DTYPES[self._subject.compute]  # FSDP2 casts what enters a unit
+                dtype = DTYPES[self._subject.compute]  # FSDP2 casts the inputs of a unit
                 args, kwargs = tree_map(lambda leaf: _to_dtype(leaf, dtype), (args, kwargs))
             kind = _kind(block, args, kwargs)
             reads = weights_in((args, kwargs), self._outside)
@@ -284,7 +285,7 @@ class _blocks_once:  # noqa: N801 - reads as a function
 
 
 def put_back(block: nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Give a block its own forward again, or that of its class."""
+    """Restore a module's forward: an instance attribute, or None for that of its class."""
     if forward is None:
         del block.forward
     else:
@@ -314,7 +315,7 @@ def _empty(outline: _Outline) -> Tensor:
 
 
 class _Skipped(torch.autograd.Function):
-    """Results out of nothing, whose gradient reaches the inputs."""
+    """Returns empty results in place of a block; their gradients reach the inputs."""
 
     @staticmethod
     def forward(ctx: Any, outlines: list[_Outline], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -338,7 +339,7 @@ def _skip(outlines: Any, inputs: Any) -> Any:
 
 
 def run_block(subject: TracedModel, call: BlockCall, samples: int, policy: Recompute) -> TracedPass:
-    """Run forward and backward of one block on fresh inputs like those it was called with."""
+    """Run forward and backward of one block on new inputs of the shapes that it was called with."""
     block = subject.blocks[call.name]
     ledger, rules = Ledger(samples), subject.rules()
     args, kwargs = tree_map(_fresh, (call.args, call.kwargs))
@@ -355,10 +356,10 @@ def run_block(subject: TracedModel, call: BlockCall, samples: int, policy: Recom
             rules.forget_casts()
             ledger.turn_back()
             edges, outlines = _ends(result)
-            del result  # the next part has freed it when the gradient comes back
+            del result  # the next part has freed it before its gradient arrives
             gradients = [_empty(outline) for outline in outlines]
             output_bytes = sum(gradient.nbytes for gradient in gradients)
-            if edges:  # none where all is frozen, and so is what comes before
+            if edges:  # empty where the block and everything before it are frozen
                 torch.autograd.backward(edges, gradients)
     finally:
         for handle in handles:
@@ -371,7 +372,7 @@ def run_block(subject: TracedModel, call: BlockCall, samples: int, policy: Recom
 
 
 def _ends(result: Any) -> tuple[list[Any], list[_Outline]]:
-    """Return where the gradients of a block's results enter, and their shapes, without a reference to the results."""
+    """Return the gradient edges and the shapes of a block's results, without a reference to the results."""
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return [get_gradient_edge(output) for output in outputs], [_outline(output) for output in outputs]
 

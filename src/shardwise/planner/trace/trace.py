@@ -1,4 +1,9 @@
-"""A job's model described for planning: one pass on meta tensors, each kind of block once."""
+"""Traces a job's model for planning: passes on meta tensors, each kind of block once.
+
+The idea: run the whole model with two batch sizes, each kind of block also by itself under every recompute policy, and
+turn the ledgers of these passes into the same description that published models have in closed form (`model/`).
+Descriptions are cached by a fingerprint of the model's code, shapes and samples.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from shardwise.data.rows import TOKENS, TokenCut, check_token_loss, tensors
+from shardwise.data.rows import TOKENS, TokenShard, check_token_loss, tensors
 from shardwise.errors import JobError, PlanError, ShardwiseError
+from shardwise.hardware.probe import package_version
 from shardwise.layout import Layout
 from shardwise.parallel.context import check_context
 from shardwise.parallel.fused_loss import DeferredLogits, find_head
@@ -33,9 +39,7 @@ from shardwise.planner.trace.rehearsal import (
     run_block,
     run_model,
 )
-from shardwise.torch_private.dispatch import tree_leaves
-from shardwise.torch_private.modules import BatchNormBase
-from shardwise.versions import package_version
+from shardwise.torch_private.dispatch import BatchNormBase, tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -50,14 +54,16 @@ POLICIES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 def describe(job: Job, compute: DType) -> Model:
-    """Return what planning must know of a job's model, computed in `compute`; nothing is allocated."""
+    """Return the description of a job's model trained in `compute`; nothing is allocated."""
     plain = trace(job, compute=compute, gathered=False)
-    lower = compute in {"bf16", "fp16"}
-    return Model(plain=plain, gathered=trace(job, compute=compute, gathered=True) if lower else plain)
+    gathered = plain
+    if compute in {"bf16", "fp16"}:
+        gathered = trace(job, compute=compute, gathered=True)
+    return Model(plain=plain, gathered=gathered)
 
 
 def trace(job: Job, *, compute: DType, gathered: bool) -> ModelShape:
-    """Return the shape of a job's model; `gathered` weights are in the compute dtype, as FSDP2 gathers them."""
+    """Return one description of a job's model; `gathered` if FSDP2 gathers its weights in the compute dtype."""
     subject = TracedModel.of(job, compute, gathered=gathered)
     try:
         return _assemble(subject)
@@ -67,12 +73,12 @@ def trace(job: Job, *, compute: DType, gathered: bool) -> ModelShape:
         raise JobError(
             f"the model cannot be traced without weights: {type(error).__name__}: {error}",
             code="model.trace-failed",
-            fix="name a published model of its shape, or avoid reading tensor values in forward",
+            fix="use a published model of its shape, or avoid reading tensor values in forward",
         ) from error
 
 
 def _assemble(subject: TracedModel) -> ModelShape:
-    """Put the parts in order: segments of the whole pass, and blocks from passes of their own."""
+    """Assemble the parts in order: segments of the whole pass, and blocks from passes of their own."""
     passes = [run_model(subject, samples) for samples in SAMPLES]
     calls = {call.segment: call for call in passes[0].calls}
     later = {call.segment: call for call in passes[1].calls}
@@ -88,7 +94,7 @@ def _assemble(subject: TracedModel) -> ModelShape:
             continue
         weights = _outer_weights(subject, passes[0], segment)
         states = states_of(passes, segment)
-        if len(states) > 2 or weights:  # more than its beginning and its end
+        if len(states) > 2 or weights:  # an empty segment has two states, its beginning and its end
             footprint = footprint_of(states)
             name = "last" if segment > last_block else "first"
             if 0 < segment <= last_block:
@@ -119,15 +125,15 @@ def _assemble(subject: TracedModel) -> ModelShape:
 
 
 def _is_misplaced(subject: TracedModel, single: TracedPass) -> bool:
-    """Whether a part is registered on one side of the blocks and used on the other, which pipeline stages refuse.
+    """Whether a module is registered on one side of the blocks and used on the other, which pipelines do not support.
 
-    Only of models whose blocks are one list: which of several lists stages are split along is the user's choice.
+    Models with several lists of blocks are not checked, since the user chooses the list that stages split.
     """
     if len({name.rpartition(".")[0] for name in subject.blocks}) != 1:
         return False
     calls = sorted(single.calls, key=lambda call: call.segment)
     first, last = calls[0], calls[-1]
-    # A stage computes the arguments of its layers from the weights that it has.
+    # A stage computes the arguments of its layers from its own weights.
     uses = list(single.uses)
     uses += zip(first.reads, repeat(first.segment - 1))
     if last is not first:
@@ -140,11 +146,12 @@ def _is_misplaced(subject: TracedModel, single: TracedPass) -> bool:
             is_behind = True
         else:
             sides.setdefault(first_names.setdefault(id(parameter), name), set()).add(is_behind)
-    return any(
-        (user > last.segment and True not in sides.get(name, {True}))
-        or (user < first.segment and False not in sides.get(name, {False}))
-        for name, user in uses
-    )
+    for name, user in uses:
+        if user > last.segment and True not in sides.get(name, {True}):
+            return True
+        if user < first.segment and False not in sides.get(name, {False}):
+            return True
+    return False
 
 
 def _block_part(subject: TracedModel, calls: tuple[BlockCall, BlockCall], lowered: set[str]) -> Part:
@@ -170,20 +177,19 @@ def _block_part(subject: TracedModel, calls: tuple[BlockCall, BlockCall], lowere
 
 
 def _outer_weights(subject: TracedModel, single: TracedPass, segment: int) -> tuple[Weight, ...]:
-    """Return the weights of a segment between blocks; one that an earlier segment uses too is tied to it."""
+    """Return the weights of a segment outside the blocks; one that an earlier segment uses, too, is tied."""
     first: dict[str, int] = {}
+    weights = []
     for name, user in single.uses:
         first.setdefault(name, user)
-    return tuple(
-        _weight(subject, name, single.lowered, tied=first[name] != user)
-        for name, user in single.uses
-        if user == segment
-    )
+        if user == segment:
+            weights.append(_weight(subject, name, single.lowered, tied=first[name] != user))
+    return tuple(weights)
 
 
 def _weight(subject: TracedModel, name: str, lowered: set[str], *, tied: bool = False) -> Weight:
     value = subject.model.get_parameter(name)
-    # The casts of skipped blocks were not seen: the first of the kind stands for all.
+    # Only the first block of each kind runs, so its casts stand for those of the others.
     return Weight(
         name=name,
         rows=value.shape[0] if value.ndim else 1,
@@ -197,7 +203,7 @@ def _weight(subject: TracedModel, name: str, lowered: set[str], *, tied: bool = 
 
 
 def _counted(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Join equal neighbours."""
+    """Merge equal consecutive blocks into one part with their count."""
     joined: list[Part] = []
     for part in parts:
         if joined and part.kind == "block" and replace(joined[-1], count=1) == part:
@@ -208,22 +214,22 @@ def _counted(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def _tokens(subject: TracedModel) -> int | None:
-    """Return the tokens of a sample: its length, or what the loss counts where its parts differ in length."""
+    """Return the tokens of a sample: its length, or the count of its loss where tensors differ in length."""
     if isinstance(subject.job.loss.count, str):
         return None
     return length_of(subject.batch(SAMPLES[0])) or max(1, int(subject.job.loss.count_of(subject.batch(1), 1)))
 
 
-# Descriptions of models, kept by content: the same model, samples and torch are traced once.
+# Descriptions of models, cached by content: equal models, samples and versions of torch are traced once.
 
 
 VERSION = 7
-"""Of how a description is made; another one is traced anew. Functions that a module calls are not part of it."""
+"""Version of cached descriptions: increase it when tracing changes, since the fingerprint covers modules only."""
 _BASES = {object, nn.Module}
 
 
 def described(job: Job, compute: DType, folder: Path) -> Model:
-    """Return the description of a job's model from `folder`, or trace it and leave it there."""
+    """Return the description of a job's model from the cache in `folder`, or trace the model and write it there."""
     path = folder / f"{fingerprint(job, compute)}.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=Model)
@@ -234,12 +240,12 @@ def described(job: Job, compute: DType, folder: Path) -> Model:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(model))
     except OSError:
-        pass  # a read-only home costs the trace again, not the plan
+        pass  # in a read-only home, the model is traced again next time
     return model
 
 
 def fingerprint(job: Job, compute: DType) -> str:
-    """Return a name for all that a description depends on: modules, their code, samples, loss, and torch."""
+    """Return a digest of what a description depends on: modules, their code, samples, loss, and versions."""
     subject = TracedModel.of(job, compute, gathered=False)
     versions = (VERSION, package_version("shardwise"), torch.__version__)
     digest = hashlib.sha256(f"{versions} {compute} {job.tensor_rules}".encode())
@@ -249,7 +255,7 @@ def fingerprint(job: Job, compute: DType) -> str:
         digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode() if isinstance(leaf, Tensor) else repr(leaf).encode())
     for function in (job.loss.sum, job.forward):
         digest.update(_source(function).encode())
-    # Whether sequences can be split also depends on the samples: a padded mask cannot.
+    # Context parallelism also depends on the samples: sequences with a padding mask cannot be split.
     digest.update(repr(context_degrees(subject, max(CP_DEGREES))).encode())
     return digest.hexdigest()[:32]
 
@@ -272,20 +278,20 @@ def _source(thing: Any) -> str:
         return repr(type(thing))
 
 
-# What only some models allow: context parallelism, and a loss fused with the head.
+# Techniques that not every model supports: context parallelism, and a loss fused with the head.
 
 
 CP_DEGREES = (2, 4, 8, 16, 32, 64)
 
 
 def length_of(batch: Any) -> int | None:
-    """Return the tokens of a sample, padding included; None where tensors are not sequences, or not of one length."""
+    """Return the tokens of a sample with padding; None where its tensors are no sequences of one length."""
     lengths = {int(each.shape[TOKENS]) for each in tensors(batch) if TOKENS < each.ndim < 4}  # 4: images
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def context_degrees(subject: TracedModel, heads: int) -> tuple[int, ...]:
-    """Return the context-parallel degrees that the job's model of so many heads, its loss and its samples allow."""
+    """Return the context-parallel degrees that the job's model of `heads` heads, its loss and its samples support."""
     fits = [cp for cp in CP_DEGREES if heads and heads % cp == 0]
     return (1, *(cp for cp in fits if _is_sliceable(subject, cp)))
 
@@ -295,14 +301,14 @@ def _is_sliceable(subject: TracedModel, cp: int) -> bool:
     try:
         check_token_loss(job)
         check_context(subject.model, Layout(cp=cp), own_loss=not job.loss.by_row)
-        TokenCut(index=0, size=cp, loss=job.loss, metrics=job.metrics)(subject.batch(max(SAMPLES)))
-    except Exception:  # noqa: BLE001 - a count of the user's may raise anything at slices
+        TokenShard(index=0, size=cp, loss=job.loss, metrics=job.metrics)(subject.batch(max(SAMPLES)))
+    except Exception:  # noqa: BLE001 - a user's Loss.count may raise anything on a slice
         return False
     return True
 
 
 def head_of(subject: TracedModel) -> Head | None:
-    """Return the model's head as a fused loss sees it, None where the job's loss cannot be fused."""
+    """Return the description of the model's head for a fused loss, None if the job's loss cannot be fused."""
     try:
         head = find_head(subject.model)
     except ShardwiseError:
@@ -332,31 +338,31 @@ def head_of(subject: TracedModel) -> Head | None:
 
 @dataclass(frozen=True, eq=False)
 class _Probe(DeferredLogits):
-    """Deferred logits that note each cross entropy a fused loss would take them for; whatever else is refused."""
+    """Deferred logits that record each cross entropy of them; every other operation on them raises."""
 
     taken: list[bool]
 
     def entropy_sum(self, target: Tensor, ignore: int) -> Tensor:  # noqa: ARG002 - as the real one
-        """Note that it was asked for."""
+        """Record the call and return zero."""
         self.taken.append(True)
         return self.hidden.new_zeros((), dtype=torch.float32)
 
 
 def _is_fusable(subject: TracedModel, head: nn.Linear) -> bool:
-    """Whether the job's loss takes cross entropy of its logits and does nothing else with them."""
+    """Whether the job's loss computes the cross entropy of the logits and uses them for nothing else."""
     batch, taken = subject.batch(SAMPLES[0]), list[bool]()
     deferred = _forward_of(head, lambda hidden: _Probe(hidden, head, taken))
     with deferred, torch.no_grad(), subject.rules(), Ledger(SAMPLES[0]):
         try:
             subject.job.loss.sum_of(subject.job.forward(subject.model, batch), batch)
-        except Exception:  # noqa: BLE001 - a loss of the user's may raise anything at logits that are none
+        except Exception:  # noqa: BLE001 - a user's loss may raise anything on deferred logits
             return False
     return bool(taken)
 
 
 @contextmanager
 def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Give a module another forward for a while."""
+    """Replace the forward of a module within the context."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:

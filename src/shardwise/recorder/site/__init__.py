@@ -1,1 +1,1 @@
-"""The folder that a fresh interpreter is shown first, for its `sitecustomize`."""
+"""The first folder on PYTHONPATH of a new interpreter, for its `sitecustomize`."""

@@ -1,4 +1,4 @@
-"""What a rank that is a fresh interpreter imports before its script: the record begins here."""
+"""Starts the recorder in a rank that is a new interpreter, before its script runs."""
 
 from shardwise.recorder.start import start_here
 

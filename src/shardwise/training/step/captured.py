@@ -1,8 +1,8 @@
-"""The captured step: the whole optimizer step as one CUDA graph, where every full step has the same shapes.
+"""The captured step: the whole optimizer step as one CUDA graph, for batches of constant shape.
 
-A small model's step is hundreds of kernels of some microseconds, and launching them from Python takes longer than they
-do. A graph is launched once. What may change between steps lies in tensors that keep their place: the batch, the weight
-of the loss, the learning rates.
+The step of a small model consists of hundreds of kernels of a few microseconds, and launching them from Python takes
+longer than running them. A graph is launched once. Values that change between steps are stored in tensors at fixed
+addresses: the batch, the weight of the loss and the learning rates.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ if TYPE_CHECKING:
     from shardwise.training.step.step import StepParts
 
 WARM_UP = 2
-"""Full steps as they are, so that states exist and kernels are chosen and compiled; the one after is watched."""
+"""Uncaptured full steps, which create optimizer states and compile kernels; the next step checks for host syncs."""
 
-LOOKS = 8
-"""Batches whose shapes are compared before training."""
+NUM_SAMPLED = 8
+"""Number of batches whose shapes are compared before training."""
 
 Form = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shape and dtype of each tensor of a step's micro-batches."""
 
 
 def plain_step(job: Job, model: nn.Module, parts: StepParts, *, plan: Plan, note: Callable[[str], None]) -> PlainStep:
-    """Return the step of a model that is no pipeline: captured if the plan asks for it and nothing stands against it.
+    """Return the step of a plan without pipeline stages, captured if the plan requests it and nothing prevents it.
 
-    What does is said to `note`; that batches have one shape is insisted on either way.
+    `note` receives the reason if the step cannot be captured. With `capture = step`, batches must have a constant shape
+    in both cases.
     """
     if plan.capture == "none":
         return PlainStep(job, model, parts)
@@ -60,38 +61,38 @@ def plain_step(job: Job, model: nn.Module, parts: StepParts, *, plan: Plan, note
 
 
 def why_not_captured(job: Job, plan: Plan, parts: StepParts) -> str | None:
-    """Say why a step cannot become a CUDA graph; None when nothing is known against it."""
+    """Return the reason why a step cannot be captured as a CUDA graph; None if there is no known reason."""
     optimizer = parts.optimized.optimizer
-    against = {
-        "it needs a CUDA device": parts.autocast.device_type != "cuda",
-        f"gradients travel between the ranks of {plan.layout}": plan.layout.world_size > 1,
-        "the offloaded optimizer works on the host": plan.offload.optimizer != "none",
-        "keyed masks depend on the samples of each step": job.masks == "keyed",
-        "gradients are looked at in every step": parts.before_update is not None,
-        f"{type(optimizer).__name__} is not fused, and the host decides whether its step is skipped": not getattr(
+    reasons = {
+        "it requires a CUDA device": parts.autocast.device_type != "cuda",
+        f"gradients are reduced over the ranks of {plan.layout}": plan.layout.world_size > 1,
+        "the offloaded optimizer runs on the host": plan.offload.optimizer != "none",
+        "keyed dropout masks depend on the samples of each step": job.masks == "keyed",
+        "before_update reads the gradients in every step": parts.before_update is not None,
+        f"{type(optimizer).__name__} is not fused, so the host decides whether its step is skipped": not getattr(
             optimizer, "_step_supports_amp_scaling", False
         ),
     }
-    return next((reason for reason, holds in against.items() if holds), None)
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _not_captured(reason: str) -> str:
-    return f"capture = step: not captured, {reason}; steps run one kernel after another"
+    return f"capture = step: the step is not captured because {reason}; kernels are launched one by one"
 
 
 def check_shapes(job: Job, plan: Plan) -> None:
-    """Refuse a job whose batches change their shape, as far as a few of them tell; reads these, on the host."""
+    """Raise JobError if a few sampled batches of the job differ in shape; reads these batches on the host."""
     forms = sampled_forms(job, plan.micro_batch)
     for form in forms[1:]:
         _require_same(form, forms[0])
 
 
 def sampled_forms(job: Job, rows: int) -> list[Form]:
-    """Return the shapes and dtypes of a few micro-batches of `rows` samples, spread over the dataset; reads them.
+    """Return the shapes and dtypes of a few micro-batches of `rows` samples, spread over the dataset.
 
-    Empty for streams, and for a dataset that has no more than one micro-batch.
+    Empty for an IterableDataset and for a dataset with no more than one micro-batch.
     """
-    return [_form(batch) for batch in sampled_batches(job, rows, LOOKS)]
+    return [_form(batch) for batch in sampled_batches(job, rows, NUM_SAMPLED)]
 
 
 def sampled_batches(job: Job, rows: int, number: int) -> Iterator[Any]:
@@ -101,6 +102,7 @@ def sampled_batches(job: Job, rows: int, number: int) -> Iterator[Any]:
     if dataset is None or isinstance(dataset, IterableDataset) or dataset_length(dataset) <= rows:
         return
     last = dataset_length(dataset) - rows
+    # A small dataset has fewer distinct positions than `number`.
     for first in dict.fromkeys(last * each // max(number - 1, 1) for each in range(number)):
         yield collate([dataset[index] for index in range(first, first + rows)])
 
@@ -112,16 +114,20 @@ def _form(batch: Any) -> Form:
 def _require_same(form: Form, first: Form) -> None:
     if form == first:
         return
-    was, now = next(((old, new) for old, new in zip(first, form, strict=False) if old != new), (first[0], form[0]))
+    expected, found = first[0], form[0]
+    for one, other in zip(first, form, strict=False):
+        if one != other:
+            expected, found = one, other
+            break
     raise JobError(
-        f"a batch of shape {list(now[0])} follows one of {list(was[0])}, and capture = step replays one shape",
+        f"capture = step requires batches of constant shape, got {list(found[0])} after {list(expected[0])}",
         code="support.capture-shape-changed",
-        fix="pad batches to one length in Job.collate, or --set capture=none",
+        fix="pad batches to a fixed length in Job.collate, or --set capture=none",
     )
 
 
 class StaticStep(PlainStep):
-    """A plain step that refuses full batches of another shape, on any device: found out before a GPU is paid for."""
+    """A plain step that rejects full batches of a different shape on any device, so a CPU run detects them too."""
 
     def __init__(self, job: Job, model: nn.Module, parts: StepParts, *, plan: Plan) -> None:
         super().__init__(job, model, parts)
@@ -129,14 +135,14 @@ class StaticStep(PlainStep):
         self._form: Form | None = None
 
     def __call__(self, batch: StepBatch) -> StepReport:
-        """Train on one global batch, after a look at its shapes."""
+        """Train on one global batch after checking its shapes."""
         self._is_full(batch)
         return super().__call__(batch)
 
     def _is_full(self, batch: StepBatch) -> bool:
-        """Whether the step has all its rows, and so the one shape; a full one of another shape is refused."""
+        """Return whether the step has all its rows; raise JobError if a full step has a different shape."""
         if [each.rows for each in batch.micro_batches] != self._rows:
-            return False  # the short step at the end of an epoch, which stays uncaptured
+            return False  # the short step at the end of an epoch is not captured
         form = _form([each.batch for each in batch.micro_batches])
         self._form = self._form or form
         _require_same(form, self._form)
@@ -145,17 +151,17 @@ class StaticStep(PlainStep):
 
 @dataclass(frozen=True, eq=False)
 class _Recording:
-    """A graph, and the places that change between its replays."""
+    """A CUDA graph and the tensors that are written before its replays or read after them."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     weight: Tensor
     results: Tensor
-    """Loss sum, norm of the gradient, skipped."""
+    """Loss sum, gradient norm and skip flag."""
 
 
 class CapturedStep(StaticStep):
-    """Runs full steps as one CUDA graph, after a few as they are; gives up, and says why, where that fails."""
+    """Runs full steps as one CUDA graph after a few warm-up steps; continues uncaptured if the capture fails."""
 
     def __init__(
         self, job: Job, model: nn.Module, parts: StepParts, *, plan: Plan, note: Callable[[str], None]
@@ -165,14 +171,14 @@ class CapturedStep(StaticStep):
         self._num_warm = 0
         self._recording: _Recording | None = None
         self._rates: list[Tensor] | None = None
-        """Learning rates where the graph reads them."""
+        """Tensors from which the graph reads the learning rates."""
         self._known: tuple[float, ...] = ()
-        """What they hold: writing each anew costs a kernel."""
+        """Current values of these tensors: each write costs a kernel launch."""
         self._denominator = 0.0
         self._gave_up = False
 
     def __call__(self, batch: StepBatch) -> StepReport:
-        """Train on one global batch; no communication, since a captured plan has one rank."""
+        """Train on one global batch, without communication: a captured plan has one rank."""
         if not self._is_full(batch) or self._gave_up:
             return PlainStep.__call__(self, batch)
         if self._recording is None:
@@ -185,13 +191,13 @@ class CapturedStep(StaticStep):
         return self._replay(self._recording, batch)
 
     def _warm(self, batch: StepBatch) -> StepReport:
-        """Train as ever; the last time with an eye on whether the host waits for the device, which no graph can."""
+        """Run an uncaptured step; the last one checks for host syncs, which a graph cannot contain."""
         if self._num_warm <= WARM_UP:
             return PlainStep.__call__(self, batch)
-        with waits_of_host() as waits:
+        with host_syncs() as locations:
             report = PlainStep.__call__(self, batch)
-        if waits:
-            self._give_up(f"the host waits for the device at {waits[0]}")
+        if locations:
+            self._give_up(f"the host synchronizes with the device at {locations[0]}")
         return report
 
     def _give_up(self, reason: str) -> None:
@@ -199,21 +205,21 @@ class CapturedStep(StaticStep):
         self._note(_not_captured(reason))
 
     def _begin(self) -> None:
-        """Set the learning rates of this step, where a graph has been captured in the tensors it reads."""
+        """Set the learning rates of this step; after capture, in the tensors that the graph reads."""
         super()._begin()
         if self._rates is None:
             return
         groups = self.optimizer.param_groups
         wanted = tuple(group["lr"] for group in groups)
-        for group, place, rate, old in zip(groups, self._rates, wanted, self._known, strict=True):
+        for group, tensor, rate, old in zip(groups, self._rates, wanted, self._known, strict=True):
             if rate != old:
-                place.fill_(rate)
-            group["lr"] = place
+                tensor.fill_(rate)
+            group["lr"] = tensor
         self._known = wanted
 
     def _record(self, batch: StepBatch) -> _Recording | None:
-        """Capture this step without running it; on failure go on uncaptured."""
-        micro_batches = [_still(each) for each in batch.micro_batches]
+        """Capture this step without running it; return None if the capture fails."""
+        micro_batches = [_cloned(each) for each in batch.micro_batches]
         device = self._parameters[0].device
         self._known = tuple(group["lr"] for group in self.optimizer.param_groups)
         rates = [torch.full((), rate, device=device) for rate in self._known]
@@ -222,45 +228,46 @@ class CapturedStep(StaticStep):
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         try:
-            # Other threads, such as the one that pins batches, may call CUDA meanwhile.
+            # Other threads, such as the one that pins batches, may call CUDA during the capture.
             with capturable(self.optimizer), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 total = self._accumulate(micro_batches, weight)
                 norm, skipped = self.update(self.optimizer)
-                results = torch.stack([total, *(torch.as_tensor(each).to(total.dtype) for each in (norm, skipped))])
+                values = (total, torch.as_tensor(norm), torch.as_tensor(skipped))
+                results = torch.stack([value.to(total.dtype) for value in values])
         except RuntimeError as error:
             self._give_up(str(error).splitlines()[0])
             return None
         finally:
             for parameter in self._parameters:
                 parameter.grad = None
-        inputs = [tensor for each in micro_batches for tensor in tensors(each.batch)]
+        inputs = tensors([each.batch for each in micro_batches])
         self._rates, self._denominator = rates, batch.denominator
         self._note("capture = step: the optimizer step runs as one CUDA graph")
         return _Recording(graph, inputs, weight, results)
 
     def _replay(self, recording: _Recording, batch: StepBatch) -> StepReport:
-        """Put everything in its place and launch the graph."""
+        """Copy the batch, weight and learning rates to the graph's inputs and replay it."""
         self._begin()
         self.mark("forward", self.number)
-        copy_all(recording.inputs, [t for each in batch.micro_batches for t in tensors(each.batch)])
+        copy_all(recording.inputs, tensors([each.batch for each in batch.micro_batches]))
         if batch.denominator != self._denominator:
             self._denominator = batch.denominator
             recording.weight.fill_(self._sync.gain / (batch.denominator or 1))
         recording.graph.replay()
-        total, norm, skipped = recording.results.clone().unbind()  # the next replay writes over them
+        total, norm, skipped = recording.results.clone().unbind()  # the next replay overwrites them
         number, self.number = self.number, self.number + 1
         self.mark("data", self.number)
         return StepReport(number, batch.cursor, total, batch.samples, batch.denominator, self._rate, norm, skipped)
 
 
-def _still(micro_batch: MicroBatch) -> MicroBatch:
-    """Return a copy whose tensors stay where they are."""
+def _cloned(micro_batch: MicroBatch) -> MicroBatch:
+    """Return a micro-batch with cloned tensors, whose addresses the graph reads in every replay."""
     return msgspec.structs.replace(micro_batch, batch=map_tensors(torch.clone, micro_batch.batch))
 
 
 @contextmanager
 def capturable(optimizer: Optimizer) -> Iterator[None]:
-    """Let an optimizer be captured; only then, since it warns of every step that is not."""
+    """Make an optimizer capturable in this context; otherwise it would warn in every uncaptured step."""
     groups = [group for group in optimizer.param_groups if "capturable" in group]
     for group in groups:
         group["capturable"] = True
@@ -272,8 +279,8 @@ def capturable(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def waits_of_host() -> Iterator[list[str]]:
-    """Collect the places, as file:line, at which the host waits for a CUDA device."""
+def host_syncs() -> Iterator[list[str]]:
+    """Collect the locations, as file:line, at which the host synchronizes with a CUDA device."""
     found: list[str] = []
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
@@ -283,10 +290,5 @@ def waits_of_host() -> Iterator[list[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            found += [place for each in caught if (place := _place_of_wait(each))]
-
-
-def _place_of_wait(warning: Any) -> str:
-    if "synchronizing CUDA operation" not in str(warning.message):
-        return ""
-    return f"{warning.filename}:{warning.lineno}"
+            syncs = [each for each in caught if "synchronizing CUDA operation" in str(each.message)]
+            found += [f"{each.filename}:{each.lineno}" for each in syncs]

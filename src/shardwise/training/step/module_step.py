@@ -1,4 +1,4 @@
-"""A step over a torch module: buffers, parameter names, random streams, whole weights and snapshots."""
+"""The base of steps over a torch module: buffers, parameter names, random generators, full weights and snapshots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.checkpoint.convert.peft import merge_state
+from shardwise.checkpoint.convert.hugging_face import merge_state
 from shardwise.job.generators import host_states, seed_generators, set_host_states
 from shardwise.parallel.batch_norm import BatchNorm
 from shardwise.parallel.collectives import full_state_dict, own_buffers, stages_of, unwrap
@@ -19,7 +19,7 @@ from shardwise.parallel.gradsync import local
 from shardwise.parallel.lora import adapted as adapted_parts
 from shardwise.parallel.stages import Stage
 from shardwise.parallel.tensor_rules import is_transposed
-from shardwise.torch_private.modules import NormBase
+from shardwise.torch_private.dispatch import NormBase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class ModuleStep:
-    """A step whose model is a torch module, whole, cut, or the list of this rank's stages."""
+    """A step whose model is a torch module: replicated, sharded, or the list of this rank's pipeline stages."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -40,15 +40,15 @@ class ModuleStep:
     update: Update
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the name, as in the user's module, and parameter of all layers on this rank's stages."""
+        """Yield the parameters of this rank's pipeline stages with their names in the user's module."""
         raise NotImplementedError
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the buffers whose values count on this rank."""
+        """Return the buffers that this rank owns, by name."""
         return dict(own_buffers(self.model))
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """Return those of them that a state dict has."""
+        """Return the persistent buffers that this rank owns, by name."""
         found: dict[str, Tensor] = {}
         for stage in stages_of(self.model):
             foreign = getattr(stage, "foreign_buffers", ())
@@ -57,36 +57,40 @@ class ModuleStep:
         return found
 
     def common_buffers(self, *, broadcast: bool) -> dict[str, Tensor]:
-        """Return the buffers that ranks hold alike; where DDP broadcasts them, it makes some equal only in forward."""
-        norms = [module for module in self.model.modules() if isinstance(module, NormBase)]
-        shared = [norm for norm in norms if isinstance(norm, BatchNorm) and norm.group is not None]
-        synced = {id(buffer) for norm in shared for buffer in norm.buffers()}
-        # Statistics of the rows of one rank differ by design.
-        own = {id(buffer) for norm in norms for buffer in norm.buffers()} - synced
-        return {
-            name: buffer
-            for name, buffer in own_buffers(self.model)
-            if id(buffer) in synced or not (broadcast or id(buffer) in own)
-        }
+        """Return the buffers that are equal on all ranks; with `broadcast`, DDP makes some equal only in forward."""
+        synced: set[int] = set()
+        per_rank: set[int] = set()  # batch statistics of one rank differ by design
+        for module in self.model.modules():
+            if isinstance(module, NormBase):
+                is_synced = isinstance(module, BatchNorm) and module.group is not None
+                (synced if is_synced else per_rank).update(map(id, module.buffers()))
+        excluded = per_rank - synced
+        if broadcast:
+            excluded = {id(buffer) for buffer in self.model.buffers()} - synced
+        return {name: buffer for name, buffer in own_buffers(self.model) if id(buffer) not in excluded}
 
     def tied(self) -> dict[str, str]:
-        """Return the other names of shared parameters, each with the one it is saved under."""
+        """Return a map of the additional names of tied parameters to the name they are saved under."""
         stages = stages_of(self.model)
         if isinstance(stages[0], Stage):
-            return dict(stages[0].model_ties.first_names)  # every stage knows those of all
-        kept = {id(parameter): name for name, parameter in self.named_parameters()}
-        everywhere = stages[0].named_parameters(remove_duplicate=False)
-        return {name: kept[id(parameter)] for name, parameter in everywhere if kept[id(parameter)] != name}
+            return dict(stages[0].model_ties.first_names)  # every stage has the ties of the whole model
+        first_names = {id(parameter): name for name, parameter in self.named_parameters()}
+        tied: dict[str, str] = {}
+        for name, parameter in stages[0].named_parameters(remove_duplicate=False):
+            first = first_names[id(parameter)]
+            if first != name:
+                tied[name] = first
+        return tied
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """Communicate over the world to return the state dict of the user's own model on rank 0, {} elsewhere."""
+        """Return the full state dict of the user's model on rank 0, else {}. Communicates over the world."""
         return whole_weights(self.model)
 
     @contextmanager
     def evaluating(self, dp_group: dist.ProcessGroup | None) -> Iterator[None]:
-        """Put the model into evaluation, with rank 0's buffers on all; communicates over the data-parallel group.
+        """Switch the model to eval mode with the buffers of rank 0. Communicates over the data-parallel group.
 
-        Local batch statistics differ by rank, and one model is evaluated, not one per rank.
+        Local batch statistics differ by rank, and all ranks must evaluate the same model.
         """
         module = unwrap(self.model)
         modes = [(part, part.training) for part in module.modules()]
@@ -97,75 +101,78 @@ class ModuleStep:
         try:
             yield
         finally:
-            for part, was_training in modes:  # one by one: some may have been frozen in eval mode by the user
+            for part, was_training in modes:  # per module, because the user may have set some to eval mode
                 part.training = was_training
 
     def random_state(self) -> dict[str, Tensor]:
-        """Return the states of the generators that a step draws from, by name."""
+        """Return the states of the random generators that a step uses, by name."""
         states = {"cpu": torch.get_rng_state(), **host_states()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             states["cuda"] = torch.cuda.get_rng_state()
         return states
 
     def set_random_state(self, states: Mapping[str, Tensor]) -> None:
-        """Go on drawing where `random_state` was called."""
+        """Restore the random generators to the states of `random_state`."""
         torch.set_rng_state(states["cpu"])
         set_host_states(states)
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
 
     def seed(self, number: int) -> None:
-        """Begin fresh streams of random numbers."""
+        """Seed the random generators of this process."""
         seed_generators(number)
 
-    def own_gradients(self) -> dict[str, Tensor]:
-        """Return this rank's own part of the summed gradients, while they are not yet used; no communication."""
-        found = ((name, parameter.grad) for name, parameter in self.named_parameters())
-        return {name: local(gradient) for name, gradient in found if gradient is not None}
+    def local_gradients(self) -> dict[str, Tensor]:
+        """Return this rank's shard of the reduced gradients, without communication."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                found[name] = local(parameter.grad)
+        return found
 
-    def put_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Replace this rank's own gradients before they are used."""
-        for name, gradient in self.own_gradients().items():
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Replace this rank's gradients before the update uses them."""
+        for name, gradient in self.local_gradients().items():
             gradient.copy_(gradients[name])
 
     def snapshot(self) -> Callable[[], None]:
-        """Keep this moment's values, states and streams, on the host; returns what brings them back."""
+        """Copy the parameters, states and random generators to the host; return a function that restores them."""
         values = [parameter.detach() for _, parameter in self.named_parameters()]
         values += [buffer for _, buffer in self.model.named_buffers()]
         values += self.update.state().values()
-        put_back = snapshot(values, self.optimizer)
-        streams = self.random_state()
+        restore_tensors = snapshot(values, self.optimizer)
+        random_state = self.random_state()
 
         def restore() -> None:
-            put_back()
+            restore_tensors()
             self.optimized.refresh()
-            self.set_random_state(streams)
+            self.set_random_state(random_state)
 
         return restore
 
 
-# What a step holds of a training, under the names of the user's own module: values and optimizer states.
+# The local part of the training state, under the parameter names of the user's module.
 
 
 Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Whole shape and dtype of tensors by name."""
+"""Full (unsharded) shape and dtype of tensors by name."""
 
 
-class Held(NamedTuple):
-    """This rank's tensors: whole ones, and pieces as DTensors."""
+class LocalState(NamedTuple):
+    """This rank's tensors of the training state; shards are DTensors."""
 
     values: dict[str, Tensor]
-    """Of parameters, in the dtype they are trained in."""
+    """Parameters, in the dtype in which they are trained."""
     states: dict[str, Tensor]
-    """Of the optimizer, as PARAMETER/KEY."""
+    """Optimizer states, as PARAMETER/KEY."""
     buffers: Mapping[str, Tensor] = MappingProxyType({})
-    """That a state dict has."""
+    """Persistent buffers."""
     update: Mapping[str, Tensor] = MappingProxyType({})
-    """Of the update (a loss scale), and of what brings replicas together that train on their own, as KEY/PARAMETER."""
+    """State of the update (the loss scale), and of the outer optimizer of `sync_every`, as KEY/PARAMETER."""
 
 
 def states_of(optimized: Optimized) -> dict[str, Tensor]:
-    """Return an optimizer's states as PARAMETER/KEY; no copies, no communication."""
+    """Return the tensors of an optimizer's states as PARAMETER/KEY, without copies or communication."""
     found = {}
     for name, parameter in optimized.named:
         for key, value in optimized.optimizer.state.get(parameter, {}).items():
@@ -175,10 +182,10 @@ def states_of(optimized: Optimized) -> dict[str, Tensor]:
 
 
 def make_states(optimized: Optimized, saved: Forms) -> None:
-    """Give the optimizer the states that `saved` names, as PARAMETER/KEY.
+    """Allocate the optimizer states that `saved` contains, as PARAMETER/KEY.
 
-    A state shaped like its parameter is sharded as that is; any other (a step count) is whole on every rank. Beside a
-    scalar parameter the count is the one that torch's optimizers call "step".
+    A state with the shape of its parameter is sharded like the parameter; any other state (a step count) is replicated.
+    For a scalar parameter, the step count is the state that torch names "step".
     """
     for name, parameter in optimized.named:
         prefix = f"{name}/"
@@ -191,7 +198,7 @@ def make_states(optimized: Optimized, saved: Forms) -> None:
 
 
 def _like(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, optimizer: Optimizer | None) -> Tensor:
-    """Return zeros: without `optimizer` in the form of the parameter, else a count where that optimizer has it."""
+    """Return zeros like the parameter or, with `optimizer`, a step count on the device that it requires."""
     if optimizer is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     device = torch.device("cpu")
@@ -202,53 +209,59 @@ def _like(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, o
 
 
 def counts_on_device(group: Mapping[str, object]) -> bool:
-    """Whether an optimizer counts its steps where its parameters are: fused ones do, others on the host."""
+    """Return whether an optimizer stores its step count on the device: fused and capturable ones do."""
     return bool(group.get("fused") or group.get("capturable"))
 
 
-# Whole weights of a torch module, as the user's own model has them, from any strategy; and what its adapters are.
+# Full weights of a torch module under any strategy, with the names of the user's model, and facts about its adapters.
 
 
 T = TypeVar("T")
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Communicate over the world to return the state dict of the user's own model on rank 0, {} elsewhere.
+    """Return the full state dict of the user's model on rank 0 and {} on other ranks. Communicates over the world.
 
-    Adapters are merged into the weights they stand beside.
+    Adapters are merged into their base weights.
     """
     weights = full_state_dict(model)
     for alias, name in _tied(model).items():
         if alias in weights:
-            weights[alias] = weights[name]  # one memory, so one copy in the file
+            weights[alias] = weights[name]  # shared storage, so the file contains one copy
     lora = adapter_facts(model)
     return weights if lora is None else merge_state(weights, lora)
 
 
 def adapter_facts(model: nn.Module) -> dict[str, Any] | None:
-    """Communicate over the world to say what the adapters of a model are (Lora.facts), None without; on every rank."""
-    found = [item for stage in stages_of(model) for item in adapted_parts(stage)]
-    mine = (found[0][1].lora if found else None, [name for name, part in found if is_transposed(part)])
-    everyone = from_all(mine)
-    lora = next((own for own, _ in everyone if own is not None), None)
-    return None if lora is None else lora.facts({name for _, names in everyone for name in names})
+    """Return the facts of a model's adapters (Lora.facts), or None. Communicates over the world; call on every rank."""
+    local_lora, local_names = None, []
+    for stage in stages_of(model):
+        for name, part in adapted_parts(stage):
+            local_lora = local_lora or part.lora
+            if is_transposed(part):
+                local_names.append(name)
+    lora, transposed = None, set()
+    for lora_of_rank, names in gather_objects((local_lora, local_names)):
+        lora = lora or lora_of_rank
+        transposed.update(names)
+    return None if lora is None else lora.facts(transposed)
 
 
-def from_all(mine: T) -> list[T]:
-    """Return what every rank hands in; communicates over the world."""
+def gather_objects(value: T) -> list[T]:
+    """Return the values of all ranks. Communicates over the world; call on every rank."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
-        return [mine]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Return the names under which the model has a weight that an earlier name has too."""
+    """Return a map of the additional names of tied weights to their first name."""
     tied = {}
     for stage in stages_of(model):
         if isinstance(stage, Stage):
-            return dict(stage.model_ties.first_names)  # of all stages
+            return dict(stage.model_ties.first_names)  # every stage has the ties of the whole model
         first: dict[int, str] = {}
         for name, value in stage.state_dict(keep_vars=True).items():
             original = first.setdefault(id(value), name)
@@ -257,17 +270,22 @@ def _tied(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-# Snapshots of a training: one moment's tensors, optimizer states and random streams, and the way back to it.
+# Snapshots of a training: copies of tensors and optimizer states, which can be restored.
 
 
 def snapshot(tensors: Sequence[Tensor], optimizer: Optimizer) -> Callable[[], None]:
-    """Keep tensors and an optimizer's states on the host; returns what writes them back, and takes out what is new."""
+    """Copy tensors and optimizer states to the host; return a function that restores them and removes new states."""
     states = optimizer.state
-    known = {parameter: set(state) for parameter, state in states.items()}
-    saved, plain = list(tensors), {}
+    known: dict[Tensor, set[str]] = {}
+    plain: dict[Tensor, dict[str, Any]] = {}
+    saved = list(tensors)
     for parameter, state in states.items():
-        saved += [value for value in state.values() if isinstance(value, Tensor)]
-        plain[parameter] = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        known[parameter], plain[parameter] = set(state), {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                saved.append(value)
+            else:
+                plain[parameter][key] = value
     pairs = [(local(tensor), on_host(local(tensor))) for tensor in saved]
 
     @torch.no_grad()
@@ -286,5 +304,5 @@ def snapshot(tensors: Sequence[Tensor], optimizer: Optimizer) -> Callable[[], No
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a copy on the host."""
+    """Return a copy of a tensor on the host."""
     return tensor.detach().to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""Torch's pipeline schedules, and the relay of one forward pass through all stages."""
+"""Run the pipeline schedules of torch, and single forward passes through all stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Schedule:
-    """One of torch's schedules over this rank's stages, for micro-batches of one shape."""
+    """A pipeline schedule of torch over this rank's stages, for micro-batches of one shape."""
 
     def __init__(
         self,
@@ -39,9 +39,10 @@ class Schedule:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """`loss` turns the last stage's output into what is back-propagated; `group` joins the ranks along pp.
+        """Create the schedule `name` for this rank's `stages`.
 
-        `mark` is told when forward and backward of each micro-batch begin.
+        `loss` maps the output of the last stage to the back-propagated value, `group` contains the ranks along pp, and
+        `mark` is called when forward and backward of each micro-batch start.
         """
         placed = [_PlacedStage(stage, ports[stage.index], group, device, mark) for stage in stages]
         options: dict[str, Any] = {
@@ -53,14 +54,15 @@ class Schedule:
         torch_class: Any = getattr(schedules, schedule.torch_class)
         self._schedule = torch_class(placed[0] if schedule.placement == "one" else placed, **options)
         self._placed = placed
-        self._targets = torch.zeros(num_micro_batches)  # torch wants one per micro-batch; the program has the real one
+        self._targets = torch.zeros(num_micro_batches)  # torch requires one per micro-batch; programs use the batch
 
     def __call__(
         self, program: Callable[[int], Callable[[nn.Module], Any]], before_backward: Callable[[int], None]
     ) -> None:
-        """Run forward and backward of every micro-batch; communicates over the pp group.
+        """Run forward and backward of every micro-batch. Communicates over the pp group; call on every rank.
 
-        `program(i)` is what stages run for micro-batch i, `before_backward(i)` is called before its backward.
+        `program(i)` returns the function that stages run for micro-batch i; `before_backward(i)` is called before its
+        backward.
         """
         for stage in self._placed:
             stage.choose, stage.before_backward = program, before_backward
@@ -68,7 +70,7 @@ class Schedule:
 
 
 class _PlacedStage(PipelineStage):
-    """Tells our stage which micro-batch comes next: torch would have us cut batches into tensors."""
+    """A torch pipeline stage that sets our stage's program for each micro-batch instead of splitting input tensors."""
 
     choose: Callable[[int], Callable[[nn.Module], Any]]
     before_backward: Callable[[int], None]
@@ -83,96 +85,96 @@ class _PlacedStage(PipelineStage):
         self._mark = mark
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run one micro-batch."""
+        """Run the forward pass of one micro-batch."""
         self._mark("forward")
         self._stage.program = self.choose(fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run one micro-batch back: all of it, or its inputs' gradients alone."""
+        """Run the backward pass of one micro-batch, or only the part for its input gradients."""
         self._mark("backward")
         self.before_backward(bwd_chunk_id)
         return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the weights' gradients of one micro-batch."""
+        """Compute the weight gradients of one micro-batch."""
         self._mark("backward")
         return super().backward_weight_one_chunk(*args, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Leave out neighbours on this rank: torch 2.11 has V-shaped schedules greet themselves, which gloo refuses."""
-        greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
-        return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
+        """Skip neighbours on this rank: torch 2.11 sends to itself in V-shaped schedules, which gloo rejects."""
+        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [operation for operation in operations if operation.group_peer != self.group_rank]
 
 
-# The relay: one forward pass through all stages of a pipeline, each handing its output to the next.
+# The relay: one forward pass through all stages of a pipeline, in which each stage sends its output to the next.
 
 
 Ports = tuple[tuple["Tensor", ...], tuple["Tensor", ...]]
-"""Tensors on the meta device, shaped like what a stage receives and what it returns."""
+"""Meta tensors with the shapes of the inputs and of the outputs of a stage."""
 
 
 class Relay:
-    """Passes micro-batches forward, without gradients, from stage to stage."""
+    """Runs forward passes through all stages without gradients."""
 
     def __init__(
-        self, stages: Sequence[Stage], cut: StageSplit, group: dist.ProcessGroup, device: torch.device
+        self, stages: Sequence[Stage], split: StageSplit, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """`stages` are this rank's; `group` joins the ranks along pp."""
+        """Create the relay of this rank's `stages`; `group` contains the ranks along pp."""
         self._stages = stages
-        self._cut = cut
+        self._split = split
         self._group = group
         self._device = device
 
     @torch.no_grad()
     def run(self, program: Program) -> None:
-        """Run `program` on every stage, to its end on the last; communicates over the pp group."""
-        for _ in self._pass_on(program):
+        """Run `program` on every stage. Communicates over the pp group; call on every rank."""
+        for _ in self._run_stages(program):
             pass
 
     @torch.no_grad()
     def probe(self, program: Program, inputs: Sequence[Tensor]) -> dict[int, Ports]:
-        """Run once in eval mode and return the ports of this rank's stages; communicates over the pp group.
+        """Run once in eval mode and return the ports of this rank's stages. Communicates over the pp group.
 
-        Batch statistics and random numbers stay as they are. `program` reads `inputs` and returns a tensor.
+        Batch statistics and random generators do not change. `program` reads `inputs` and returns a tensor.
         """
         ports: dict[int, Ports] = {}
         with _eval_mode(self._stages):
-            for stage, received, result in self._pass_on(program):
+            for stage, received, result in self._run_stages(program):
                 sent = (result,) if stage.is_last else result
-                stage.refuse_nan(inputs if stage.is_first else received, sent)
-                ports[stage.index] = (_outlines(received), _outlines(sent))
+                stage.check_nan(inputs if stage.is_first else received, sent)
+                ports[stage.index] = (_meta_like(received), _meta_like(sent))
         return ports
 
-    def _pass_on(self, program: Program) -> Iterator[tuple[Stage, tuple[Tensor, ...], Any]]:
-        """Yield each stage with what it received and what it returned."""
-        kept: tuple[Structure, tuple[Tensor, ...]] = (None, ())
+    def _run_stages(self, program: Program) -> Iterator[tuple[Stage, tuple[Tensor, ...], Any]]:
+        """Run this rank's stages in order; yield each with its inputs and outputs."""
+        local: tuple[Structure, tuple[Tensor, ...]] = (None, ())
         for stage in self._stages:
             if not stage.is_first:
-                stage.incoming, received = self._receive(stage.index) or kept
+                stage.incoming, received = self._receive(stage.index) or local
             else:
                 received = ()
             stage.program = program
             sent = stage(*received)
             if not stage.is_last:
-                kept = stage.outgoing, sent
-                self._send(stage.index, *kept)
+                local = stage.outgoing, sent
+                self._send(stage.index, *local)
             if isinstance(stage, FSDPModule):
-                stage.reshard()  # backward would; a root unit stays whole after forward for it
+                stage.reshard()  # a root unit stays unsharded after forward, and there is no backward to reshard it
             yield stage, received, sent
 
     def _peer(self, stage: int, neighbour: int) -> int | None:
-        """Return the global rank of a neighbouring stage, None when it is on this rank."""
-        if self._cut.ranks[stage] == self._cut.ranks[neighbour]:
+        """Return the global rank of a neighbouring stage, or None if it is on this rank."""
+        if self._split.ranks[stage] == self._split.ranks[neighbour]:
             return None
-        return dist.get_global_rank(self._group, self._cut.ranks[neighbour])
+        return dist.get_global_rank(self._group, self._split.ranks[neighbour])
 
     def _send(self, stage: int, structure: Structure, tensors: tuple[Tensor, ...]) -> None:
         peer = self._peer(stage, stage + 1)
         if peer is None:
             return
-        outlines = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        dist.send_object_list([structure, outlines], dst=peer, group=self._group, device=self._device)
+        forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        dist.send_object_list([structure, forms], dst=peer, group=self._group, device=self._device)
         for tensor in tensors:
             dist.send(tensor, dst=peer, group=self._group)
 
@@ -182,8 +184,8 @@ class Relay:
             return None
         header: list[Any] = [None, None]
         dist.recv_object_list(header, src=peer, group=self._group, device=self._device)
-        structure, outlines = header
-        tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in outlines)
+        structure, forms = header
+        tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in forms)
         for tensor in tensors:
             dist.recv(tensor, src=peer, group=self._group)
         return structure, tensors
@@ -197,9 +199,9 @@ def _eval_mode(stages: Sequence[Stage]) -> Iterator[None]:
     try:
         yield
     finally:
-        for part, was_training in modes:  # one by one: some may have been frozen in eval mode by the user
+        for part, was_training in modes:  # per module, because the user may have set some to eval mode
             part.training = was_training
 
 
-def _outlines(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _meta_like(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(tensor, device="meta", requires_grad=True) for tensor in tensors)

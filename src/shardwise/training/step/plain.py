@@ -1,4 +1,4 @@
-"""What every kind of step has in common, and the plain step: a model that is whole on every data-parallel rank."""
+"""The base class of torch steps, and the step of plans without pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.data.rows import cut_rows
+from shardwise.data.rows import drop_padding_rows
 from shardwise.job import Loss
 from shardwise.parallel.batch_norm import batch_norms
 from shardwise.parallel.collectives import unwrap
 from shardwise.parallel.counter_dropout import CounterMasks
 from shardwise.parallel.fused_loss import deferred_in_evaluation, deferring_heads, with_logits
 from shardwise.parallel.sharded import naming_outside_use
-from shardwise.training.step.first_step_checks import LossCheck, OutputRows, refuse_uncounted
-from shardwise.training.step.module_step import Held, ModuleStep, make_states, states_of
+from shardwise.training.step.first_step_checks import LossCheck, OutputRows, check_counted
+from shardwise.training.step.module_step import LocalState, ModuleStep, make_states, states_of
 from shardwise.training.step.step import NOTHING, StepReport
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from shardwise.training.step.step import StepParts
 
 
-# What every kind of step has in common: the parts it is built from, its learning rate, and the update that ends it.
+# The base class: the components of a step, its learning rate, and the update at its end.
 
 
 class OptimizerStep(ModuleStep):
-    """A step's parts, and its beginning and end; what lies between, the gradients, is the kind's own."""
+    """The base of torch steps: sets learning rates and applies the update; subclasses compute the gradients."""
 
     def __init__(self, job: Job, model: nn.Module, parts: StepParts) -> None:
         self.source = parts.source
@@ -60,188 +60,197 @@ class OptimizerStep(ModuleStep):
         self._batch_norms = batch_norms(model)
         self._masks = CounterMasks(model, parts.autocast.device_type) if job.masks == "keyed" else None
         self._parameters = list(model.parameters())
+        self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         self._heads = deferring_heads(model)
         self._loss_check: LossCheck | None = LossCheck(job.loss, parts.note)
         self._output_rows = OutputRows()
 
     @property
     def num_parameters(self) -> int:
-        """Elements of the parameters that this rank has a part in, a cut one as a whole."""
+        """Number of elements of the parameters of which this rank owns a shard, counted at full size."""
         return sum(parameter.numel() for _, parameter in self.named_parameters())
 
-    def held(self) -> Held:
-        """Return the values and optimizer states of this rank; no communication."""
+    def local_state(self) -> LocalState:
+        """Return this rank's parameters, buffers and optimizer states, without communication."""
         values = {name: parameter.detach() for name, parameter in self.named_parameters()}
         update = {**self.update.state(), **self._sync.state()}
-        return Held(values, states_of(self.optimized), self.saved_buffers(), update)
+        return LocalState(values, states_of(self.optimized), self.saved_buffers(), update)
 
-    def room(self, saved: Forms) -> Held:
-        """Return tensors to be filled, with the optimizer states in `saved`: those that are trained."""
+    def load_targets(self, saved: Forms) -> LocalState:
+        """Return the trained tensors to load a checkpoint into, with the optimizer states of `saved` allocated."""
         make_states(self.optimized, saved)
-        return self.held()
+        return self.local_state()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of a step while they are summed and not yet used; no communication."""
+        """Return the reduced gradients of a step before the update uses them, without communication."""
         return {name: each.grad for name, each in self.named_parameters() if each.grad is not None}
 
     def _keyed(self, module: nn.Module, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Surround a forward pass of `module`: keyed masks are those of this micro-batch."""
+        """Return the context of a forward pass of `module` that keys dropout masks by this micro-batch's samples."""
         if self._masks is None:
             return NOTHING
-        keys = None if micro_batch.places is None else micro_batch.places.keys()
+        keys = None if micro_batch.positions is None else micro_batch.positions.keys()
         return self._masks.of(unwrap(module), keys, micro_batch.filled)
 
     def _deferred(self) -> AbstractContextManager[None]:
-        """Surround a forward pass in evaluation: logits that training never holds whole are not made there either."""
-        return deferred_in_evaluation(self._heads) if self._heads else NOTHING
+        """Return the context of a forward pass in evaluation that does not materialize the logits of a fused loss."""
+        if not self._heads:
+            return NOTHING
+        return deferred_in_evaluation(self._heads)
 
-    def _look_at_loss(self, output: Any, batch: Any, micro_batch: MicroBatch) -> None:
-        """Check the loss of the first micro-batches, without padding rows, until one had enough to see."""
+    def _check_loss(self, output: Any, batch: Any, micro_batch: MicroBatch) -> None:
+        """Check the loss of the first micro-batches, without padding rows, until one of them is conclusive."""
         if self._loss_check is not None and self._loss_check(output, batch, micro_batch):
             self._loss_check = None
         if micro_batch.rows == micro_batch.filled:
-            self._output_rows.look(output, micro_batch.rows)
+            self._output_rows.observe(output, micro_batch.rows)
 
     def _begin(self) -> None:
-        """Set the learning rates of this step."""
+        """Set the learning rates of this step from the schedule."""
         factor = self._rate_factor(self.number, self.length.num_steps)
         for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = base * factor
         self._rate = self.base_rates[0] * factor
 
     def _end(self, batch: StepBatch, total: Tensor) -> StepReport:
-        """Move the parameters by their summed gradients and report, on every rank; `total` is this rank's loss sum."""
+        """Update the parameters and return the report; call on every rank. `total` is this rank's loss sum."""
         if not batch.denominator:
-            refuse_uncounted(total)
+            check_counted(total)
         self._loss_check = None
         if self._before_update is not None:
             self._before_update()
         self.mark("optimizer", self.number)
         update = self.update(self.optimizer)
         for parameter in self._parameters:
-            parameter.grad = None  # 15 us a step less than optimizer.zero_grad, which does the same
+            parameter.grad = None  # 15 us per step faster than optimizer.zero_grad
         if not self._reports_loss:
-            total = torch.zeros_like(total)  # a product would make NaN of an infinite loss
+            total = torch.zeros_like(total)  # multiplying by 0 would turn an infinite loss into NaN
         number, self.number = self.number, self.number + 1
         self._sync.finish_step(self.number)
         self.mark("data", self.number)
-        reduced = None if self._reduce_loss is None else self._reduce_loss.begin(total, batch.denominator)
+        reduced = None
+        if self._reduce_loss is not None:
+            reduced = self._reduce_loss.begin(total, batch.denominator)
         return StepReport(number, batch.cursor, total, batch.samples, batch.denominator, self._rate, *update, reduced)
 
 
 def measured(
     output: Any, batch: Any, rows: int, measures: Mapping[str, Metric], *, whole: Any = None
 ) -> dict[str, float]:
-    """Return sum and count of each measure; logits that were deferred are made where a metric reads them.
+    """Return the sum and count of each measure; deferred logits are materialized if a metric reads them.
 
-    `whole` is the batch with all of its tokens, which are counted, where `batch` is a slice of them.
+    Under context parallelism `batch` contains this rank's tokens, and `whole` all tokens, which are counted.
     """
     whole = batch if whole is None else whole
-    others = with_logits(output) if not all(isinstance(measure, Loss) for measure in measures.values()) else None
+    metric_output = None
+    if not all(isinstance(measure, Loss) for measure in measures.values()):
+        metric_output = with_logits(output)
     found: dict[str, float] = {}
     for name, measure in measures.items():
         if isinstance(measure, Loss):
             found[name] = float(measure.sum_of(output, batch if measure.by_row else whole))
         else:
-            found[name] = float(measure.sum_of(others, batch))
+            found[name] = float(measure.sum_of(metric_output, batch))
         found[f"{name}/count"] = measure.count_of(whole, rows)
     return found
 
 
 class PlainStep(OptimizerStep):
-    """One optimizer step: micro-batches accumulate, gradients are summed over data-parallel ranks, then the update."""
+    """One optimizer step without a pipeline: accumulate micro-batches, reduce gradients over dp ranks, update."""
 
     def __init__(self, job: Job, model: nn.Module, parts: StepParts) -> None:
         super().__init__(job, model, parts)
         self._trained = model
-        """What forward calls in training."""
+        """The module that forward calls in training."""
         self._loss = job.loss
         self._forward = job.forward
         self._weight: float | None = None
         self._gradient: Tensor | None = None
 
     def __call__(self, batch: StepBatch) -> StepReport:
-        """Train on one global batch; communicates through the gradient sync, on every rank."""
+        """Train on one global batch. Communicates through the gradient sync; call on every rank."""
         self._begin()
         for check in self._batch_checks:
             check(batch)
-        # The sum over all real rows of all ranks, divided by the one normalizer of the global batch, is the mean
-        # one process would compute.
+        # The loss sum over all rows of all ranks, divided by the normalizer of the global batch, is the mean that one
+        # process would compute.
         weight = self._sync.gain / (batch.denominator or 1)
         return self._end(batch, self._accumulate(batch.micro_batches, weight))
 
     def _accumulate(self, micro_batches: list[MicroBatch], weight: float | Tensor) -> Tensor:
-        """Add up the gradients of all micro-batches and of all data-parallel ranks; returns the loss sum."""
-        # In the first step nothing communicates during backward: a parameter without gradient would leave DDP's
-        # bucket waiting for it, and every other rank with it, before anybody could say its name.
+        """Accumulate the gradients of all micro-batches and reduce them over dp ranks; return the loss sum."""
+        # In the first step backward does not communicate: a parameter without a gradient would block its DDP bucket on
+        # every rank before the check could name the parameter.
         check = self._after_first_backward
-        keep_back = self._sync.accumulate if check is None else self._sync.no_sync
+        defer_sync = self._sync.accumulate if check is None else self._sync.no_sync
         *first, last = micro_batches
         sums = []
         for micro_batch in first:
-            with keep_back():
+            with defer_sync():
                 sums.append(self._backward(micro_batch, weight))
-        with keep_back() if check is not None else NOTHING:
+        with defer_sync() if check is not None else NOTHING:
             sums.append(self._backward(last, weight))
         if check is not None:
             check(sums)
             self._after_first_backward = None
-            self._sync.finish_held()
+            self._sync.finish_deferred()
         self._sync.finish()
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
     def _backward(self, micro_batch: MicroBatch, weight: float | Tensor) -> Tensor:
-        """Forward, loss and backward of one micro-batch; returns its loss sum over real rows."""
+        """Run forward, loss and backward of one micro-batch; return its loss sum without padding rows."""
         self.mark("forward", self.number)
         batch, rows, filled = micro_batch.batch, micro_batch.rows, micro_batch.filled
         for norm in self._batch_norms:
             norm.rows = None if rows == filled else (rows, filled)
         is_short = rows < filled and self._loss.by_row
         with self._autocast():
-            watching = self._output_rows.watching(batch) if is_short else NOTHING
-            with self._keyed(self._trained, micro_batch), watching, naming_outside_use(self.model):
+            tracking = self._output_rows.tracking(batch) if is_short else NOTHING
+            naming = naming_outside_use(self.model) if self._is_sharded else NOTHING  # 4 us per step, only for FSDP2
+            with self._keyed(self._trained, micro_batch), tracking, naming:
                 output = self._forward(self._trained, batch)
             if is_short:
-                output = self._output_rows.cut(output, rows, filled)
-                batch = cut_rows(batch, rows, filled, micro_batch.marks)
-            # A model's own mean counts what it counts on whole sequences, also where this rank has a slice of them.
-            loss: Tensor = self._loss.sum_of(output, batch if self._loss.by_row else micro_batch.uncut)
+                output = self._output_rows.drop_padding(output, rows, filled)
+                batch = drop_padding_rows(batch, rows, filled, micro_batch.marks)
+            # A model that returns a mean normalizes over whole sequences, also if this rank has a slice of them.
+            loss: Tensor = self._loss.sum_of(output, batch if self._loss.by_row else micro_batch.unsharded)
             if self._loss_check is not None:
-                self._look_at_loss(output, batch, micro_batch)
+                self._check_loss(output, batch, micro_batch)
         self.mark("backward", self.number)
-        del output  # backward does not need it, and the logits of a large vocabulary are gigabytes
+        del output  # frees the logits, which are gigabytes for a large vocabulary
         if not rows:
-            loss = loss * 0  # a spare row took part so that this rank issues its collectives; it counts for nothing
-        self._pass_back(loss, weight)
+            loss = loss * 0  # padding only: this rank runs the model so that it issues its collectives
+        self._backpropagate(loss, weight)
         return loss.detach()
 
-    def _pass_back(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Back-propagate a loss sum with its weight; a tensor is one that changes in its place."""
+    def _backpropagate(self, loss: Tensor, weight: float | Tensor) -> None:
+        """Back-propagate a loss sum with its weight; a CUDA graph passes the weight as a tensor it updates in place."""
         if isinstance(weight, torch.Tensor):
             self._weight, self._gradient = None, weight.to(loss.dtype)
         elif weight != self._weight:
             self._weight, self._gradient = weight, torch.full_like(loss, weight)
-        # The weight goes in as the gradient of the loss: 20 us a step less than a product, forward and backward.
+        # The weight is passed as the gradient of the loss: 20 us per step faster than a multiplication.
         self.update.scale(loss).backward(self._gradient)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the name, as in the user's module, and parameter of all layers on this rank's stages."""
+        """Yield the parameters with their names in the user's module."""
         return unwrap(self.model).named_parameters()
 
     @torch.no_grad()
     def measure(self, micro_batch: MicroBatch, measures: Mapping[str, Metric]) -> dict[str, float]:
-        """Return sum and count of each measure over the real rows, without training; on every rank of a model."""
+        """Return the sum and count of each measure without padding rows; call on every model-parallel rank."""
         batch, rows, filled = micro_batch.batch, micro_batch.rows, micro_batch.filled
-        whole = micro_batch.uncut
+        whole = micro_batch.unsharded
         model = unwrap(self.model)
         found: dict[str, float] = {}
         with self._autocast(), self._deferred():
             output = self._forward(model, batch)
             if rows and rows < filled:
-                output = self._output_rows.cut(output, rows, filled)
-                batch, whole = (cut_rows(each, rows, filled, micro_batch.marks) for each in (batch, whole))
+                output = self._output_rows.drop_padding(output, rows, filled)
+                batch = drop_padding_rows(batch, rows, filled, micro_batch.marks)
+                whole = drop_padding_rows(whole, rows, filled, micro_batch.marks)
             if rows:
                 found = measured(output, batch, rows, measures, whole=whole)
         if self._heads and isinstance(model, FSDPModule):
-            model.reshard()  # backward would, where a root unit stays whole after forward for it
+            model.reshard()  # the root unit stays unsharded after forward, and there is no backward to reshard it
         return found

@@ -1,9 +1,9 @@
-"""The token probe: under context parallelism, whether anything but attention looks at other tokens.
+"""The token probe: under context parallelism, detect modules other than attention that mix tokens.
 
-Ranks run the model on slices of the tokens, and only attention exchanges between them. A convolution over time, a shift
-or a pooling outside of attention would take the edge of a slice for the end of the sequence, with no error. The probe
-runs the model twice on a few whole tokens, with attention in which a token attends to itself alone; in the second run
-one token is another. Whatever changes at the other tokens has been mixed outside of attention.
+Ranks run the model on slices of the sequence, and only attention communicates between them. A convolution over time, a
+shift or a pooling outside attention would treat the edge of a slice as the end of the sequence, without an error. The
+probe runs the model twice on a short unsharded sequence, with attention in which each token attends only to itself; the
+second run changes one token. If values at other tokens change, the model mixes tokens outside attention.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from shardwise.data.feed import StepBatch
 
 _LENGTH = 13
-"""Tokens of the probe: enough for windows of 6 on both sides of the one in the middle."""
+"""Tokens of the probe: enough for windows of 6 tokens on both sides of the changed one."""
 _CLOSE = 1e-2
-"""Relative to the largest value: rounding changes a token less when another one changes, mixing more."""
+"""Relative to the largest value: rounding changes an unmixed token by less, mixing by more."""
 
 Summaries = list[tuple[str, "Tensor | None", "Tensor | None"]]
-"""Of the modules in the order in which they end: name, and by token what went in and what came out."""
+"""Modules in the order in which their forward ends: name, and per-token summaries of inputs and outputs."""
 
 
 class TokenProbe:
-    """Refuses, before the first step, a model in which tokens are mixed outside of attention."""
+    """Rejects a model that mixes tokens outside attention, before the first step."""
 
     def __init__(
         self,
@@ -47,9 +47,10 @@ class TokenProbe:
         group: dist.ProcessGroup,
         note: Callable[[str], None],
     ) -> None:
-        """`model` is the user's own, under cp; `group` joins all ranks on the host, so that all refuse or none.
+        """Create the probe of a model under context parallelism.
 
-        `note` is told where the model does not run on a few tokens.
+        `group` is the host group of all ranks, so that either all ranks raise or none. `note` receives a message if the
+        model does not run on a short sequence.
         """
         self._model = model
         self._forward = forward
@@ -58,60 +59,63 @@ class TokenProbe:
         self._is_done = False
 
     def __call__(self, batch: StepBatch) -> None:
-        """Probe the model on tokens of the first batch; communicates as its forward does, on every rank."""
+        """Probe the model on tokens of the first batch. Communicates over the group; call on every rank."""
         if self._is_done:
             return
         self._is_done = True
-        everyone: list[str | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, self._mixing(batch.micro_batches[0].uncut), group=self._group)
-        name = next((each for each in everyone if each is not None), None)
+        names: list[str | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(names, self._find_mixing(batch.micro_batches[0].unsharded), group=self._group)
+        name = next(filter(None, names), None)
         if name is not None:
             raise JobError(
-                f"cp splits sequences, and {name} mixes tokens outside of attention",
+                f"{name} mixes tokens outside attention, which context parallelism does not support",
                 code="support.cp-mixes-tokens",
-                fix="use cp 1",
+                fix="use a plan with cp = 1",
             )
 
-    def _mixing(self, whole: Any) -> str | None:
-        """Return the first module in which a token changes when another one does; None if there is none."""
+    def _find_mixing(self, whole: Any) -> str | None:
+        """Return the first module in which a change of one token changes other tokens; None if there is none."""
         like = next(self._model.parameters())
-        few = map_tensors(lambda tensor: _crop(tensor, like), whole)
-        length = max((tensor.shape[1] for tensor in tensors(few) if tensor.ndim > 1), default=0)
-        other = map_tensors(lambda tensor: _with_another(tensor, length // 2), few)
+        cropped = map_tensors(lambda tensor: _crop(tensor, like), whole)
+        length = max((tensor.shape[1] for tensor in tensors(cropped) if tensor.ndim > 1), default=0)
+        changed = map_tensors(lambda tensor: _change_token(tensor, length // 2), cropped)
         try:
-            with _aside(self._model), torch.no_grad(), _OwnValue():
-                before = _summaries(self._model, length, lambda: self._forward(self._model, few))
-                after = _summaries(self._model, length, lambda: self._forward(self._model, other))
-        except Exception as error:  # noqa: BLE001 - whatever a model raises on a length that it does not expect
+            with _probe_mode(self._model), torch.no_grad(), _SelfAttention():
+                before = _summaries(self._model, length, lambda: self._forward(self._model, cropped))
+                after = _summaries(self._model, length, lambda: self._forward(self._model, changed))
+        except Exception as error:  # noqa: BLE001 - a model may raise any error on an unexpected sequence length
             kind = type(error).__name__
-            self._note(f"cp: whether tokens are mixed outside of attention was not checked ({kind}: {error})")
+            self._note(f"cp: the check for token mixing outside attention was skipped ({kind}: {error})")
             return None
         return _first_mixed(before, after, length // 2)
 
 
-class _OwnValue(TorchFunctionMode):
-    """Attention in which every token attends to itself alone."""
+class _SelfAttention(TorchFunctionMode):
+    """Replaces attention by one in which every token attends only to itself."""
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not functional.scaled_dot_product_attention:
             return function(*args, **(kwargs or {}))
         given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
         query, value = given["query"], given["value"]
-        if value.shape[-2] != query.shape[-2]:  # over another sequence, which this one does not mix
+        if (
+            value.shape[-2] != query.shape[-2]
+        ):  # cross-attention to another sequence does not mix the tokens of this one
             return query.new_zeros(*query.shape[:-1], value.shape[-1])
-        repeats = query.shape[-3] // value.shape[-3] if value.ndim > 3 else 1
-        return value.repeat_interleave(repeats, -3) if repeats > 1 else value.clone()
+        if value.ndim > 3:  # grouped-query attention
+            return value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+        return value.clone()
 
 
 @contextmanager
-def _aside(model: Any) -> Iterator[None]:
-    """Run a model on whole sequences, without dropout, and leave it as it was."""
+def _probe_mode(model: Any) -> Iterator[None]:
+    """Run a model on unsharded sequences without dropout in this context, and restore its modes afterwards."""
     modes = [(part, part.training) for part in model.modules()]
     random = torch.get_rng_state()
     model.eval()
     model.context_switch.is_on = False
     try:
-        with torch.compiler.set_stance("force_eager"):  # a graph for these few tokens would not pay
+        with torch.compiler.set_stance("force_eager"):  # compiling for this short sequence is not worth its time
             yield
     finally:
         model.context_switch.is_on = True
@@ -121,30 +125,32 @@ def _aside(model: Any) -> Iterator[None]:
 
 
 def _crop(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the first tokens of the first row, on the device of a model; floats in its precision."""
-    few = tensor
+    """Return the first tokens of the first row on the device of `like`; floating-point tensors also in its dtype."""
+    cropped = tensor
     if tensor.ndim > 1:
-        few = tensor[:1, :_LENGTH]
+        cropped = tensor[:1, :_LENGTH]
     elif tensor.ndim:
-        few = tensor[:1]
-    return few.to(like.device, like.dtype if few.is_floating_point() else few.dtype)
+        cropped = tensor[:1]
+    if cropped.is_floating_point():
+        return cropped.to(like)
+    return cropped.to(like.device)
 
 
-def _with_another(tensor: Tensor, place: int) -> Tensor:
-    """Return a batch tensor with another token at one place, of a value that occurs elsewhere in it."""
-    if tensor.ndim < 2 or tensor.dtype == torch.bool or tensor.shape[1] <= place:
+def _change_token(tensor: Tensor, position: int) -> Tensor:
+    """Return a batch tensor with a different token at `position`; integer tokens take a value that occurs in it."""
+    if tensor.ndim < 2 or tensor.dtype == torch.bool or tensor.shape[1] <= position:
         return tensor
-    changed, own = tensor.clone(), tensor[:, place]
+    changed, current = tensor.clone(), tensor[:, position]
     if tensor.is_floating_point():
-        changed[:, place] = own + 1
+        changed[:, position] = current + 1
         return changed
     values = tensor.unique()
-    changed[:, place] = torch.where(own == values[0], values[-1], values[0])
+    changed[:, position] = torch.where(current == values[0], values[-1], values[0])
     return changed
 
 
 def _summaries(model: nn.Module, length: int, run: Callable[[], Any]) -> Summaries:
-    """Run a model and return what went into and came out of each of its modules, in few numbers by token."""
+    """Run a model and return per-token summaries of the inputs and outputs of each module."""
     found: Summaries = []
 
     def record(name: str) -> Callable[..., None]:
@@ -163,10 +169,10 @@ def _summaries(model: nn.Module, length: int, run: Callable[[], Any]) -> Summari
 
 
 def _by_token(values: Any, length: int) -> Tensor | None:
-    """Return norm and sum of each token, [tokens, 2 x tensors], of all tensors [1, tokens, ...] or [tokens, ...]."""
+    """Return the norm and the sum per token, as [tokens, 2 x tensors], of tensors [1, tokens, ...] or [tokens, ...]."""
     columns = []
     for leaf in tree_leaves(values):
-        # Heads before tokens ([1, heads, tokens, width]) would be taken for tokens; attention alone has them so.
+        # In [1, heads, tokens, width], which only attention uses, heads would be mistaken for tokens.
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.ndim > 3:
             continue
         if leaf.ndim > 1 and leaf.shape[:2] == (1, length):
@@ -177,22 +183,25 @@ def _by_token(values: Any, length: int) -> Tensor | None:
             continue
         rows = rows.double().flatten(1)
         columns += [rows.norm(dim=1), rows.sum(dim=1)]
-    return torch.stack(columns, 1) if columns else None
+    if not columns:
+        return None
+    return torch.stack(columns, 1)
 
 
-def _first_mixed(before: Summaries, after: Summaries, place: int) -> str | None:
-    """Return the module in which other tokens than the changed one change first."""
-    for (name, given, made), (_, other_given, other_made) in zip(before, after, strict=False):
-        if not _differ(made, other_made, place):
+def _first_mixed(before: Summaries, after: Summaries, position: int) -> str | None:
+    """Return the first module whose output differs at tokens other than the changed one."""
+    for (name, inputs, outputs), (_, other_inputs, other_outputs) in zip(before, after, strict=False):
+        if not _differ(outputs, other_outputs, position):
             continue
-        holder = name if not _differ(given, other_given, place) else name.rpartition(".")[0]
-        return holder or "the model"
+        if _differ(inputs, other_inputs, position):
+            name = name.rpartition(".")[0]  # noqa: PLW2901 - the inputs are already mixed, in the parent's forward
+        return name or "the model"
     return None
 
 
-def _differ(one: Tensor | None, other: Tensor | None, place: int) -> bool:
+def _differ(one: Tensor | None, other: Tensor | None, position: int) -> bool:
     if one is None or other is None or one.shape != other.shape:
         return False
     change = (one - other).abs()
-    change[place] = 0
+    change[position] = 0
     return bool((change > _CLOSE * one.abs().amax(dim=0)).any())

@@ -47,9 +47,10 @@ def check_refused(text, code, *values, **options):
 
 
 def test_the_guides_configs_are_read():
-    assert [path.stem for path in CONFIGS] == ["zero1_config", "zero2_config", "zero3_config"]
-    for stage, path in enumerate(CONFIGS, 1):
-        found = read_json(path, num_ranks=2)
+    stages = {path.stem: int(path.stem.removeprefix("zero")[0]) for path in CONFIGS}
+    assert stages.keys() >= {"zero1_config", "zero2_config", "zero3_config"}
+    for path in CONFIGS:
+        found, stage = read_json(path, num_ranks=2), stages[path.stem]
         assert (found.plan.zero, str(found.plan.layout), found.plan.engine) == (stage, "shard2", "deepspeed")
         assert any("optimizer=sw.adamw(lr=" in note for note in found.notes)
 
@@ -65,8 +66,8 @@ def test_what_hugging_face_leaves_open_is_said_and_given():
 
 
 def test_a_batch_that_nobody_gives_is_asked_for():
-    check_refused(TRAINER, "plan.deepspeed-batch-missing", "give --batch-size", num_ranks=4)
-    check_refused({"train_batch_size": 8}, "plan.deepspeed-ranks-unknown", "give --nproc")
+    check_refused(TRAINER, "plan.deepspeed-batch-missing", "pass --batch-size", num_ranks=4)
+    check_refused({"train_batch_size": 8}, "plan.deepspeed-ranks-unknown", "pass --nproc")
 
 
 def test_the_number_of_ranks_follows_from_the_three_batch_numbers():
@@ -96,7 +97,7 @@ def test_the_batch_is_derived_as_deepspeed_does(data, split):
 def test_a_stage_on_one_rank_cuts_nothing():
     found = reading({"train_batch_size": 4, "zero_optimization": {"stage": 2}}, num_ranks=1)
     assert found.plan.zero == 0
-    assert any("on one rank" in note for note in found.notes)
+    assert any("one rank has nothing" in note for note in found.notes)
 
 
 def test_gradients_travel_in_the_dtype_of_compute_unless_said():
@@ -135,8 +136,11 @@ def test_features_that_are_off_do_no_harm():
 WRONG = {
     "no JSON": ("stage: 2", ("plan.deepspeed-not-json", "expecting value", "line 1 column 1")),
     "a comment": ('{"a": 1,\n // why\n "b": 2}', ("plan.deepspeed-not-json", "a comment", "line 2 column 2")),
-    "a comma at the end": ('{"a": [1, 2,]}', ("plan.deepspeed-not-json", "a comma", "line 1 column 12")),
-    "a comma at the end of lines": ('{\n"a": 1,\n}', ("plan.deepspeed-not-json", "a comma", "line 2 column 7")),
+    "a comma at the end": ('{"a": [1, 2,]}', ("plan.deepspeed-not-json", "a trailing comma", "line 1 column 12")),
+    "a comma at the end of lines": (
+        '{\n"a": 1,\n}',
+        ("plan.deepspeed-not-json", "a trailing comma", "line 2 column 7"),
+    ),
     "a list": ("[]", ("plan.deepspeed-not-object", "list")),
     "a key twice": ('{"bf16": {}, "bf16": {}}', ("plan.deepspeed-key-repeated", "'bf16'")),
     "infinity": ('{"gradient_clipping": Infinity}', ("plan.deepspeed-not-finite", "Infinity")),
@@ -150,16 +154,16 @@ WRONG = {
     ),
     "stage 4": (
         {"train_batch_size": 4, "zero_optimization": {"stage": 4}},
-        ("plan.deepspeed-stage-invalid", "zero_optimization.stage 4"),
+        ("plan.deepspeed-stage-invalid", "zero_optimization.stage", 4),
     ),
     "half a stage": (
         {"train_batch_size": 4, "zero_optimization": {"stage": 0.5}},
-        ("plan.deepspeed-not-whole-number", "stage 0.5"),
+        ("plan.deepspeed-not-whole-number", "stage", 0.5),
     ),
-    "a section that is none": ({"bf16": "yes"}, ("plan.deepspeed-not-section", "bf16 'yes'")),
+    "a section that is none": ({"bf16": "yes"}, ("plan.deepspeed-not-section", "bf16", "'yes'")),
     "a switch that is none": (
         {"train_batch_size": 4, "bf16": {"enabled": 1.5}},
-        ("plan.deepspeed-not-boolean", "enabled 1.5"),
+        ("plan.deepspeed-not-boolean", "enabled", 1.5),
     ),
     "both halves": (
         {"train_batch_size": 4, "bf16": {"enabled": True}, "fp16": {"enabled": True}},
@@ -173,7 +177,7 @@ WRONG = {
     "no batch": ({"bf16": {}}, ("plan.deepspeed-batch-missing", "train_batch_size", "train_micro_batch_size_per_gpu")),
     "offloaded parameters at stage 2": (
         {"train_batch_size": 4, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-        ("plan.deepspeed-offload-stage", "offload_param", "stage 2"),
+        ("plan.deepspeed-offload-stage", "offload_param", 2),
     ),
     "nvme without a folder": (
         {"train_batch_size": 4, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
@@ -201,7 +205,7 @@ WRONG = {
     ),
     "no bucket": (
         {"train_batch_size": 4, "zero_optimization": {"stage": 2, "reduce_bucket_size": 0}},
-        ("plan.bucket-not-positive", "reduce_bucket_size 0"),
+        ("plan.bucket-not-positive", "reduce_bucket_size"),
     ),
 }
 

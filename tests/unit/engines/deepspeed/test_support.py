@@ -10,8 +10,8 @@ from engines.deepspeed.deepspeed_jobs import needs_deepspeed
 from jobs import FP64
 from refusals import assert_refused, refuses
 from shardwise.cli.main import main
-from shardwise.engines.deepspeed import library
-from shardwise.parallel.support import require_supported
+from shardwise.engines.deepspeed import engine
+from shardwise.engines.engine import require_supported
 from shardwise.plans import Communication, Offload, Plan, Precision
 
 NVME = Offload(optimizer="nvme", folder="/mnt")
@@ -72,9 +72,9 @@ def missing(_):
     [(missing, ("extra.deepspeed-missing",)), (lambda _: "0.15.4", ("engine.deepspeed-too-old", "0.15.4"))],
 )
 def test_missing_or_old_deepspeed_is_one_sentence_with_the_pip_line(monkeypatch, version, refusal):
-    monkeypatch.setattr(library, "version", version)
+    monkeypatch.setattr(engine, "version", version)
     with refuses(*refusal) as caught:
-        library.require_deepspeed()
+        engine.require_deepspeed()
     assert caught.value.fix == "pip install 'shardwise[deepspeed]'"
 
 
@@ -100,7 +100,7 @@ def check_train_refused(tmp_path, monkeypatch, capsys, plan, *refusal):
 
 
 def test_training_without_deepspeed_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(library, "version", missing)
+    monkeypatch.setattr(engine, "version", missing)
     refusal = ("extra.deepspeed-missing", "pip install 'shardwise[deepspeed]'")
     check_train_refused(tmp_path, monkeypatch, capsys, "zero2", *refusal)
 

@@ -186,7 +186,7 @@ def run(step, num_steps=None):
 
 def values_of(step):
     """Copies of all values, statistics and states."""
-    held = step.held()
+    held = step.local_state()
     mx.synchronize()
     return {**_copied(held.values), **_copied(held.buffers), **_copied(held.states)}
 

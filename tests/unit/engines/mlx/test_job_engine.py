@@ -21,9 +21,9 @@ def test_a_module_of_torch_is_refused_by_engine_mlx_with_what_to_leave_out():
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_training_makes_the_model_once():
+def test_training_makes_the_model_once(tmp_path):
     made = []
     job = make_job(model=lambda: made.append(1) or Net(), epochs=None, steps=1)
     with sw.world() as world:
-        sw.train(job, sw.Plan.preset("ddp", 1, batch_size=8), world, show_progress=False)
+        sw.train(job, sw.Plan.preset("ddp", 1, batch_size=8), world, run_dir=tmp_path, show_progress=False)
     assert len(made) == 1

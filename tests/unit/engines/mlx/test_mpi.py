@@ -28,7 +28,7 @@ SUM = """
     ("first", "words"),
     [
         ("mpi_group()", "found 3.0 2.0 True []"),
-        pytest.param("", 'found 3.0 2.0 False ["gradients go over', marks=pytest.mark.prove),
+        pytest.param("", 'found 3.0 2.0 False ["gradients are reduced over', marks=pytest.mark.prove),
     ],
     ids=["MLX starts it", "the world starts it"],
 )

@@ -10,7 +10,7 @@ from mlx import nn
 import shardwise as sw
 from shardwise.errors import JobError
 from shardwise.runs import EventLog
-from shardwise.runs.drift import ReplicaSpec
+from shardwise.runs.drift import Cause, ReplicaSpec
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
@@ -118,8 +118,8 @@ def drift(world):
         models.append(Net())
         return models[-1]
 
-    def touch(report):
-        if report.number == 1 and world.rank == 1:
+    def touch(context):
+        if context.step == 2 and world.rank == 1:
             models[-1].b.bias = models[-1].b.bias + 1e-3
 
     job = make_job(model=model, steps=4, epochs=None, on_step=touch)
@@ -130,6 +130,8 @@ def drift(world):
 
 def test_a_rank_whose_weight_was_changed_is_named():
     (text,), nothing = run_ranks(drift, 2)
-    assert text.startswith("replicas differ after step 2 (equal after step 1): rank 1 holds another b.bias than rank 0")
-    assert "not the step: something else has written it" in text
+    assert text.startswith(
+        "replicas differ after step 2 (equal after step 1): b.bias of rank 1 differs from that of rank 0"
+    )
+    assert Cause.OUTSIDE.value in text
     assert nothing == []

@@ -24,7 +24,7 @@ def train(folder, engine, steps, *, kind="points", world_size=1, **options):
         job = make_job(kind, engine=engine, epochs=None, steps=steps, on_step=losses.append, **options)
         plan = make_plan(job, world.size, engine=engine)
         sw.train(job, plan, world, run=RunDirectory(folder), show_progress=False, save_every=4)
-        return [float(report.loss_share) for report in losses]
+        return [float(context.report.loss_share) for context in losses]
 
     folder.mkdir(exist_ok=True)
     if world_size == 1:
@@ -148,10 +148,10 @@ def test_what_is_written_into_the_room_is_taken_over():
     with sw.world() as world:
         step = build_step(job, make_plan(job), world)
         run(step, 2)
-        room = step.room(dict.fromkeys(step.held().states))
+        room = step.load_targets(dict.fromkeys(step.local_state().states))
         for tensor in (*room.values.values(), *room.states.values()):
             tensor.fill_(7)
         step.optimized.refresh()
-        held = step.held()
+        held = step.local_state()
     assert all((tensor == 7).all() for tensor in (*held.values.values(), *held.states.values()))
     assert not any((tensor == 7).any() for tensor in held.buffers.values())

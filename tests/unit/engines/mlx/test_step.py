@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 import shardwise as sw
 from refusals import refuses
-from shardwise.engines.mlx import adapters  # noqa: F401 - registers the losses for arrays
+from shardwise.engines.mlx import functions  # noqa: F401 - registers the losses for arrays
 from shardwise.job.schedules import Cosine
 from shardwise.training.build import build_step
 from shardwise.training.evaluate import evaluate
@@ -99,7 +99,7 @@ def test_bf16_computes_near_fp32_and_keeps_fp32_weights():
     near, step = trained(make_job("pictures"), precision="bf16")
     assert near != exact
     assert near == pytest.approx(exact, rel=0.05)
-    assert {value.dtype for value in step.held().values.values()} == {torch.float32}
+    assert {value.dtype for value in step.local_state().values.values()} == {torch.float32}
 
 
 def test_a_loss_that_counts_nothing_is_refused():
@@ -137,7 +137,7 @@ def test_names_beside_tensors_are_those_of_each_batch_and_what_they_cost_is_said
     losses, _ = trained(job, note=notes.append)
     assert losses == pytest.approx(trained(make_job())[0], rel=1e-6)
     assert len(set(seen)) == len(losses)
-    assert notes == ["batches hold str beside tensors, so that forward and backward are not compiled"]
+    assert notes == ["batches contain str besides tensors: forward and backward are not compiled"]
 
 
 def test_a_loss_over_whole_batches_gets_arrays_in_training_and_evaluation():
@@ -232,7 +232,7 @@ def test_an_optimizer_of_mlx_is_taken_as_it_is():
     losses, step = trained(make_job(optimizer=lambda _: optimizers.Lion(1e-3)))
     assert losses[-1] < losses[0]
     assert step.optimized.kind == "Lion"
-    assert {"a.weight/m", "a.weight/step"} <= step.held().states.keys()
+    assert {"a.weight/m", "a.weight/step"} <= step.local_state().states.keys()
 
 
 @pytest.mark.parametrize(

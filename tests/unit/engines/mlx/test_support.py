@@ -6,8 +6,7 @@ import pytest
 
 from jobs import FP64
 from refusals import refuses
-from shardwise.engines.engine import engine_named
-from shardwise.parallel.support import require_supported
+from shardwise.engines.engine import engine_named, require_supported
 from shardwise.planner.settle import settle
 from shardwise.plans import Communication, Offload, Plan, Precision
 

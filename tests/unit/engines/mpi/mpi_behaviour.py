@@ -134,17 +134,17 @@ def its_own_shard_may_lie_in_what_it_gathers(world):
 def what_cannot_be_is_refused_and_changes_nothing(world):
     refusals = (
         (TypeError, "cannot reduce float8_e4m3fn by SUM", torch.ones(2).to(torch.float8_e4m3fn), dist.ReduceOp.SUM),
-        (TypeError, "only whole numbers have bits", torch.ones(2), dist.ReduceOp.BAND),
-        (ValueError, "of meta: use .cpu()", torch.ones(2, device="meta"), dist.ReduceOp.SUM),
-        (ValueError, "of sparse_coo: use .to_dense()", torch.eye(2).to_sparse(), dist.ReduceOp.SUM),
+        (TypeError, "bitwise operations need integers", torch.ones(2), dist.ReduceOp.BAND),
+        (ValueError, "got meta: use .cpu()", torch.ones(2, device="meta"), dist.ReduceOp.SUM),
+        (ValueError, "got sparse_coo: use .to_dense()", torch.eye(2).to_sparse(), dist.ReduceOp.SUM),
     )
     for kind, words, tensor, operation in refusals:
         with pytest.raises(kind, match=words):
             dist.all_reduce(tensor, operation)
     one, wide = torch.ones(2), torch.ones(2 * world.size, dtype=torch.float64)
-    with pytest.raises(ValueError, match="of one dtype, and were given float32, float64"):
+    with pytest.raises(ValueError, match="one dtype, got float32, float64"):
         dist.all_gather_into_tensor(wide, one)
-    with pytest.raises(ValueError, match="of one dtype, and were given float32, float64"):
+    with pytest.raises(ValueError, match="one dtype, got float32, float64"):
         dist.reduce_scatter_tensor(one, wide)
     total = torch.ones(2)
     dist.all_reduce(total)

@@ -190,7 +190,7 @@ except sw.ShardwiseError as error:
 """,
     )
     assert result.returncode == 2
-    assert "said: after 1 s not every one of 2 ranks has come to world(backend='mpi')" in result.stderr
+    assert "said: not all of 2 ranks have called world(backend='mpi') within 1 s" in result.stderr
     assert took_s < 30
 
 
@@ -242,7 +242,7 @@ with sw.world(backend="mpi", timeout_s=2) as world:
 """,
     )
     assert result.returncode == 1
-    assert "ranks [1] have not come to make the group of ranks [0, 1]" in result.stderr
+    assert "ranks [1] have not joined the group of ranks [0, 1]" in result.stderr
 
 
 @pytest.mark.prove
@@ -299,7 +299,7 @@ if world.is_main:
 @mpi.needs_mpirun
 @needs_no_torch_mpi
 def test_ranks_that_mpirun_did_not_start_are_told_of_it():
-    with refuses("world.mpi-size-mismatch", "2 ranks", "counts 1", "mpirun -n 2 "):
+    with refuses("world.mpi-size-mismatch", "2 ranks", "MPI has 1", "mpirun -n 2 "):
         run_forked(lambda _: world(backend="mpi", device="cpu"), 2, timeout_s=60)
 
 
@@ -327,7 +327,7 @@ def said_by(source, **variables):
 @needs_no_torch_mpi
 def test_without_mpi4py_the_pip_line_is_said():
     said = said_by("import sys; sys.modules['mpi4py'] = None; import shardwise as sw; sw.world(backend='mpi')")
-    assert said.endswith("backend 'mpi' with this torch needs the extra [mpi]: pip install 'shardwise[mpi]'")
+    assert said.endswith("backend 'mpi' with this torch requires the extra [mpi]: pip install 'shardwise[mpi]'")
 
 
 @needs_no_torch_mpi
@@ -341,7 +341,8 @@ def test_without_a_library_of_mpi_one_is_named():
 def test_an_mpirun_of_another_mpi_than_mpi4py_loaded_is_told_of():
     hydra = {"PMI_RANK": 0, "PMI_SIZE": 2, "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 2}
     said = said_by("import shardwise as sw; sw.world(backend='mpi')", **hydra)
-    assert "mpirun started 2 ranks, and is of another MPI than mpi4py's library, Open MPI v" in said
+    assert "2 ranks" in said
+    assert "Open MPI v" in said
     assert "set MPI4PY_LIBMPI to the libmpi.so of this mpirun" in said
 
 
@@ -398,9 +399,9 @@ def test_ranks_dealt_out_over_nodes_know_their_own():
     ("dtype", "operation", "words"),
     [
         (torch.float8_e5m2, "SUM", "it reduces float64, float32"),
-        (torch.float32, "BXOR", "only whole numbers have bits to combine"),
-        (torch.bool, "AVG", "it knows SUM, PRODUCT"),
-        (torch.complex64, "MAX", "complex numbers are only summed"),
+        (torch.float32, "BXOR", "bitwise operations need integers"),
+        (torch.bool, "AVG", "it supports SUM, PRODUCT"),
+        (torch.complex64, "MAX", "complex numbers by sums only"),
         (torch.uint32, "AVG", "torch does not divide"),
     ],
 )

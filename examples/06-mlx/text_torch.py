@@ -1,0 +1,17 @@
+"""The job of text.py in torch: only the engine and its model differ, and each resumes checkpoints of the other."""
+
+import shardwise as sw
+
+# <job>
+job = sw.Job(
+    model=lambda: sw.models.decoder("llama-tiny", vocab_size=256, context=128),
+    data=sw.datasets.text(length=128),
+    loss=sw.losses.token_cross_entropy,
+    optimizer=sw.adamw(lr=3e-3),
+    schedule=sw.schedules.Cosine(warmup=20, floor=0.1),
+    clip_norm=1.0,
+    batch_size=32,
+    steps=100,
+    metrics={"accuracy": sw.metrics.token_accuracy},
+)
+# </job>

@@ -1,1 +1,0 @@
-"""What a call does, drawn from real ranks."""

@@ -1,1 +1,0 @@
-"""Links between pairs of ranks."""

@@ -1,0 +1,157 @@
+"""The report of a benchmark: as text, as JSON, and as an HTML or Markdown file."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from shardwise.errors import InputError
+from shardwise.measurement.report_html import html_of
+from shardwise.plots.figures import Bars, Heat, Plot, Table
+from shardwise.spec import Report
+from shardwise.units import format_bytes, format_number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from shardwise.measurement.findings import Findings, Section
+
+
+class BenchReport(Report, frozen=True, kw_only=True):
+    """The report of one benchmark of `bench`."""
+
+    def findings(self) -> Findings:
+        """Return the content of the HTML or Markdown report."""
+        raise NotImplementedError
+
+    def write(self, path: Path) -> None:
+        """Write the report as HTML (.html) or as Markdown (.md)."""
+        write_report(self.findings(), path)
+
+
+# The report as Markdown: the same text and tables, a few points of each plot, all values of bars and heat maps.
+
+
+_MAX_POINTS = 9
+"""Maximum number of points of a plot."""
+
+
+def markdown_of(findings: Findings) -> str:
+    """Return the whole document, in GitHub's flavour."""
+    blocks = [f"# {_escape(findings.title)}", f"**{_prose(findings.verdict)}**"]
+    for section in findings.sections:
+        blocks += _section(section)
+    if findings.facts:
+        blocks += ["## Machine", _table(("", ""), findings.facts)]
+    if findings.method:
+        blocks += ["## Method", "\n".join(f"- {_prose(sentence)}" for sentence in findings.method)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _section(section: Section) -> list[str]:
+    blocks = [f"## {_escape(section.title)}", *(_prose(line) for line in section.text.splitlines() if line.strip())]
+    for part in section.parts:
+        blocks += _part(part)
+    return blocks
+
+
+def _part(part: Plot | Bars | Heat | Table) -> list[str]:
+    if isinstance(part, Table):
+        return [_table(part.header, part.rows)]
+    if isinstance(part, Plot):
+        return [_caption(part.title, part.y_label), _plot(part)]
+    if isinstance(part, Bars):
+        rows = [(label, *map(format_number, (*values, sum(values)))) for label, values in part.rows]
+        return [_caption(part.title, part.unit), _table(("", *part.parts, "total"), rows)]
+    return [_caption(part.title, part.unit), _table(("", *part.column_labels), _heat_rows(part))]
+
+
+def _caption(title: str, unit: str) -> str:
+    return f"**{_escape(title)}**" + (f" ({_escape(unit)})" if unit else "")
+
+
+def _plot(plot: Plot) -> str:
+    """Return a table of a few x values at which most of the series have a point."""
+    values = [dict(one.points) for one in plot.series]
+    seen = Counter(x for line in values for x in line)
+    most = max(seen.values(), default=0)
+    rows = []
+    for x in _sample(sorted(x for x, count in seen.items() if count == most)):
+        label = format_bytes(x) if plot.x_is_bytes else format_number(x)
+        rows.append((label, *(format_number(line[x]) if x in line else "" for line in values)))
+    if not rows:
+        return "no values"
+    return _table((plot.x_label, *(one.name for one in plot.series)), rows)
+
+
+def _sample(values: Sequence[float]) -> list[float]:
+    """Return at most _MAX_POINTS of the values: the first, the last, and evenly spaced ones between them."""
+    if len(values) <= _MAX_POINTS:
+        return list(values)
+    last = len(values) - 1
+    return [values[round(index * last / (_MAX_POINTS - 1))] for index in range(_MAX_POINTS)]
+
+
+def _heat_rows(heat: Heat) -> list[tuple[str, ...]]:
+    rows = []
+    for number, (label, row) in enumerate(zip(heat.row_labels, heat.values, strict=True)):
+        cells = ["" if value is None else format_number(value) for value in row]
+        for column, value in enumerate(row):
+            if value is not None and (number, column) in heat.marked:
+                cells[column] += " (!)"
+        rows.append((label, *cells))
+    return rows
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(_escape(cell) for cell in line) + " |" for line in lines)
+
+
+def _prose(text: str) -> str:
+    """Return text with Markdown's special characters escaped, except code between backticks."""
+    return "".join(part if part.startswith("`") else _escape(part) for part in re.split(r"(`[^`]+`)", text))
+
+
+def _escape(text: str) -> str:
+    """Return text on one line with special characters escaped; an underscore inside a name needs no escape."""
+    flat = " ".join(text.split())
+    kept = re.sub(r"[\\`*\[\]|]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", flat).replace("<", "&lt;")
+    pad = (" " if text[:1].isspace() else "", " " if text[-1:].isspace() else "")
+    return pad[0] + kept + pad[1] if kept else kept
+
+
+_WRITERS = {".html": html_of, ".md": markdown_of}
+
+
+def check_report_path(path: Path) -> None:
+    """Refuse a path to which a report cannot be written; call it before measuring."""
+    if path.suffix not in _WRITERS:
+        raise InputError(
+            f"a report named {path.name} is of no known kind",
+            code="bench.report-extension",
+            fix="end its name with .html or .md",
+        )
+    if not path.parent.is_dir():
+        raise InputError(
+            f"the folder {path.parent} of the report does not exist",
+            code="cli.output-folder-missing",
+            fix=f"mkdir -p {path.parent}",
+        )
+    if path.is_dir():
+        raise InputError(f"{path} is a folder", code="cli.output-is-folder", fix="name a file")
+
+
+def write_report(findings: Findings, path: Path) -> None:
+    """Write the report to `path` in the format of its suffix: .html (one self-contained file) or .md."""
+    check_report_path(path)
+    try:
+        path.write_text(_WRITERS[path.suffix](findings), encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"the report {path} cannot be written ({error.strerror})",
+            code="cli.output-write-failed",
+            fix="name another place",
+        ) from error

@@ -1,1 +1,0 @@
-"""What was found, as one page or Markdown."""
