@@ -113,6 +113,16 @@ def _surface():
     return {path for path, _ in commands()}, targets, set(set_keys())
 
 
+def _parameters(part):
+    """Return the hyperparameters of the job files that a part of a page names: the parameters of their function job."""
+    found = set()
+    for path in re.findall(r"[\w/.-]+\.py", part):
+        if (ROOT / path).is_file():
+            for parameters in re.findall(r"^def job\((.*?)\)", (ROOT / path).read_text(), re.MULTILINE | re.DOTALL):
+                found |= set(re.findall(r"(\w+):", parameters))
+    return found
+
+
 def _stale_commands(part):
     found = []
     paths, targets, keys = _surface()
@@ -124,7 +134,7 @@ def _stale_commands(part):
             found.append(f"command shardwise {verb} {name} does not exist")
     found += [f"target make {target} does not exist" for target in TARGET.findall(part) if target not in targets]
     for key in SET.findall(part):
-        if key not in keys and not any(name.startswith(f"{key}.") for name in keys):
+        if key not in keys | _parameters(part) and not any(name.startswith(f"{key}.") for name in keys):
             found.append(f"key --set {key} does not exist")
     return found
 

@@ -28,7 +28,7 @@ def quoted(path, marker):
         [function] = [node for node in functions if node.name == marker.removesuffix("()")]
         return textwrap.dedent(ast.get_source_segment(source, function, padded=True)) + "\n"
     [block] = re.findall(rf"^ *# <{marker}>\n(.*?)^ *# </{marker}>", source, re.DOTALL | re.MULTILINE)
-    return textwrap.dedent(block)
+    return textwrap.dedent(block).rstrip() + "\n"  # two blank lines stand before the end marker of a function
 
 
 def difference(old, new):

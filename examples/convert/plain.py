@@ -1,4 +1,4 @@
-"""A training script for one process: resume, mixed precision, clipping, evaluation and checkpoints."""
+"""A training script for one process: resume, mixed precision, accumulation, clipping, evaluation and checkpoints."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ class Classifier(nn.Module):
 def main() -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    train = DataLoader(points(0, 88), 16, shuffle=True)
+    train = DataLoader(points(0, 80), 8, shuffle=True)
     test = DataLoader(points(1, 30), 16)
     model = Classifier().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -43,14 +43,15 @@ def main() -> None:
         first = saved["epoch"]
     for epoch in range(first, EPOCHS):
         losses, correct = 0.0, 0
-        for inputs, labels in train:
+        for number, (inputs, labels) in enumerate(train, start=1):
             x, y = inputs.to(device), labels.to(device)
             with torch.autocast(device, torch.bfloat16):
                 loss = functional.cross_entropy(model(x), y)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            (loss / 2).backward()
+            if number % 2 == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
             losses += loss.item()
         with torch.no_grad():
             for inputs, labels in test:

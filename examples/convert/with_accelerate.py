@@ -1,4 +1,4 @@
-"""A training script for one process: resume, mixed precision, clipping, evaluation and checkpoints."""
+"""A training script for one process: resume, mixed precision, accumulation, clipping, evaluation and checkpoints."""
 
 from pathlib import Path
 
@@ -31,9 +31,9 @@ class Classifier(nn.Module):
 
 def main() -> None:
     torch.manual_seed(0)
-    accelerator = Accelerator(mixed_precision="bf16", split_batches=True)
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2, split_batches=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    train = DataLoader(points(0, 88), 16, shuffle=True)
+    train = DataLoader(points(0, 80), 8, shuffle=True)
     test = DataLoader(points(1, 30), 16)
     model = Classifier().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -46,12 +46,14 @@ def main() -> None:
         losses, correct = 0.0, 0
         for inputs, labels in train:
             x, y = inputs.to(device), labels.to(device)
-            with accelerator.autocast():
-                loss = functional.cross_entropy(model(x), y)
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            with accelerator.accumulate(model):
+                with accelerator.autocast():
+                    loss = functional.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
             losses += accelerator.gather(loss).mean().item()
         with torch.no_grad():
             for inputs, labels in test:

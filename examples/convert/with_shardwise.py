@@ -1,4 +1,4 @@
-"""A training script for one process: resume, mixed precision, clipping, evaluation and checkpoints."""
+"""A training script for one process: resume, mixed precision, accumulation, clipping, evaluation and checkpoints."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     world = sw.world()
     plan = sw.Plan.preset("fsdp", world.size, precision="bf16")
-    train = sw.dataloader(DataLoader(points(0, 88), 16, shuffle=True), plan, world)
+    train = sw.dataloader(DataLoader(points(0, 80), 8, shuffle=True), plan, world, accumulation=2)
     test = sw.dataloader(DataLoader(points(1, 30), 16), plan, world, evaluate=True)
     model = sw.parallelize(Classifier().to(device), plan, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -44,12 +44,14 @@ def main() -> None:
         losses, correct = 0.0, 0
         for inputs, labels in train:
             x, y = inputs.to(device), labels.to(device)
-            with sw.autocast(plan):
-                loss = functional.cross_entropy(model(x), y)
-            loss.backward()
-            sw.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            with sw.no_sync(model, enabled=not train.is_update):
+                with sw.autocast(plan):
+                    loss = functional.cross_entropy(model(x), y)
+                (loss * train.scale).backward()
+            if train.is_update:
+                sw.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
             losses += loss.item()
         with torch.no_grad():
             for inputs, labels in test:

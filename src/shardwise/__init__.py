@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from shardwise.job import schedules as schedules
     from shardwise.job.callbacks import STOP as STOP
     from shardwise.job.callbacks import EarlyStopping as EarlyStopping
-    from shardwise.job.optimizers import SGD as sgd  # noqa: F401, N811 - lower case beside sw.adamw
-    from shardwise.job.optimizers import AdamW as adamw  # noqa: F401, N813 - reads as what it does
+    from shardwise.job.optimizers import SGD as sgd  # noqa: F401, N811 - lower case as sw.adamw
+    from shardwise.job.optimizers import AdamW as adamw  # noqa: F401, N813 - called like a function
     from shardwise.layout import Layout as Layout
     from shardwise.measurement.specs import bench as bench
     from shardwise.monitor.watch import watch as watch

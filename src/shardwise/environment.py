@@ -24,7 +24,7 @@ _HYDRA_PORT = 29_500
 MPI_STARTERS = ("openmpi", "pmi")
 """`Identity.source` of ranks started by mpirun or mpiexec: Open MPI is "openmpi", MPICH and Intel MPI are "pmi"."""
 MPI_SOURCES = (*MPI_STARTERS, "mpi")
-"""The same, and "mpi" for ranks identified by MPI itself. All of them have a local rank, none a node rank."""
+"""MPI_STARTERS, and "mpi" for ranks identified by the MPI library. Such ranks have a local rank, but no node rank."""
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """First id of SLURM's batch, interactive and extern steps; srun steps are numbered from 0."""
 _LOOPBACK = "127.0.0.1"
@@ -55,7 +55,7 @@ class Identity:
     """None if it is not set, as with MPI, which needs no rendezvous."""
     master_port: int | None = None
     local_rank_assumed: bool = False
-    """Whether the local rank is not set, so that a single node was assumed."""
+    """Whether LOCAL_RANK is not set, so that a single node was assumed."""
 
 
 def identify(environ: Mapping[str, str] | None = None) -> Identity:
@@ -75,7 +75,7 @@ def master_endpoint(environ: Mapping[str, str] | None = None) -> tuple[str | Non
     port = number(environ, "MASTER_PORT")
     if port is not None and not 0 < port < 2**16:
         raise EnvironmentVariablesError(
-            f"MASTER_PORT={port} is not a valid port", code="env.port-invalid", fix="use 1 to 65535"
+            f"MASTER_PORT={port} is not a valid port", code="env.port-invalid", fix="use a port from 1 to 65535"
         )
     return environ.get("MASTER_ADDR") or None, port
 
@@ -230,14 +230,14 @@ def _placed(identity: Identity, local_rank: int, environ: Mapping[str, str]) -> 
             raise EnvironmentVariablesError(
                 f"RANK={rank} and LOCAL_RANK={local_rank} imply several nodes, but LOCAL_WORLD_SIZE is not set",
                 code="env.local-size-missing",
-                fix="export LOCAL_WORLD_SIZE=<ranks on this node>",
+                fix="export LOCAL_WORLD_SIZE=<number of ranks on this node>",
             )
         local_size = size
     if local_rank >= local_size:
         raise EnvironmentVariablesError(
             f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE={local_size}",
             code="env.local-rank-too-large",
-            fix=f"use LOCAL_RANK 0 to {local_size - 1}",
+            fix=f"set LOCAL_RANK to a value from 0 to {local_size - 1}",
         )
     if local_size > size:
         raise EnvironmentVariablesError(
@@ -266,7 +266,7 @@ def _compare_with_slurm(environ: Mapping[str, str], rank: int, size: int, slurm:
         raise EnvironmentVariablesError(
             f"SLURM started {tasks} tasks, but torchrun has {agents} agents",
             code="env.slurm-agents-mismatch",
-            fix=f"srun --ntasks={agents} torchrun ..., or torchrun --nnodes={tasks} with one rendezvous endpoint",
+            fix=f"use srun --ntasks={agents}, or torchrun --nnodes={tasks} with one rendezvous endpoint",
         )
     if agents is None and (size, rank) != (tasks, slurm.rank):
         fact = f"SLURM_PROCID={slurm.rank} does not equal RANK={rank}"

@@ -30,7 +30,7 @@ def required_number(environ: Mapping[str, str], name: str) -> int:
     found = number(environ, name)
     if found is None:
         raise EnvironmentVariablesError(
-            f"{name} is not set, although its launcher set other variables",
+            f"{name} is not set, although the launcher set other variables of this rank",
             code="env.variable-missing",
             fix="export RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
         )
@@ -51,13 +51,13 @@ def rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) ->
         )
     if size == 0:
         raise EnvironmentVariablesError(
-            f"{size_name}=0 is not positive", code="env.world-size-zero", fix=f"use {size_name} of at least 1"
+            f"{size_name}=0 is not positive", code="env.world-size-zero", fix=f"set {size_name} to 1 or more"
         )
     if rank >= size:
         raise EnvironmentVariablesError(
             f"{rank_name}={rank} must be below {size_name}={size}",
             code="env.rank-too-large",
-            fix=f"use {rank_name} 0 to {size - 1}",
+            fix=f"set {rank_name} to a value from 0 to {size - 1}",
         )
     return rank, size
 
@@ -76,7 +76,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 
 def _entries(text: str) -> list[str]:
-    """Split at the commas outside brackets."""
+    """Split a SLURM node list at the commas outside brackets."""
     return [entry for entry in re.split(r",(?![^\[]*\])", text.strip()) if entry]
 
 
@@ -96,7 +96,7 @@ def _expand(entry: str, text: str) -> list[str]:
 
 
 def _numbers(part: str, text: str) -> list[str]:
-    """Return "07", "08", "09" for "07-09", padded to the width of the first number."""
+    """Return the numbers of a range, padded to the width of the first: "07", "08", "09" for "07-09"."""
     match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
     if match is None:
         raise EnvironmentVariablesError(

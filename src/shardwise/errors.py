@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class ShardwiseError(Exception):
-    """Base class of all shardwise errors; the message is the fact, followed by the fix.
+    """Base class of all shardwise errors; the message states the problem (`fact`), then the fix.
 
     `code` identifies the error for programs and tests, as `area.condition` ("plan.batch-not-divisible"). It is stable,
     while the message may change. All arguments are strings, so that a rank can pickle the error for its launcher.
@@ -32,7 +32,7 @@ class ShardwiseError(Exception):
 
 
 class InputError(ShardwiseError):
-    """Invalid input of the user; nothing was changed."""
+    """The user's input is invalid; nothing was started or changed."""
 
     exit_code = 2
 

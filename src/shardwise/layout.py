@@ -74,7 +74,7 @@ class Layout:
             raise LayoutError(
                 f"rank {rank} is out of range for layout {self}",
                 code="layout.rank-out-of-range",
-                fix=f"use 0 to {self.world_size - 1}",
+                fix=f"use a rank from 0 to {self.world_size - 1}",
             )
         indices = {}
         for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):

@@ -38,7 +38,7 @@ NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True)
 class Option:
-    """How a field is passed if it is not a plain option --field-name; part of the field's `Annotated`."""
+    """Command-line form of a field that is not a plain option --field-name; part of the field's `Annotated`."""
 
     flags: tuple[str, ...] = ()
     """Flags in place of --field-name; the first one, with underscores, is the parameter name in Python."""
@@ -72,7 +72,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 converted = msgspec.convert(value, hint, dec_hook=_convert_path)
             except msgspec.ValidationError as error:
                 raise InputError(
-                    f"{type(self).__name__}.{name} is {value!r}",
+                    f"{type(self).__name__}.{name} has an invalid value, {value!r}",
                     code="spec.value-invalid",
                     fix=_requirement(hint, error),
                 ) from None
@@ -82,14 +82,14 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def of(cls, *arguments: Any, **options: Any) -> Self:
         """Return the Spec of positional arguments and flat options, in which fields of sections have no prefix."""
         fields = flat_fields(cls)
-        aliases = _aliases(cls)
+        aliases = option_names(cls)
         positional = [name for name, field in fields.items() if field.option.positional]
         if len(arguments) > len(positional):
             raise InputError(
                 f"{cls.__name__} accepts {len(positional)} positional arguments ({', '.join(positional) or 'none'}),"
                 f" got {len(arguments)}",
                 code="spec.too-many-arguments",
-                fix="pass the others by name",
+                fix="pass the remaining arguments by name",
             )
         named = {**dict(zip(positional, arguments, strict=False)), **options}
         own: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def flat_fields(kind: type[Spec]) -> dict[str, FlatField]:
 
 
 @functools.cache
-def _aliases(kind: type[Spec]) -> dict[str, str]:
+def option_names(kind: type[Spec]) -> dict[str, str]:
     """Return accepted name -> public name: each long flag, and the public name itself."""
     names = {}
     for name, field in flat_fields(kind).items():
@@ -250,7 +250,7 @@ def _requirement(hint: Any, error: msgspec.ValidationError) -> str:
     choices = typing.get_args(plain_type(hint))
     if typing.get_origin(plain_type(hint)) is typing.Literal:
         return f"choose one of {', '.join(map(str, choices))}"
-    return f"it must be {str(error).removeprefix('Expected ')}"
+    return f"pass a value of type {str(error).removeprefix('Expected ').partition(', got ')[0]}"
 
 
 def plain_type(hint: Any) -> Any:
@@ -265,7 +265,7 @@ def plain_type(hint: Any) -> Any:
 def _convert_path(kind: type, value: Any) -> Any:
     if kind is Path and isinstance(value, str | Path):
         return Path(value)
-    raise TypeError(f"expected {kind.__name__}, got {value!r}")
+    raise TypeError(f"Expected `{kind.__name__}`, got {value!r}")
 
 
 SpecT = TypeVar("SpecT", bound=Spec)

@@ -69,8 +69,10 @@ def format_bytes_si(num_bytes: float) -> str:
 
 
 def format_gb(num_bytes: float) -> str:
-    """Return bytes in GB (10^9) regardless of their size, so that the rows of a table are comparable."""
+    """Return bytes in GB (10^9), so that the rows of a table are comparable, and in MB, kB or B below 0.01 GB."""
     size = num_bytes / GB
+    if size < 0.01:
+        return format_bytes_si(num_bytes)
     return f"{size:,.0f} GB" if size >= 1000 else f"{size:.3g} GB"
 
 

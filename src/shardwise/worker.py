@@ -12,6 +12,7 @@ import msgspec
 
 from shardwise.environment import identify
 from shardwise.job import JobReference, load_job
+from shardwise.launcher.local.processes import set_title
 from shardwise.plans.toml import read_plan
 from shardwise.recorder.imports import be_deterministic
 from shardwise.runs import RunDirectory
@@ -25,6 +26,7 @@ def main() -> int:
     spec = TrainSpec.from_json(sys.argv[1])
     run = RunDirectory(spec.run_dir or Path())
     rank = identify().rank
+    set_title(Path(spec.job).name, rank)
     try:
         _train(spec, run)
     except BaseException as error:  # noqa: BLE001 - every failure of a rank is recorded

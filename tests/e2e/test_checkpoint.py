@@ -93,7 +93,7 @@ def test_check_finds_one_flipped_bit_and_exits_with_3(run, capfd):
     damage(step(run, 4))
     assert checkpoint("check", run) == 3
     shown = capfd.readouterr()
-    assert "step-00000004/rank-00001.safetensors has the wrong checksum" in shown.err
+    assert "step-00000004/rank-00001.safetensors has checksum" in shown.err
     assert shown.out.count("sound: ") == 5  # three before, two after
 
 
@@ -189,7 +189,7 @@ BAD = {
     "no such config": (["convert", "run", "x", "--to", "hf", "--config", "nothing.json"], "not a file"),
     "wrong step in the name": (
         ["convert", "run", "step-00000009", "--to", "shardwise"],
-        "the checkpoint is of step 6",
+        "the checkpoint is at step 6",
     ),
     "no such command": (["list", "run"], "list"),
 }

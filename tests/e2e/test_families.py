@@ -76,12 +76,13 @@ STEPS = 3
 CLASS = re.compile(r"\w+(ForCausalLM|ForMaskedLM|ForImageClassification|ForConditionalGeneration|LMHeadModel)")
 HEAD = """# Families of transformers under every kind of plan
 
-Made by `make prove`. Each model is one of transformers' own, tiny and with random weights, described in
+Made by `make prove`. Each model is a tiny transformers model with random weights, defined in
 `examples/verify/families.py`; it trains {steps} steps under each plan on 2 CPU ranks and in one process, from the same
 weights and data, with uneven padding and a short last step. A cell is the largest relative difference of any loss,
-gradient, gradient norm, final parameter or buffer, in fp64, and must stay below 1e-9. A dash is a refusal, before the
-first update, for the reason below the table. "ddp, unused" is ddp with `communication.find_unused_parameters=true`.
-Under cp, which takes no mask, decoders and encoders train on packed sequences.
+gradient, gradient norm, final parameter or buffer, in fp64, and must stay below 1e-9. A dash means that the
+plan is refused before the first update; the reason is below the table. "ddp, unused" is ddp with
+`communication.find_unused_parameters=true`. Since cp does not support masks, decoders and encoders use packed
+sequences.
 
 """
 

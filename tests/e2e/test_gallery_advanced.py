@@ -77,6 +77,9 @@ def test_peft_gives_the_logits_that_the_merged_weights_give(script, tmp_path, mo
     run_ranks(body, 2)
     assert lora.compare(tmp_path) < 1e-5
     assert float(re.search(r"move logits by up to (\S+)", capsys.readouterr().out)[1]) > 0.05
+    peft = pytest.importorskip("peft")
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")  # finds class and base by itself
+    assert type(loaded.get_base_model()).__name__ == "LlamaForCausalLM"
 
 
 @pytest.mark.prove

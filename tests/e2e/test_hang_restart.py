@@ -42,7 +42,7 @@ def test_ranks_that_hang_once_are_started_again_and_finish(tmp_path):
     code, shown, events = run(tmp_path, "launch", "--nproc", "2", "--max-restarts", "1", *STOP, "once.py")
     assert code == 0, shown
     assert shown.count("done 1") == 2
-    assert "a verdict stopped the ranks; restart 1 of 1" in shown
+    assert "the guard stopped the ranks; restart 1 of 1" in shown
     [restart] = [event for event in events if event["kind"] == "restart"]
     assert "rank 0 waits in all_reduce #1" in restart["cause"]
 
@@ -64,7 +64,7 @@ def test_a_training_that_hung_goes_on_from_its_checkpoint(tmp_path):
     how = ["--nproc", "2", "--device", "cpu", "--plan", "ddp", "--max-restarts", "1", "--save-every", "2", *STOP]
     code, shown, _ = run(tmp_path, "train", "job.py", *how)
     assert code == 0, shown
-    assert "a verdict stopped the ranks; restart 1 of 1" in shown
+    assert "the guard stopped the ranks; restart 1 of 1" in shown
     events = [json.loads(line) for line in (tmp_path / "run" / "events" / "rank0.jsonl").read_text().splitlines()]
     begun = [event for event in events if event["kind"] == "start"]
     firsts = [event["first"] for event in events if event["kind"] == "steps"]

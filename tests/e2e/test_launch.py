@@ -142,7 +142,7 @@ def test_program_that_is_not_python(folder):
 def test_restart_after_kill_and_then_success(folder):
     done = launch(folder, "--nproc", "2", "--max-restarts", "3", "script.py", "kill", "2")
     assert done.returncode == 0, done.stderr
-    assert "rank 1 failed; restart 2 of 3" in done.stderr
+    assert "rank 1 failed: SIGKILL; restart 2 of 3" in done.stderr
     assert not working_in(folder)
 
 
@@ -152,7 +152,7 @@ def test_fresh_processes_meet_and_restart_too(folder):
     (folder / "dying.py").write_text(dying + "    os.kill(os.getpid(), signal.SIGKILL)\n" + SCRIPT)
     done = launch(folder, "--nproc", "2", "--start-method", "spawn", "--max-restarts", "1", "dying.py")
     assert done.returncode == 0, done.stderr
-    assert "rank 1 failed; restart 1 of 1" in done.stderr
+    assert "rank 1 failed: SIGKILL; restart 1 of 1" in done.stderr
     assert done.stdout.count("sum") == 2
     assert not working_in(folder)
 

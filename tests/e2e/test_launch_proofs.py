@@ -315,12 +315,12 @@ def table():
 
 def render(rows):
     lines = [
-        "# What a fault leaves behind",
+        "# Processes, ports and files after a fault",
         "",
-        f"Made by `make prove`. Two ranks on gloo, rank 0 with a child process of its own, and what is left {GONE_S} s",
-        "after the fault, or as soon as that is nothing: processes of the job, ports on which it listened, temporary",
-        "files. Ranks are forked from one process, or (`spawn`) started as fresh ones. A negative exit code is a",
-        "signal. After the last line of a failure comes one that names the run directory.",
+        "Made by `make prove`. Two gloo ranks train, rank 0 with a child process, when a fault occurs. The table has",
+        f"the job's processes, open ports and temporary files that remain after {GONE_S} s; the last column is the",
+        "time until none remained. Ranks are forked from one process, or (`spawn`) are new processes. A negative",
+        "exit code is a signal. The last line of a failure is followed by one that names the run directory.",
         "",
         "| fault | ranks | exit code | last line | processes | ports | files | gone after |",
         "|---|---|---|---|---|---|---|---|",

@@ -72,7 +72,7 @@ def test_the_table_shows_families_reasons_and_the_way_through_the_tree(capfd):
         "a plan may use 40.2 GB (95% of the device's 42.3 GB): shard optimizer states (-47.2 GB)",
         "Does the model fit in GPU memory? no",
         "Is it a transformer? yes",
-        "The tree says fsdp or zero3",
+        "The decision tree recommends fsdp or zero3",
         "of which 95% may be used",
         "catalogue",
     ):
@@ -232,12 +232,12 @@ def test_the_best_plan_that_deepspeed_has_words_for_is_written(tmp_path, capfd):
 
 WRONG_DEEPSPEED = {
     "not there": (["--from-deepspeed", "none.json"], "none.json cannot be read"),
-    "no ranks": (["--from-deepspeed", "ds.json"], "ds.json does not determine the number of ranks: pass --nproc"),
+    "no ranks": (["--from-deepspeed", "ds.json"], "[plan.deepspeed-ranks-unknown]"),
     "a model too": (
         ["gpt2", "--from-deepspeed", "ds.json"],
         "[cli.options-conflict]",
     ),
-    "ranks of a search": (["gpt2", "--nproc", "2"], "--nproc is valid with --from-deepspeed only"),
+    "ranks of a search": (["gpt2", "--nproc", "2"], "--cluster 2xthis"),
     "a plan for nothing": (["plan.toml"], "[plan.already-a-plan]"),
     "another batch": (
         ["--from-deepspeed", "ds.json", "--nproc", "2", "--batch-size", "8"],
@@ -248,7 +248,7 @@ WRONG_DEEPSPEED = {
         "--precision fp16 contradicts ds.json, which computes in bf16",
     ),
     "pipeline": (["pp.toml", "--to-deepspeed", "out.json"], "plan pp2 uses pp, cp or tp"),
-    "nothing": (["--batch-size", "8"], "plan needs a model"),
+    "nothing": (["--batch-size", "8"], "plan requires a model"),
     "nowhere": (["plan.toml", "--to-deepspeed", "no/out.json"], "--to-deepspeed no/out.json is in a directory that"),
 }
 

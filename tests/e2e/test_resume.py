@@ -67,12 +67,13 @@ def test_a_stop_request_saves_and_the_next_run_goes_on(tmp_path):
     assert command[:3] == ["shardwise", "train", "job.py"]
     assert command[-1] == "--resume=first"
     (tmp_path / "slow").unlink()
-    # As it was printed, but on another number of ranks.
-    code, output = finish(start(tmp_path, *command[3:], "--nproc", "1", "--plan", "ddp", "--run-dir", "second"))
+    # As it was printed, but on another number of ranks and in the same run directory.
+    code, output = finish(start(tmp_path, *command[3:], "--nproc", "1", "--plan", "ddp", "--run-dir", "first"))
     assert code == 0, output
     at = int(re.search(r"resumed from .* at step (\d+)", output)[1])
     assert re.search(rf"training time .* s for {24 - at} steps, resumed at step {at}\n", output)
-    both, one = losses(tmp_path / "first") | losses(tmp_path / "second"), losses(tmp_path / "whole")
+    assert "step 1/24" not in output  # steps of the first part are not shown again
+    both, one = losses(tmp_path / "first"), losses(tmp_path / "whole")
     assert sorted(both) == sorted(one)
     torch.testing.assert_close(torch.tensor(list(both.values())), torch.tensor(list(one.values())), rtol=1e-3, atol=0)
 
@@ -83,7 +84,7 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path):
     arguments = ("--nproc", "2", "--run-dir", "run", "--save-every", "5", "--max-restarts", "1", "--set", "steps=20")
     code, output = finish(start(tmp_path, *arguments))
     assert code == 0, output
-    assert "rank 1 failed; restart 1 of 1" in output
+    assert "rank 1 failed: SIGKILL; restart 1 of 1" in output
     assert re.search(r"resumed from .*step-000000(05|10) at step (5|10)\b", output)
     assert sorted(losses(tmp_path / "run")) == list(range(20))
 

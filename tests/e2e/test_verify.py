@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_sound_plans_exit_with_0_and_a_table(folder, capfd):
     assert main(["verify", f"{EXAMPLES}/llama.py", *arguments]) == 0
     shown = capfd.readouterr()
     assert "zero3+recompute=full" in shown.out
-    assert "every dropout is set to 0" in shown.out
+    assert "dropout modules and attributes such as drop_rate are 0" in shown.out
     assert "llama: 2 passed; 2 steps on 2 ranks, compared with one process" in shown.out
     assert "ddp: passed" in shown.err
     assert (folder / "table.md").read_text().startswith("| plan | llama x 2 |")
@@ -71,7 +72,7 @@ def test_resume_is_proven_with_kills_and_its_own_words(folder, capfd):
     arguments = ["--resume", "--nproc", "2", "--steps", "4", "--plans", "zero3"]
     assert main(["verify", f"{EXAMPLES}/llama.py", *arguments]) == 0
     shown = " ".join(capfd.readouterr().out.split())
-    assert "killed after step 1 and" in shown
+    assert re.search(r"killed after step [12] and", shown)  # on a busy machine the first kill comes a step later
     assert "resumed on 2 ranks, then as zero3 on 1 rank" in shown
     assert "llama: 1 passed; 4 steps on 2 ranks, compared with an uninterrupted run" in shown
 
@@ -93,7 +94,7 @@ BAD = {
     "nowhere to write": (["--markdown", "no/where.md"], "[cli.output-folder-missing]"),
     "no steps": (["--steps", "0"], "steps"),
     "batch that does not divide": (["--plans", "ddp", "--set", "batch_size=3"], "2 or 4"),
-    "model that cannot be shrunk": (["--plans", "ddp", "--shrink"], "does not support Noisy"),
+    "model that cannot be shrunk": (["--plans", "ddp", "--shrink"], "got Noisy"),
 }
 
 
@@ -118,13 +119,13 @@ def test_a_plan_that_does_not_fit_the_job_exits_with_2_when_named(folder, capfd)
     assert "refused" in capfd.readouterr().out
 
 
-HEAD = """# Every plan beside one process
+HEAD = """# Every plan compared with one process
 
 Made by `make prove`. Each job of `examples/verify` trains {steps} steps under each plan and in one process, from the
 same weights and data; the third step is short and uneven. A cell is the largest relative difference of any loss,
 gradient (every step, by name), gradient norm, final parameter or buffer, in fp64, and must stay below 1e-9. Cells with
-~ change the arithmetic by design: the largest relative difference of a loss from fp32. Empty: the plan does not fit
-that job (below the table is why) or that number of ranks.
+~ are plans that change the arithmetic: the largest relative difference of a loss from fp32. In an empty cell, the plan
+does not support that number of ranks, or that job; the reasons are below the table.
 
 """
 STEPS = 3

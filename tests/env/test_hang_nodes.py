@@ -54,7 +54,7 @@ def run(folder, fault, *more, code=1):
 
 
 def test_a_rank_that_sleeps_on_another_host_is_named_by_both_launchers_and_its_stack_is_there(tmp_path):
-    verdict = r"ranks 0-2 wait in all_reduce #6 .*train.py:20 .*; rank 3 is in stuck at \S*train.py:5"
+    verdict = r"ranks 0-2 wait in all_reduce #6 .*train.py:20 .*; rank 3 on \S+ is in stuck at \S*train.py:5"
     outputs = run(tmp_path, "sleep")
     assert all(re.search(verdict, output) for output in outputs), outputs
     assert "line 5 in stuck" in (tmp_path / "run1" / "stacks" / "rank3.txt").read_text()
@@ -84,8 +84,8 @@ def test_a_mismatch_with_a_rank_on_another_host_is_named_with_both_lines(tmp_pat
 
 def test_a_hang_across_hosts_that_is_stopped_is_a_failure_from_which_all_start_again(tmp_path):
     first, second = run(tmp_path, "once", "--max-restarts=1", code=0)
-    assert "a verdict stopped the ranks; restart 1 of 1" in first
-    assert "a verdict stopped the ranks; restart 1 of 1" in second
+    assert "the guard stopped the ranks; restart 1 of 1" in first
+    assert "the guard stopped the ranks; restart 1 of 1" in second
 
 
 PARTED = """

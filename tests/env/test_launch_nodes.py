@@ -430,14 +430,15 @@ def table():
 
 def render(rows):
     lines = [
-        "# Faults of a run on many machines",
+        "# Faults of a run on several machines",
         "",
-        "Made by `make prove`. Two hosts (network namespaces), one rank each on gloo, `--nnodes=1:2",
-        "--max-restarts=3`, a checkpoint after every step; the fault happens to the host that does not hold the",
-        "store. Noticed: seconds until the launcher of the other host says something. torchrun was watched for",
-        f"{TORCHRUN_S} s. Left: processes on the host with the fault that the run does not go on with.",
+        "Made by `make prove`. Two hosts (network namespaces) with one gloo rank each, `--nnodes=1:2",
+        "--max-restarts=3`, and a checkpoint after every step; the fault occurs on the host without the store.",
+        "Detected after: seconds until the launcher of the other host prints a message. torchrun was observed for",
+        f"{TORCHRUN_S} s. Left behind: processes on the host with the fault that are no longer part of the run.",
+        "A host is lost after 5 s without a heartbeat, the default of `--node-timeout`.",
         "",
-        "| fault | launcher | noticed after | what the user sees first | left behind | training goes on |",
+        "| fault | launcher | detected after | first message | left behind | training continues |",
         "|---|---|---|---|---|---|",
     ]
     for fault in FAULTS:

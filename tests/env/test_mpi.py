@@ -302,7 +302,7 @@ def test_mpirun_that_is_asked_to_stop_saves_and_ends_with_75(folder):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 75, said
     assert len(sentences(said)) == 2  # that nobody looks on for hangs, and that it saved
-    assert "run it again to resume" in sentences(said)[1]
+    assert "[train.stopped]" in sentences(said)[1]
     assert left(process.pid) == []
 
 

@@ -22,7 +22,7 @@ def test_ranks_that_share_a_gpu_measure_their_links_through_host_memory():
 
 
 def test_nccl_alone_has_nobody_to_send_to():
-    with refuses("bench.too-few-ranks", "nccl"):
+    with refuses("bench.too-few-ranks", "--nproc 2"):
         on_ranks(measure_pairs, 1, PairSettings(device="cuda"))
 
 

@@ -1,7 +1,9 @@
 """Python in the pages that is not quoted from a file runs: each block, with the names that its page assumes."""
 
+import contextlib
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -44,12 +46,34 @@ def own_loop(_world):
     return {"dataset": Rows(), "model": nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))}
 
 
+def tensor_rules(world):
+    return {"world": world, **own_loop(world)}
+
+
+class StoppingRows(Rows):
+    """Rows whose 65th sample requests a stop, as Ctrl-C does."""
+
+    def __getitem__(self, index):
+        if index == 64:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().__getitem__(index)
+
+
+def stopped_loop(world):
+    plan = sw.Plan.preset("ddp", world.size)
+    train = sw.dataloader(StoppingRows(), plan, world, batch_size=32, shuffle=False)
+    model = sw.parallelize(nn.Linear(4, 2), plan, world)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "train": train}
+    return {"world": world, "train": train, "model": model, "optimizer": optimizer, "state": state}
+
+
 def steps(world):
     return {"job": job(), "plan": sw.Plan.preset("ddp", world.size, batch_size=64), "world": world}
 
 
 ASSUMED = {
-    "docs/guides/own-loop.md": [own_loop, steps],
+    "docs/guides/own-loop.md": [own_loop, tensor_rules, stopped_loop, steps],
     "docs/guides/plan.md": [lambda _world: {}],
 }
 """For every block of a page, the function that makes the names that it assumes."""
@@ -81,6 +105,9 @@ def test_a_block_of_python_runs(page, tmp_path):
         def execute(world, block=block, assumed=assumed, folder=folder):
             os.chdir(folder)
             names = {"sw": sw, "DataLoader": DataLoader, "cross_entropy": cross_entropy, **assumed(world)}
-            exec(compile(block, page, "exec"), {"torch": torch, **names})
+            with contextlib.suppress(SystemExit):
+                exec(compile(block, page, "exec"), {"torch": torch, **names})
 
-        run_ranks(execute, 1)
+        run_ranks(execute, 2)
+        if assumed is stopped_loop:
+            assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-00000003"]

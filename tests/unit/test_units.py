@@ -17,7 +17,7 @@ from shardwise import units
         (units.format_bytes, (None, 0, 1, 1023, 4096), ["-", "0 B", "1 B", "1,023 B", "4 KiB"]),
         (units.format_bytes, (3 * 2**19, 3 << 30, 2**40), ["1.5 MiB", "3 GiB", "1 TiB"]),
         (units.format_bytes_si, (999, 1500, 5e9, 2e12), ["999 B", "1.5 kB", "5 GB", "2 TB"]),
-        (units.format_gb, (1.5e9, 1.329e12), ["1.5 GB", "1,329 GB"]),
+        (units.format_gb, (3310.0, 9.9e6, 1.5e9, 1.329e12), ["3.31 kB", "9.9 MB", "1.5 GB", "1,329 GB"]),
         (units.format_seconds, (2.5, 0.0193, 25e-6), ["2.5 s", "19.3 ms", "25 us"]),
         (units.format_duration, (None, 0.0421, 7.25, 515, 90061), ["-", "42 ms", "7.2 s", "8 min 35 s", "1 d 1 h"]),
         (units.format_rate, (1234.4, 99.96, 41.23, 0.5), ["1,234", "100", "41.2", "0.500"]),

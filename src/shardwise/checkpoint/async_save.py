@@ -53,7 +53,7 @@ class StallReport:
 class AsyncSaver:
     """Saves checkpoints in a background thread, one at a time.
 
-    `group` must be a gloo process group used by nothing else, because the thread communicates while training does.
+    `group` must be a gloo process group that no other code uses, because the thread communicates while training does.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -166,7 +166,7 @@ class Staging:
 
 
 def _pack(pieces: Mapping[str, Tensor]) -> list[list[str]]:
-    """Assign tensor names to chunks, widest dtypes first for alignment; a tensor larger than a chunk gets its own."""
+    """Assign tensor names to chunks, widest dtypes first for alignment; a tensor above CHUNK has its own chunk."""
     chunks: list[list[str]] = []
     free_bytes = 0
     for name in sorted(pieces, key=lambda name: -pieces[name].element_size()):

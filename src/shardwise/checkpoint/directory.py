@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.checkpoint.disk import (
+    BEST,
     LATEST,
     DamagedError,
     no_results,
     parse_name,
     remove_atomically,
+    replace_synced,
     run_collectively,
     size_of,
 )
@@ -48,8 +50,12 @@ class CheckpointDirectory:
 
     def latest(self) -> Path | None:
         """Return the checkpoint named in the `latest` file, or None if the file or the checkpoint does not exist."""
+        return self.named(LATEST)
+
+    def named(self, file: str) -> Path | None:
+        """Return the checkpoint named in the file `latest` or `best`, or None if either does not exist."""
         try:
-            name = read_regular(self.path / LATEST, max_bytes=64).decode("ascii", errors="replace")
+            name = read_regular(self.path / file, max_bytes=64).decode("ascii", errors="replace")
         except (OSError, DamagedError):
             return None
         path = self.path / name
@@ -58,7 +64,7 @@ class CheckpointDirectory:
         return path
 
     def paths(self) -> list[Path]:
-        """Return all checkpoints, damaged ones included, in the order to try: `latest`, then by descending step."""
+        """Return all checkpoints, including damaged ones: `latest` first, then by descending step."""
         try:
             found = [path for path in self.path.iterdir() if parse_name(path.name) is not None]
         except (FileNotFoundError, NotADirectoryError):
@@ -75,7 +81,7 @@ class CheckpointDirectory:
         return sorted(entries, key=lambda entry: entry.saved_at)
 
     def newest_good(self, *, deep: bool) -> tuple[CheckpointEntry | None, list[Damage]]:
-        """Return the newest intact checkpoint, or None, and the damage of newer ones.
+        """Return the newest intact checkpoint, or None, and the damage of newer checkpoints.
 
         With `deep`, all checksums are verified; otherwise only manifests, file sizes and headers.
         """
@@ -90,14 +96,17 @@ class CheckpointDirectory:
     def prune(self, keep: Keep, *, deep: bool = False) -> list[Path]:
         """Remove the checkpoints that no rule of `keep` retains and return their paths; call on one rank only.
 
-        The newest intact checkpoint is never removed; if none is intact, nothing is removed. With `deep`, it is found
-        by verifying checksums, which is not needed directly after a save.
+        The newest intact checkpoint is never removed; if no checkpoint is intact, none is removed. With `deep`,
+        checksums are verified to find it, which is not needed directly after a save.
         """
         newest, _ = self.newest_good(deep=deep)
         if newest is None:
             return []
-        removed = []
-        for entry in to_remove(self.entries(), keep, now=time.time()):
+        entries, removed = self.entries(), []
+        for best in _best_first(entries, keep)[:1]:
+            with contextlib.suppress(OSError):  # a full disk must not end a training
+                replace_synced(self.path / BEST, best.path.name.encode())
+        for entry in to_remove(entries, keep, now=time.time()):
             if entry.path != newest.path:
                 remove_atomically(entry.path)
                 removed.append(entry.path)
@@ -106,6 +115,7 @@ class CheckpointDirectory:
 
 def find_checkpoints(path: Path) -> list[Path]:
     """Return `path` itself if it is a checkpoint, else the checkpoints in that directory or run directory."""
+    path = follow_name(path)
     if (path / MANIFEST).exists():
         return [path]
     for directory in (path, path / "checkpoints"):
@@ -113,6 +123,12 @@ def find_checkpoints(path: Path) -> list[Path]:
         if found:
             return found
     return []
+
+
+def follow_name(path: Path) -> Path:
+    """Return the checkpoint that a file `latest` or `best` names, and other paths unchanged."""
+    named = CheckpointDirectory(path.parent).named(path.name) if path.name in {LATEST, BEST} else None
+    return named or path
 
 
 def load_newest(
@@ -128,7 +144,7 @@ def load_newest(
     `path` is a run directory, a directory of checkpoints, or a checkpoint. `allocate` receives a manifest and returns
     the tensors to load into; it is called again for the next checkpoint if a checksum is wrong. Damaged checkpoints
     are skipped and listed in the report. Returns None if no checkpoint exists and raises a DamagedError if all are
-    damaged. `strict` and `announce` are those of `load`.
+    damaged. `strict` and `announce` have the same meaning as in `load`.
     """
     operation = f"finding checkpoints in {path}"
     paths, skipped = run_collectively(
@@ -146,13 +162,13 @@ def load_newest(
         raise DamagedError(
             f"all checkpoints in {path} are damaged: {'; '.join(skipped)}",
             code="checkpoint.none-usable",
-            fix="remove them to start from step 0, or pass a different checkpoint",
+            fix="remove the damaged checkpoints to start from step 0, or pass a different checkpoint",
         )
     return None
 
 
 def _skip_damaged(path: Path) -> tuple[list[Path], list[str]]:
-    """Return the checkpoints to try, from the newest with correct sizes and headers, and the damage of newer ones.
+    """Return the newest checkpoint with correct sizes and headers and all older ones, and the damage of newer ones.
 
     This cheap check avoids allocating tensors for a damaged checkpoint; `load` verifies the checksums.
     """
@@ -206,11 +222,15 @@ def to_remove(entries: Sequence[CheckpointEntry], keep: Keep, *, now: float) -> 
     retained = list(entries[-(keep.last or 1) :])
     if keep.age_s is not None:
         retained += [entry for entry in entries if now - entry.saved_at < keep.age_s]
+    retained += _best_first(entries, keep)[: keep.best]
+    return [entry for entry in entries if entry not in retained]
+
+
+def _best_first(entries: Sequence[CheckpointEntry], keep: Keep) -> list[CheckpointEntry]:
+    """Return the entries with a finite value of the metric of `keep`; of equal values the newest is the best."""
     measured = [entry for entry in entries if math.isfinite(entry.metrics.get(keep.metric, math.nan))]
     sign = -1 if keep.highest else 1
-    measured.sort(key=lambda entry: (sign * entry.metrics[keep.metric], -entry.saved_at))
-    retained += measured[: keep.best]
-    return [entry for entry in entries if entry not in retained]
+    return sorted(measured, key=lambda entry: (sign * entry.metrics[keep.metric], -entry.saved_at))
 
 
 def list_checkpoints(spec: ListSpec) -> ListReport:
@@ -225,12 +245,12 @@ def check_checkpoints(spec: CheckSpec) -> CheckReport:
 
 
 def prune_checkpoints(spec: PruneSpec) -> PruneReport:
-    """Remove the checkpoints that no rule retains, except the newest intact one."""
+    """Remove the checkpoints that no rule retains, except the newest intact checkpoint."""
     keep = parse_keep(spec.keep)
     rows = _list(spec.path, deep=False)
-    if [row.path for row in rows] == [spec.path]:
+    if [row.path for row in rows] == [follow_name(spec.path)]:
         raise InputError(
-            f"{spec.path} is a single checkpoint",
+            f"{spec.path} must be a directory of checkpoints, got a single checkpoint",
             code="checkpoint.single-checkpoint",
             fix="pass the run directory or the parent directory",
         )
@@ -239,7 +259,7 @@ def prune_checkpoints(spec: PruneSpec) -> PruneReport:
         raise InputError(
             f"no checkpoint in {spec.path} contains the metric {keep.metric!r}",
             code="checkpoint.metric-unknown",
-            fix=nearest(keep.metric, metrics) if metrics else "",
+            fix=nearest(keep.metric, metrics) if metrics else "use a count or an age, such as --keep 3 or --keep 2d",
         )
     removed = CheckpointDirectory(rows[0].path.parent).prune(keep, deep=True)
     return PruneReport(removed=tuple(removed), num_kept=len(rows) - len(removed))
@@ -253,21 +273,23 @@ def _list(path: Path, *, deep: bool) -> tuple[ListingRow, ...]:
             code="checkpoint.none-found",
             fix="pass a run directory, a directory of checkpoints, or a checkpoint",
         )
-    latest = CheckpointDirectory(found[0].parent).latest()
-    rows = [_row(each, is_latest=each == latest, deep=deep) for each in found]
+    directory = CheckpointDirectory(found[0].parent)
+    latest, best = directory.named(LATEST), directory.named(BEST)
+    rows = [_row(each, is_latest=each == latest, is_best=each == best, deep=deep) for each in found]
     return tuple(sorted(rows, key=lambda row: (row.step or 0, row.path.name)))
 
 
-def _row(path: Path, *, is_latest: bool, deep: bool) -> ListingRow:
+def _row(path: Path, *, is_latest: bool, is_best: bool, deep: bool) -> ListingRow:
     damages = tuple(map(str, find_damage(path, deep=deep)))
     try:
         manifest = read_manifest(path)
     except DamagedError:
         step, _ = parse_name(path.name) or (None, None)
-        return ListingRow(path=path, is_latest=is_latest, damages=damages, step=step)
+        return ListingRow(path=path, is_latest=is_latest, is_best=is_best, damages=damages, step=step)
     return ListingRow(
         path=path,
         is_latest=is_latest,
+        is_best=is_best,
         damages=damages,
         step=manifest.step,
         saved_at=manifest.saved_at,

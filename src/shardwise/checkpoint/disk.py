@@ -1,4 +1,4 @@
-"""Checkpoint errors and file names, crash-safe file operations, and operations that raise on all ranks or on none."""
+"""Checkpoint errors and file names, crash-safe file operations, and operations that raise on every rank or on none."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def temporary_name(name: str) -> str:
 
 
 def wait_until_visible(path: Path, *, timeout_s: float = 2.0) -> bool:
-    """Wait until `path` exists and return whether it does; network file systems show files of other nodes late."""
+    """Wait until `path` exists and return whether it does; network file systems show files of other nodes later."""
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:
@@ -163,7 +163,7 @@ def check_storage(directory: Path | str, *, group: dist.ProcessGroup | None) -> 
     def check() -> None:
         if not wait_until_visible(token):
             raise CheckpointError(
-                f"{directory} is not the same storage on {first_host} and {socket.gethostname()}",
+                f"{directory} is on different storage on {first_host} and {socket.gethostname()}",
                 code="checkpoint.storage-not-shared",
                 fix="save to a file system shared by all nodes",
             )
@@ -186,7 +186,7 @@ class DamagedError(CheckpointError):
 
 
 class MismatchError(CheckpointError):
-    """The tensors of an intact checkpoint do not match the requested ones; no tensor was loaded."""
+    """The tensors of an intact checkpoint do not match the requested tensors; no tensor was loaded."""
 
     exit_code = 2
 
@@ -202,7 +202,7 @@ _KNOWN = {
     errno.ENOENT: ("checkpoint.folder-missing", "create the directory, or choose a different one"),
     errno.ENOTDIR: ("checkpoint.not-a-folder", "choose a directory, not a file"),
     errno.ESTALE: ("checkpoint.storage-stale", "mount the storage again"),
-    errno.EIO: ("checkpoint.disk-failed", "check the disk"),
+    errno.EIO: ("checkpoint.disk-failed", "check the disk for hardware errors"),
 }
 """Error code and fix by errno."""
 
@@ -222,6 +222,8 @@ def as_shardwise_error(error: Exception) -> ShardwiseError:
 
 LATEST = "latest"
 """Name of the file that contains the name of the newest checkpoint."""
+BEST = "best"
+"""Name of the file that contains the name of the best checkpoint by the metric of --keep."""
 
 _NAME = re.compile(r"step-(\d{8,18})(?:~(\d{1,9}))?")
 
@@ -233,7 +235,7 @@ def name_of(step: int, attempt: int = 1) -> str:
 
 
 def parse_name(name: str) -> tuple[int, int] | None:
-    """Return the step and attempt in a checkpoint directory name, or None if the name is not one."""
+    """Return the step and attempt in the name of a checkpoint directory, or None if the name has a different format."""
     match = _NAME.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[2] or 1))
 
@@ -265,7 +267,7 @@ def run_collectively(
 
 
 def no_results(results: list[Any]) -> list[None]:
-    """Return None for every rank: the `combine` of work that has no result."""
+    """Return None for every rank; pass it as `combine` of `run_collectively` for work without a result."""
     return [None] * len(results)
 
 

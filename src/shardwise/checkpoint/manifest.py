@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its tensors, shard files and checksums, and which rank writes and reads each shard.
+"""The manifest of a checkpoint (tensors, shard files, checksums) and the assignment of shards to ranks.
 
 Deduplication and resharding use the planners of torch.distributed.checkpoint. The offsets of a shard are computed here:
 torch applies the placements from left to right, which is wrong if a dimension is sharded unevenly by tp and then by
@@ -60,7 +60,7 @@ MANIFEST = "manifest.json"
 FORMAT = "shardwise-checkpoint"
 VERSION = 1
 MAX_BYTES = 1 << 30
-"""Maximum size of a manifest: 3,000 tensors on 2,000 ranks take about half of it."""
+"""Maximum size of a manifest in bytes; 3,000 tensors on 2,000 ranks need about half of it."""
 
 _SHARD = re.compile(r"rank-\d{5,}\.safetensors")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
@@ -131,7 +131,7 @@ def decode(data: bytes, origin: str) -> Manifest:
                 fix="upgrade shardwise",
             )
         if crc32_text(envelope.content) != envelope.checksum:
-            raise DamagedError(f"{origin} has the wrong checksum", code="checkpoint.manifest-checksum-mismatch")
+            raise DamagedError(f"{origin} does not match its checksum", code="checkpoint.manifest-checksum-mismatch")
         manifest = msgspec.json.decode(envelope.content, type=Manifest)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise DamagedError(f"{origin} is not a valid manifest ({error})", code="checkpoint.manifest-invalid") from None
@@ -157,7 +157,7 @@ def read_manifest(directory: Path | str) -> Manifest:
     manifest = decode(data, str(path))
     if named is not None and named[0] != manifest.step:
         raise DamagedError(
-            f"{path} contains step {manifest.step}, not step {named[0]}", code="checkpoint.step-mismatch"
+            f"{path} contains step {manifest.step}, expected step {named[0]}", code="checkpoint.step-mismatch"
         )
     return manifest
 
@@ -198,7 +198,7 @@ def find_problem(manifest: Manifest) -> str | None:
 def _files_problem(name: str, entry: TensorEntry, files: dict[str, int], seen: set[tuple[str, str]]) -> str | None:
     for piece in entry.pieces:
         if piece.file not in files:
-            return f"is stored in {piece.file!r}, which is not a listed file"
+            return f"is stored in {piece.file!r}, which the manifest does not list"
         if (piece.file, name) in seen:
             return f"has two pieces in {piece.file!r}"
         if not _CHECKSUM.fullmatch(piece.checksum):
@@ -209,15 +209,15 @@ def _files_problem(name: str, entry: TensorEntry, files: dict[str, int], seen: s
 
 def _tensor_problem(entry: TensorEntry) -> str | None:
     if entry.dtype not in DTYPES:
-        return f"has an unknown dtype {entry.dtype!r}"
+        return f"has the unknown dtype {entry.dtype!r}"
     if min(entry.shape, default=0) < 0:
         return f"has the invalid shape {entry.shape}"
     for piece in entry.pieces:
         if not len(piece.offsets) == len(piece.shape) == len(entry.shape):
-            return f"has a piece of {len(piece.shape)} dimensions"
+            return f"has a piece of {len(piece.shape)} dimensions, expected {len(entry.shape)}"
         for offset, length, whole in zip(piece.offsets, piece.shape, entry.shape, strict=True):
             if offset < 0 or length < 1 or offset + length > whole:
-                return f"has a piece at {piece.offsets} of {piece.shape} outside its shape {entry.shape}"
+                return f"has a piece of shape {piece.shape} at {piece.offsets}, outside its shape {entry.shape}"
     if sum(math.prod(piece.shape) for piece in entry.pieces) != math.prod(entry.shape):
         return "has pieces that do not cover it"
     return "has pieces that overlap" if _overlap(entry.pieces) else None
@@ -270,7 +270,7 @@ def box_of(name: str, tensor: Tensor) -> ChunkStorageMetadata:
     local_shape = tuple(local_data(tensor).shape)
     if local_shape != tuple(lengths):
         raise CheckpointError(
-            f"the local shard of tensor {name!r} has shape {local_shape}, its placements imply {tuple(lengths)}",
+            f"the local shard of tensor {name!r} has shape {local_shape}, but its placements imply {tuple(lengths)}",
             code="checkpoint.placement-mismatch",
         )
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
@@ -307,7 +307,7 @@ def _narrow(name: str, tensor: DTensor, offsets: list[int], lengths: list[int]) 
 
 @dataclass(frozen=True)
 class WriteProposal:
-    """The tensors and shards that one rank can write."""
+    """The tensors of one rank and the shards that it can write."""
 
     forms: dict[str, Form]
     """Dtype and shape of every tensor, including tensors with an empty local shard."""
@@ -339,7 +339,7 @@ def propose(tensors: Mapping[str, Tensor]) -> WriteProposal:
 
 
 def assign(proposals: Sequence[WriteProposal]) -> tuple[list[list[str]], dict[str, Form]]:
-    """Return the tensor names that each rank writes, each shard on one rank only, and the form of every tensor."""
+    """Return the tensor names that each rank writes (each shard is written once), and the form of every tensor."""
     forms: dict[str, Form] = {}
     for proposal in proposals:
         for name, form in proposal.forms.items():

@@ -1,4 +1,4 @@
-"""Checkpoint loading with resharding: all bytes are verified first, then read into the memory of the target tensors."""
+"""Checkpoint loading with resharding: all checksums are verified before bytes are read into the target tensors."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from shardwise.checkpoint.disk import (
 from shardwise.checkpoint.manifest import CODES, local_data, overlaps, read_manifest
 from shardwise.checkpoint.shard import ShardReader, byte_view, find_damage, in_threads, layouts_of
 from shardwise.errors import some_of
+from shardwise.runs.console import counted
+from shardwise.units import format_bytes_si
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankComparison:
-    """The differences between the tensors that all ranks requested and those of a checkpoint; equal on all ranks."""
+    """The differences between the tensors that ranks requested and the tensors of a checkpoint; equal on all ranks."""
 
     restored: tuple[str, ...]
     missing: tuple[str, ...]
@@ -88,7 +90,7 @@ def load(
     The checkpoint may have been saved on any layout: each rank reads the bytes of its own shards. All ranks first
     verify the checksums of the bytes they need, so that a damaged checkpoint modifies no tensor. With `strict`,
     different names, shapes or dtypes raise a MismatchError; otherwise only the matching tensors are loaded.
-    `announce` receives a Forecast on every rank before reading starts. Without a group there is only one rank.
+    `announce` receives a Forecast on every rank before reading starts. `group` is None in a world of one rank.
     """
     start = time.perf_counter()
     path, operation = Path(path), f"loading {path}"
@@ -101,7 +103,7 @@ def load(
     comparison = run_collectively(group, operation, compare, lambda ranks: [_merge(path, ranks)] * size_of(group))
     if strict and not comparison.is_equal:
         raise MismatchError(
-            f"the tensors in {path} do not match the requested ones: {comparison}",
+            f"the tensors in {path} do not match the requested tensors: {comparison}",
             code="checkpoint.tensors-mismatch",
             fix="load with strict=False",
         )
@@ -146,7 +148,7 @@ def _compare(manifest: Manifest, tensors: Mapping[str, Tensor]) -> _RankTensors:
 def _merge(path: Path, ranks: list[_RankTensors]) -> RankComparison:
     if len({rank.saved_at for rank in ranks}) > 1:
         raise CheckpointError(
-            "ranks read different manifests",
+            f"ranks read different manifests of {path}",
             code="checkpoint.manifests-differ",
             fix="load from a file system shared by all nodes",
         )
@@ -180,13 +182,13 @@ class Forecast:
     """Number of bytes to read into tensors."""
     num_files: int
     host_peak_bytes: int
-    """Peak host memory in bytes, without the tensors."""
+    """Size of the host read buffer in bytes; 0 if all bytes are read directly into the tensors."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.num_bytes / 1e9:.3g} GB from {self.num_files} files,"
-            f" peak host memory {self.host_peak_bytes / 1e6:.3g} MB without the tensors"
-        )
+        text = f"{format_bytes_si(self.num_bytes)} from {counted(self.num_files, 'file')}"
+        if not self.host_peak_bytes:
+            return text
+        return f"{text}, with a read buffer of {format_bytes_si(self.host_peak_bytes)} in host memory"
 
 
 @dataclass(frozen=True)

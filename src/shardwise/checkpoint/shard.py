@@ -28,7 +28,7 @@ T = TypeVar("T")
 BLOCK = 1 << 20
 """Number of bytes to read before their checksum is updated; a block fits into the cache of a core."""
 THREADS = min(4, os.cpu_count() or 1)
-"""Number of threads. One core reads and verifies 3 to 5 GB/s, so four are faster than most storage."""
+"""Number of reading threads. One core reads and verifies 3 to 5 GB/s, so four cores are faster than most storage."""
 _MAX_WRITE = 1 << 30
 """Maximum size of one write in bytes; Linux writes at most 2 GiB per call."""
 
@@ -191,7 +191,8 @@ class ShardReader:
             found = crc32(part, found)
         if f"{found:08x}" != checksum:
             raise DamagedError(
-                f"tensor {name!r} in {self._path} has the wrong checksum", code="checkpoint.checksum-mismatch"
+                f"tensor {name!r} in {self._path} has checksum {found:08x}, expected {checksum}",
+                code="checkpoint.checksum-mismatch",
             )
 
     def read(self, name: str, begin: int, into: memoryview) -> None:
@@ -221,7 +222,7 @@ class ShardReader:
                     f"{self._path} cannot be read ({error.strerror})", code="checkpoint.read-failed"
                 ) from error
             if count == 0:
-                raise DamagedError(f"{self._path} was truncated while reading", code="checkpoint.file-truncated")
+                raise DamagedError(f"{self._path} was truncated while it was read", code="checkpoint.file-truncated")
             done += count
 
 

@@ -14,7 +14,7 @@ from shardwise.errors import InputError
 from shardwise.runs.console import render_table
 from shardwise.runs.directory import parse_keep
 from shardwise.spec import NonNegativeInt, PositiveInt, Report, Spec, argument, option
-from shardwise.units import format_bytes_si
+from shardwise.units import MISSING, format_bytes_si
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -75,7 +75,7 @@ class ConvertSpec(Spec, frozen=True, kw_only=True):
     step: NonNegativeInt | None = None
     """Number of optimizer steps, if SOURCE does not contain it."""
     config: Path | None = None
-    """config.json to copy into a Hugging Face directory."""
+    """config.json, or a folder with it, to copy into a Hugging Face directory; by default that of the run."""
     zero: Annotated[int, msgspec.Meta(ge=1, le=3)] | None = None
     """DeepSpeed: write ZeRO files of this stage; requires --nproc."""
     nproc: PositiveInt | None = None
@@ -86,9 +86,9 @@ class ConvertSpec(Spec, frozen=True, kw_only=True):
         super().__post_init__()
         if (self.zero is None) != (self.nproc is None):
             raise InputError(
-                "--zero and --nproc must be used together",
+                "--zero and --nproc must be used together, got only one of them",
                 code="cli.options-incomplete",
-                fix="pass both, or neither for a universal checkpoint",
+                fix="pass both options, or neither for a universal checkpoint",
             )
 
 
@@ -99,7 +99,7 @@ _MAX_FACT_LENGTH = 300
 
 
 class ListingRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint in a listing; fields that come from an unreadable manifest are None or empty."""
+    """A checkpoint in a listing; if its manifest is unreadable, the fields read from it are None or empty."""
 
     path: Path
     is_latest: bool
@@ -109,16 +109,19 @@ class ListingRow(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since 1970."""
     num_bytes: int | None = None
     layout: str = ""
+    """Empty for a checkpoint of a custom loop, which is saved without a plan."""
     metrics: dict[str, float] = {}
+    is_best: bool = False
+    """Whether it is the best by the metric of --keep."""
 
 
 class ListReport(Report, frozen=True, kw_only=True):
-    """All checkpoints at a path, damaged ones included."""
+    """All checkpoints at a path, including damaged ones."""
 
     rows: tuple[ListingRow, ...]
 
     def to_text(self) -> str:
-        """Return a table of the checkpoints, followed by the damage of each damaged one."""
+        """Return a table of the checkpoints, followed by the damage of each damaged checkpoint."""
         cells = []
         for row in self.rows:
             step = saved = size = ""
@@ -130,8 +133,9 @@ class ListReport(Report, frozen=True, kw_only=True):
                 size = format_bytes_si(row.num_bytes)
             metrics = " ".join(f"{name} {value:.4g}" for name, value in row.metrics.items())
             state = "damaged" if row.damages else "sound"
-            name = f"{row.path.name} (latest)" if row.is_latest else row.path.name
-            cells.append((step, saved, size, row.layout, metrics, state, name))
+            marks = [mark for mark, is_set in (("latest", row.is_latest), ("best", row.is_best)) if is_set]
+            name = f"{row.path.name} ({', '.join(marks)})" if marks else row.path.name
+            cells.append((step, saved, size, row.layout or MISSING, metrics, state, name))
         table = _table(("step", "saved", "size", "layout", "metrics", "state", "name"), cells)
         return "\n".join([table, *self._damage_lines()])
 
@@ -233,7 +237,7 @@ class DiffReport(Report, frozen=True, kw_only=True):
         lines += _titled(f"only in {self.right}", self.only_right)
         lines += _titled("different shape or dtype", self.other_form)
         if self.values:
-            # A NaN in one tensor only counts as the largest difference.
+            # An element that is NaN in only one of the two tensors counts as the largest difference.
             worst = sorted(self.values, key=lambda found: (math.isnan(found.relative), found.relative), reverse=True)
             cells = map(_difference_cells, worst[:MAX_ROWS])
             lines.append(_table(("tensor", "differing", "largest", "relative"), cells))
@@ -252,7 +256,7 @@ class PruneReport(Report, frozen=True, kw_only=True):
     num_kept: int
 
     def to_text(self) -> str:
-        """Return the removed checkpoints and the number of remaining ones."""
+        """Return the removed checkpoints and the number of remaining checkpoints."""
         return "\n".join([*_titled("removed", map(str, self.removed)), f"{self.num_kept} checkpoints remain"])
 
 

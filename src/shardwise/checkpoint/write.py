@@ -82,9 +82,9 @@ def save(
 ) -> SaveReport:
     """Save `tensors` and `facts` to `directory`/step-NNNNNNNN. Communicates over `group`; call on every rank.
 
-    A tensor replicated on several ranks is written once. `facts` must be JSON values; those of rank 0 are saved.
-    Either every rank returns and the checkpoint is the `latest` one, or every rank raises the same CheckpointError
-    and existing checkpoints are unchanged. Without a group there is only one rank.
+    A tensor replicated on several ranks is written once. `facts` must be JSON values; the facts of rank 0 are saved.
+    Either every rank returns and `latest` names the checkpoint, or every rank raises the same CheckpointError and
+    existing checkpoints are unchanged. `group` is None in a world of one rank.
     """
     planned = PlannedSave(Path(directory), step, tensors, facts, group)
     return planned.write(lambda: planned.pieces)
@@ -139,7 +139,7 @@ class PlannedSave:
 
     def _propose(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> WriteProposal:
         if rank_in(self._group) == 0:
-            # A round trip through JSON copies the values and raises now if one is not serializable.
+            # A round trip through JSON copies the values and raises here if a value is not serializable.
             self._facts = msgspec.json.decode(msgspec.json.encode(dict(facts)))
         return propose(tensors)
 
@@ -199,7 +199,7 @@ class Publication:
         self._forms: dict[str, Form] = {}
 
     def open(self, proposals: list[WriteProposal]) -> list[WriteAssignment]:
-        """Lock the directory, remove temporary files of failed saves and assign to each rank the tensors it writes."""
+        """Lock the directory, remove the temporary files of failed saves and assign tensors to the ranks that write."""
         names_by_rank, self._forms = assign(proposals)
         self._directory.mkdir(exist_ok=True)  # without parents: a missing parent directory is an error
         self._lock = lock(self._directory)

@@ -69,9 +69,9 @@ def _check_directory(path: Path) -> None:
 @spec_options(CommSpec)
 @_outputs
 @click.option("--csv", "csv_path", type=_FILE, help="Write the table to this file.")
-@click.option("--explain", metavar="NAME", help="Demonstrate a collective on real ranks; all demonstrates each.")
+@click.option("--explain", metavar="NAME", help="Demonstrate a collective on real ranks, or each one with NAME all.")
 def comm(spec: CommSpec, *, as_json: bool, report: Path | None, csv_path: Path | None, explain: str | None) -> int:
-    """Benchmark and verify collectives for each size, dtype, reduce operation and group; all if none is passed.
+    """Benchmark and verify collectives for each size, dtype, reduce operation and group; by default, all collectives.
 
     The exit code is 3 if a result is wrong or slower than in the baseline.
     """
@@ -92,7 +92,7 @@ def comm(spec: CommSpec, *, as_json: bool, report: Path | None, csv_path: Path |
 def p2p(spec: P2pSpec, *, as_json: bool, report: Path | None) -> int:
     """Measure latency and bandwidth between all pairs of ranks, verify the received data, and find slow links.
 
-    It starts ranks on this machine. On several machines, run it by the launcher:
+    The command starts ranks on this machine. On several machines, run it with the launcher:
     shardwise launch --nnodes=2 ... -m shardwise bench p2p
     """
     return _measure(spec, as_json=as_json, report=report)
@@ -108,9 +108,9 @@ def overlap(spec: OverlapSpec, *, as_json: bool, report: Path | None, out: Path 
         return _measure(spec, as_json=as_json, report=report)
     if out.suffix != ".toml" or not out.parent.is_dir():
         raise InputError(
-            f"--out {out} is not a .toml file in an existing directory",
+            f"--out must be a .toml file in an existing directory, got {out}",
             code="bench.plan-path-invalid",
-            fix="pass a .toml file in an existing directory",
+            fix="pass another path, such as --out plan.toml",
         )
     return _measure(spec, as_json=as_json, report=report, out=lambda found: _write_plan(found.plan, out))
 
@@ -144,6 +144,6 @@ def scaling(spec: ScalingSpec, *, as_json: bool, report: Path | None) -> int:
 def step(spec: StepSpec, *, as_json: bool, report: Path | None) -> int:
     """Profile a few steps of the job in JOB.py: time by phase, throughput, utilization and memory.
 
-    It starts ranks on this machine, unless srun, torchrun or shardwise launch has started it as a rank.
+    The command starts ranks on this machine, unless srun, torchrun or shardwise launch has started it as a rank.
     """
     return _measure(spec, as_json=as_json, report=report)

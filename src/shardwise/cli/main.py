@@ -20,7 +20,7 @@ import msgspec
 
 from shardwise.environment import MPI_STARTERS, Identity, identify
 from shardwise.errors import EnvironmentVariablesError, InputError, ShardwiseError, nearest, with_code
-from shardwise.runs.console import BAD_INPUT, INTERRUPTED, echo, echo_error
+from shardwise.runs.console import BAD_INPUT, INTERRUPTED, PREEMPTED, echo, echo_error
 from shardwise.spec import FlatField, Report, Spec, flat_fields, plain_type
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 class LazyGroup(click.Group):
     """A group of subcommands, each added to this group or found as `command` in its own module."""
 
-    def __init__(self, *args: Any, parts: Mapping[str, str], prefix: str = "", kind: str = "part", **more: Any) -> None:
-        """`parts` maps names to summaries; modules are shardwise.cli.PREFIXNAME; errors call a subcommand `kind`."""
+    def __init__(self, *args: Any, parts: Mapping[str, str], prefix: str = "", **more: Any) -> None:
+        """Create a group of `parts` (name -> summary), whose modules are shardwise.cli.PREFIXNAME."""
         super().__init__(*args, **more)
-        self._parts, self._prefix, self._kind = parts, prefix, kind
+        self._parts, self._prefix = parts, prefix
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """Return the names in the order of `parts`."""
@@ -54,7 +54,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the subcommand in `args`, or raise UsageError with the nearest name."""
         if args and not args[0].startswith("-") and args[0] not in self._parts:
-            raise click.UsageError(f"{self._kind} {args[0]!r} does not exist: {nearest(args[0], self._parts)}")
+            raise click.UsageError(f"command {args[0]!r} does not exist: {nearest(args[0], self._parts)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
@@ -76,14 +76,14 @@ _JOB = "JOB.py"
 def end(code: int, message: str) -> int:
     """Print `message` and return the exit code `code`. Ranks started by mpirun exit here, and only one of them prints.
 
-    All ranks find the same invalid input, and mpirun kills the other ranks when the first one exits with an error. So
-    ranks other than 0 wait to be killed before they print. Other errors may occur on a single rank.
+    All ranks find the same invalid input and stop after the same stop signal, and mpirun kills the other ranks when the
+    first one exits with an error. So ranks other than 0 wait to be killed. Other errors may occur on a single rank.
     """
     me = _identity()
     if me.world_size == 1 or me.source not in MPI_STARTERS:
         echo_error(message)
         return code
-    if me.rank > 0 and code == BAD_INPUT:
+    if me.rank > 0 and code in (BAD_INPUT, PREEMPTED):
         time.sleep(_RANK_0_WAIT_S)
     echo_error(message)
     os._exit(code)  # skips MPI_Finalize, in which ranks wait for each other
@@ -102,7 +102,7 @@ def refuse_started_ranks(fact: str) -> None:
         raise InputError(
             f"{fact}, but {me.source} started this process as a rank",
             code="cli.starts-own-ranks",
-            fix="run it without a launcher",
+            fix="run the command without a launcher",
         )
 
 
@@ -125,7 +125,7 @@ VERBS = {
 }
 
 
-@click.command(cls=LazyGroup, parts=VERBS, kind="verb", context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=LazyGroup, parts=VERBS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.option(
     "--version",
@@ -198,7 +198,7 @@ def _unknown_option(error: click.NoSuchOption, job: str) -> str:
             return f"{fact}: use {' or '.join(f'--set {key}=VALUE' for key in found)}"
     # Compare without the dashes, which all options share; with them, --lr would match --help.
     close = difflib.get_close_matches(name.strip("-"), [option.strip("-") for option in options], n=1)
-    return f"{fact}: " + (f"did you mean --{close[0]}?" if close else f"{error.ctx.command_path} --help lists them")
+    return f"{fact}: " + (f"did you mean --{close[0]}?" if close else f"run {error.ctx.command_path} --help")
 
 
 # Command-line options generated from the fields of a Spec: flags, types, defaults and help.
@@ -213,7 +213,7 @@ WITH_UNDERSCORES: dict[str, Any] = {"token_normalize_func": lambda token: token.
 def spec_options(
     kind: type[SpecT], *, without: Collection[str] = ()
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Add an option to a command for each field of a Spec, except those in `without`; it is called with the Spec.
+    """Decorate a command with an option for each field of a Spec, except `without`; pass it the Spec.
 
     Options of the command line only, such as `--json`, are added by click and passed by name.
     """

@@ -42,7 +42,9 @@ def command(
         return _read_deepspeed(spec, from_deepspeed, out, to_deepspeed, nproc)
     if nproc is not None:
         raise InputError(
-            "--nproc is valid with --from-deepspeed only", code="cli.option-not-applicable", fix="use --cluster"
+            f"--nproc {nproc} is valid with --from-deepspeed only",
+            code="cli.option-not-applicable",
+            fix=f"use --cluster {nproc}xthis for {nproc} ranks on this machine",
         )
     if spec.model is not None and spec.model.endswith(".toml"):
         return _write_plan_file(spec.model, to_deepspeed)
@@ -86,7 +88,7 @@ def _read_deepspeed(spec: PlanSpec, path: Path, out: Path | None, to_deepspeed: 
         raise InputError(
             f"--from-deepspeed cannot be combined with {other}",
             code="cli.options-conflict",
-            fix="remove one of them",
+            fix="remove one of the two",
         )
     reading = engine_named("deepspeed").read_config(
         path, num_ranks=nproc, batch_size=spec.batch_size, precision=spec.precision

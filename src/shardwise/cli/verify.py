@@ -60,7 +60,7 @@ def _check_files(markdown: Path | None, out: Path | None, *, propose: bool) -> N
         raise InputError(
             "--propose-rules cannot be combined with --markdown",
             code="cli.options-conflict",
-            fix="run verify twice",
+            fix="run verify once with each option",
         )
     for option, path in {"--markdown": markdown, "--out": out}.items():
         if path is not None and not path.parent.is_dir():

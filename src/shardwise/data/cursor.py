@@ -1,4 +1,4 @@
-"""The order of samples: a keyed permutation with O(1) memory, independent of the number of ranks.
+"""The order of samples, a keyed permutation with O(1) memory that does not depend on the number of ranks.
 
 The idea: position i of an epoch is sample P(i), where P is a pseudorandom permutation keyed by (seed, epoch), so
 indices are never generated, stored or sent as a list. The invariant: positions do not depend on ranks; data-parallel
@@ -70,7 +70,7 @@ def sample_ids(positions: npt.NDArray[np.int64], *, seed: int, epoch: int, lengt
         raise DataError(
             f"positions must be in [0, {length}), got {positions.min()} to {positions.max()}",
             code="data.position-outside-epoch",
-            fix="pass positions inside the epoch",
+            fix=f"pass positions from 0 to {length - 1}",
         )
     bits = max(2, (length - 1).bit_length())
     keys = _round_keys(seed, epoch)
@@ -103,7 +103,7 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
-    """Return round keys of (seed, epoch): a Weyl sequence through the mixer, uncorrelated for adjacent seeds."""
+    """Return the Feistel round keys of (seed, epoch): a mixed Weyl sequence, uncorrelated for adjacent seeds."""
     weyl = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return list(_mix(_state(seed, epoch) + weyl))
 
@@ -112,12 +112,12 @@ def _state(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
     return _mix(np.array([seed & _MASK], dtype=np.uint64)) ^ np.uint64((epoch + 1) * _GOLDEN & _MASK)
 
 
-# The positions of an epoch that each data-parallel rank and micro-batch reads: pure arithmetic.
+# The positions of an epoch that each data-parallel rank reads in each micro-batch.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slices:
-    """The split of the global batches of an epoch into the micro-batches of one data-parallel rank."""
+    """Splits the global batches of an epoch into the micro-batches of one data-parallel rank."""
 
     batch_size: int
     """Global batch size: samples per optimizer step over all data-parallel ranks."""
@@ -131,7 +131,7 @@ class Slices:
     def __post_init__(self) -> None:
         if self.length < 1:
             raise DataError(
-                "the training dataset is empty", code="data.no-samples", fix="return a dataset with samples"
+                "the training dataset has 0 samples", code="data.no-samples", fix="return a dataset with samples"
             )
 
     @property
@@ -141,7 +141,7 @@ class Slices:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps per epoch, including a short last one."""
+        """Optimizer steps per epoch, including a short last step."""
         return -(-self.length // self.batch_size)
 
     def rows_of_step(self, step: int) -> int:

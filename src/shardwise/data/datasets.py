@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DIGITS = Path(__file__).parent / "files" / "digits"
 WHITE = 255
-"""The pixel value of 1.0, for which the mean and std of MNIST are the usual 0.1307 and 0.3081."""
+"""The pixel value that is scaled to 1.0; in this scale, MNIST has the usual mean 0.1307 and std 0.3081."""
 
 
 class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
@@ -67,7 +67,7 @@ def idx_folder(path: str | Path, mean: float | None = None, std: float | None = 
     """
     if std is not None and not std > 0:
         raise DataError(
-            f"std must be positive, got {std}", code="data.std-invalid", fix="pass a positive number, or omit it"
+            f"std must be positive, got {std}", code="data.std-invalid", fix="pass a positive std, or omit it"
         )
     return partial(_read, Path(path), mean, std)
 
@@ -86,7 +86,7 @@ def _read(folder: Path, mean: float | None, std: float | None, split: str) -> Im
         )
     if images.size == 0:
         raise DataError(
-            f"{images_file} contains no {split} images", code="data.no-images", fix="use a directory with images"
+            f"{images_file} contains no {split} images", code="data.no-images", fix="pass a directory with images"
         )
     if mean is None or std is None:
         train_images = images
@@ -97,9 +97,9 @@ def _read(folder: Path, mean: float | None, std: float | None, split: str) -> Im
         std = measured_std if std is None else std
     if not std > 0:
         raise DataError(
-            f"all pixels of the training images in {folder} have the same value",
+            f"all pixels of the training images in {folder} have the same value, so their std is 0",
             code="data.images-constant",
-            fix="use different images, or pass std=1",
+            fix="use images with different pixel values, or pass std=1",
         )
     return ImageDataset(
         torch.from_numpy(images[:, None].copy()), torch.from_numpy(labels.astype(np.int64)), mean=mean, std=std
@@ -107,7 +107,7 @@ def _read(folder: Path, mean: float | None, std: float | None, split: str) -> Im
 
 
 def _mean_and_std(images: NDArray[np.uint8]) -> tuple[float, float]:
-    """Return mean and std from the exact histogram, computed in chunks without a float copy of all pixels."""
+    """Return the mean and std of all pixels, computed from a histogram without a float copy of the images."""
     pieces = np.array_split(images, max(1, images.size // 2**20))
     counts = sum(np.bincount(piece.ravel(), minlength=256) for piece in pieces) / max(1, images.size)
     values = np.arange(256) / WHITE
@@ -125,7 +125,7 @@ DOWNLOAD = "run `make data` to download MNIST and Fashion-MNIST, or pass another
 
 
 def find_idx(folder: Path, stem: str, *, num_dims: int) -> Path:
-    """Return the IDX file of that stem: with `-` or `.` before idx, plain files before gzipped ones."""
+    """Return the path of the IDX file `stem` in `folder`, with `-` or `.` before idx; prefers a plain file to .gz."""
     if not folder.is_dir():
         raise DataError(f"data directory {folder} does not exist", code="data.folder-not-found", fix=DOWNLOAD)
     for suffix in ("", ".gz"):
@@ -152,7 +152,7 @@ def read_idx(path: Path, *, num_dims: int) -> NDArray[np.uint8]:
     expected = UBYTE << 8 | num_dims
     if magic != expected:
         raise DataError(
-            f"{path} has the magic number 0x{magic:08x}, not 0x{expected:08x}",
+            f"the magic number of {path} must be 0x{expected:08x}, got 0x{magic:08x}",
             code="data.idx-wrong-magic",
             fix=f"use an IDX file of unsigned bytes with {num_dims} dims",
         )
@@ -184,7 +184,7 @@ SPLITS = ("train", "test")
 def check_split(split: str) -> None:
     """Raise DataError if a split is neither "train" nor "test"."""
     if split not in SPLITS:
-        raise DataError(f"unknown split {split!r}", code="data.unknown-split", fix=nearest(str(split), SPLITS))
+        raise DataError(f"split {split!r} is unknown", code="data.unknown-split", fix=nearest(str(split), SPLITS))
 
 
 STDLIB_BYTES = 2_000_000
@@ -211,16 +211,16 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 def text(length: int = 256, files: str | Path | Iterable[str | Path] | None = None) -> Callable[[str], TextDataset]:
-    """Return a factory of datasets with windows of `length` bytes over a file, or over several, concatenated.
+    """Return a factory of datasets with windows of `length` bytes over the concatenated contents of `files`.
 
-    Without files, the text is the first 2 MB of the top-level modules of the Python standard library, sorted by name:
-    it is always available and identical in every process of one Python version. The last tenth is the test split.
+    Without files, the text is the first 2 MB of the top-level modules of the Python standard library, sorted by name.
+    It is always available and identical in every process of one Python version. The last tenth is the test split.
     """
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise DataError(
             f"length must be a positive integer, got {length!r}",
             code="data.window-length-invalid",
-            fix="pass an integer of at least 1",
+            fix="pass length=1 or more",
         )
     if isinstance(files, str | Path):
         files = (files,)
@@ -234,9 +234,9 @@ def _read_text(length: int, files: tuple[Path, ...] | None, split: str) -> TextD
     part = content[:num_train] if split == "train" else content[num_train:]
     if len(part) <= length:
         raise DataError(
-            f"the {split} split of the text has {len(part)} bytes, too few for one window of {length}",
+            f"the {split} split of the text must have more than {length} bytes for one window, got {len(part)}",
             code="data.text-too-short",
-            fix="use more text or a smaller length",
+            fix="pass more text or a smaller length",
         )
     return TextDataset(torch.frombuffer(bytearray(part), dtype=torch.uint8), length)
 
@@ -255,5 +255,5 @@ def _text_content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"text file {path} cannot be read ({error.strerror})", code="data.read-failed", fix="pass existing files"
+            f"text file {path} cannot be read ({error.strerror})", code="data.read-failed", fix="pass readable files"
         ) from error

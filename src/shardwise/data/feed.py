@@ -1,4 +1,4 @@
-"""The feed: prepares the micro-batches of a step and its global loss denominator one step ahead."""
+"""The feed, which prepares the micro-batches of a step and its global loss normalizer one step ahead."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class MicroBatch(msgspec.Struct, frozen=True, gc=False):
     batch: Any
     """The batch on the device, padded to `filled` rows by repeating rows."""
     rows: int
-    """Number of rows without padding, which are first in the batch; 0 if the rank participates with padding only."""
+    """Number of rows without padding, which come first in the batch; 0 if the batch contains only padding."""
     filled: int
     positions: SamplePositions | None = None
     """Positions of the rows in the sample stream; None if the loader does not provide them."""
     whole: Any = None
-    """Under context parallelism, the batch with all tokens, on the host; else None."""
+    """With context parallelism, the batch with all tokens, on the host; else None."""
     marks: RowMarks | None = None
     """Which tensors of the batch contain rows; None if they are identified by their length."""
 
@@ -44,7 +44,7 @@ class StepBatch(msgspec.Struct, frozen=True, gc=False):
 
     micro_batches: list[MicroBatch]
     denominator: float
-    """The loss normalizer over all data-parallel ranks; with `sync_every`, this replica's times their number."""
+    """Loss normalizer over all data-parallel ranks; with `sync_every`, this replica's times the number of replicas."""
     samples: int
     """Number of samples over all data-parallel ranks, without padding."""
     cursor: Cursor
@@ -75,7 +75,7 @@ class StepLoader(Protocol):
 
 
 class Feed:
-    """Iterates over StepBatch: loads one step ahead and reduces its normalizer while the current step trains."""
+    """Iterates over `StepBatch`es: loads one step ahead and reduces its loss normalizer during the current step."""
 
     def __init__(
         self,
@@ -92,10 +92,10 @@ class Feed:
     ) -> None:
         """Create a feed over `loader`.
 
-        `group` is the host group of the data-parallel ranks that reduce gradients in every step; None for one rank.
-        It contains all data-parallel ranks, or those of one of `replicas`; the other replicas are assumed to have equal
+        `group` is the host process group of the data-parallel ranks that reduce gradients in every step; None for one
+        rank. It contains all data-parallel ranks, or those of one of `replicas`, which are assumed to have equal
         counts. `token_shard` slices this rank's tokens from a batch, while the loss normalizer is computed on the whole
-        batch. `fill` pads short micro-batches to the full shape, which requires a loss by row.
+        batch. `fill` pads short micro-batches to the full shape, which requires a loss with `by_row`.
         """
         self._loader = loader
         self._loss = loss
@@ -108,7 +108,7 @@ class Feed:
         self._token_shard = token_shard
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Yield steps. Communicates over the feed's group, one step ahead; iterate on every rank."""
+        """Yield the `StepBatch` of each step. Communicates over the feed's group; iterate on every rank."""
         ahead: _Pending | None = None
         for loaded in self._loader.steps():
             pending = self._prepare(loaded)
@@ -132,7 +132,7 @@ class Feed:
         return _Pending(loaded, micro_batches, total, work)
 
     def _fill(self, batch: Any, rows: int, positions: SamplePositions | None, marks: RowMarks | None) -> MicroBatch:
-        """Return a micro-batch, padded to the plan's shape if the batch is short."""
+        """Return a micro-batch, padded to the plan's micro-batch size if the batch is short."""
         filled = max(rows, 1)
         if filled < self._micro_batch:
             batch = fill_rows(batch, filled, self._micro_batch, marks)
@@ -157,7 +157,7 @@ def _positions(loaded: LoadedStep) -> list[SamplePositions] | list[None]:
 
 
 class _Pending(msgspec.Struct, frozen=True, gc=False):
-    """A step whose global normalizer may still be in asynchronous reduction."""
+    """A step whose loss normalizer may still be reduced asynchronously."""
 
     loaded: LoadedStep
     micro_batches: list[MicroBatch]

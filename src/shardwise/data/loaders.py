@@ -1,4 +1,4 @@
-"""Loaders of the steps of one data-parallel rank: map-style and iterable datasets, and reproducible transforms."""
+"""Loaders of one data-parallel rank for map-style and iterable datasets, with reproducible random transforms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _BLOCK = 16384
-"""Positions permuted per call: a block costs less than 0.1 us per sample, a call 100 us."""
+"""Positions permuted per call: a call costs 100 us, and a block of this size less than 0.1 us per sample."""
 
 
 class IndexLoader:
@@ -51,7 +51,7 @@ class IndexLoader:
         pin_memory: bool = False,
         shuffle: bool = True,
     ) -> None:
-        """Create a loader of the steps from `first_step` to `num_steps`, counted from the start of training."""
+        """Create a loader of the steps in range(`first_step`, `num_steps`), counted from the start of training."""
         self._slices = slices
         self._shuffle = shuffle
         self._seed = seed
@@ -146,9 +146,9 @@ class _BatchRequests:
 class StreamLoader:
     """Loader of an IterableDataset, split once over data-parallel ranks and their DataLoader workers.
 
-    A step contains the next `batch_size` samples of the stream, at any number of ranks, workers and micro-batches.
-    Limits: every process iterates over the whole stream and selects its share; there is no shuffling; a stream has no
-    length, so the training length is given in steps, and a resumed run reads the stream from its start.
+    A step contains the next `batch_size` samples of the stream, for any number of ranks, workers and micro-batches.
+    Limitations: every process iterates over the whole stream and selects its share; samples are not shuffled; a stream
+    has no length, so the training length is set in steps; and a resumed run reads the stream from its start.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class StreamLoader:
         self._group = group
 
     def steps(self) -> Iterator[LoadedStep]:
-        """Yield steps; the stream restarts when it ends on all ranks. Communicates over the group."""
+        """Yield the steps of this rank; the stream restarts after it ends on all ranks. Communicates over the group."""
         epoch, index, done = 0, 0, 0
         batches, padding = iter(self._loader), None
         while done < self._num_steps:
@@ -190,9 +190,9 @@ class StreamLoader:
             if samples == 0:
                 if index == 0:
                     raise DataError(
-                        "the training IterableDataset yielded no sample",
+                        "the training IterableDataset yielded no samples",
                         code="data.no-samples",
-                        fix="check the dataset",
+                        fix="return a dataset that yields at least one sample per data-parallel rank",
                     )
                 epoch, index, batches = epoch + 1, 0, iter(self._loader)
                 continue
@@ -201,9 +201,9 @@ class StreamLoader:
                 padding, marks = _first_row(loaded[0]), loaded[0].marks
             if padding is None:
                 raise DataError(
-                    "the training IterableDataset has fewer samples than there are data-parallel ranks",
+                    "the training IterableDataset yielded fewer samples than the number of data-parallel ranks",
                     code="data.too-few-samples",
-                    fix="use fewer ranks",
+                    fix="use fewer data-parallel ranks, or a larger dataset",
                 )
             missing = self._accumulation - len(loaded)
             if done >= self._first_step:  # a resumed run reads the earlier samples again without using them
@@ -226,15 +226,15 @@ class StreamLoader:
 
 
 def _worker_generator(seed: int, dp_rank: int, first_step: int) -> torch.Generator:
-    """Return the generator that seeds torch, Python and NumPy in DataLoader workers instead of the global one.
+    """Return the generator that seeds torch, Python and NumPy in DataLoader workers.
 
-    Seeds differ between data-parallel ranks and after a resume; model-parallel peers use the same seeds.
+    Seeds differ between data-parallel ranks and after a resume; the ranks of a model-parallel group use equal seeds.
     """
     return torch.Generator().manual_seed(hash((seed, dp_rank, first_step)) & (2**62 - 1))
 
 
 class StreamShare(IterableDataset[Any]):
-    """The samples of an IterableDataset that one data-parallel rank and, if any, one DataLoader worker reads.
+    """The samples of an IterableDataset that one data-parallel rank reads, or one of its DataLoader workers.
 
     The stream must be identical in every process, so `get_worker_info()` returns None inside the dataset: samples are
     split only here. Workers read whole micro-batches in round-robin order, as DataLoader collects them, so batches do
@@ -278,7 +278,7 @@ def _first_row(collated: Collated) -> Any:
 
 
 def dataset_of(job: Job, split: str) -> Any:
-    """Return the job's dataset for a split, or None if there is none; raise DataError for a DataLoader.
+    """Return the job's dataset for a split, or None if it has none; raise DataError for a DataLoader.
 
     `Job.data` runs under generators seeded by the job's seed, so random splits are the same on every rank.
     """
@@ -299,9 +299,9 @@ def dataset_length(dataset: Sized) -> int:
         return len(dataset)
     except TypeError:
         raise DataError(
-            f"{type(dataset).__name__} has no length",
+            f"dataset {type(dataset).__name__} must define __len__ or be an IterableDataset",
             code="data.dataset-without-length",
-            fix="define __len__, or make it an IterableDataset",
+            fix="define __len__, or derive the class from torch.utils.data.IterableDataset",
         ) from None
 
 
@@ -310,8 +310,8 @@ def dataset_length(dataset: Sized) -> int:
 # Random augmentation uses the global generators of torch, Python and NumPy. They are seeded before each sample by the
 # job's seed, the epoch and the sample's index, and restored afterwards because the model may use them too. Samples
 # therefore do not depend on ranks, DataLoader workers or a resume, and peers along tp, cp and pp read the same values.
-# The first micro-batches show which generators a dataset uses; later only those are seeded, which takes 20 us per
-# sample.
+# The first micro-batches show which generators a dataset uses; later only these generators are seeded, which takes 20
+# us per sample.
 
 
 _NUM_OBSERVED = 4
@@ -319,7 +319,7 @@ _NUM_OBSERVED = 4
 
 
 class Request(NamedTuple):
-    """The sample ids of one micro-batch."""
+    """A request for one micro-batch: its epoch and sample ids."""
 
     epoch: int
     ids: list[int]

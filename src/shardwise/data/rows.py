@@ -1,8 +1,8 @@
 """Batches as trees of tensors: select, pad and move their rows, and slice sequences for context-parallel ranks.
 
-Tensors with one entry per row are identified by their origin, not by one length: a table that has the length of a
-micro-batch by coincidence is not a row tensor. The row tensors of a batch are those whose length follows the number of
-samples (`CountedCollate`); those of a model's output are computed from the batch (`OutputRows`).
+A row tensor has one entry per sample in dimension 0. The size alone does not identify it, because a lookup table can
+have the size of a micro-batch by coincidence. The row tensors of a batch are those whose size follows the number of
+samples (`CountedCollate`); the row tensors of a model's output are computed from the batch (`OutputRows`).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """Return every tensor of a tree, in order."""
+    """Return all tensors of a nested value, in order."""
     found: list[torch.Tensor] = []
     map_tensors(found.append, value)
     return found
 
 
 def non_tensors(value: Any) -> list[Any]:
-    """Return every leaf of a tree that is neither a tensor nor None, in order."""
+    """Return all leaves of a nested value that are neither tensors nor None, in order."""
     if value is None or isinstance(value, torch.Tensor):
         return []
     if isinstance(value, Mapping):
@@ -70,23 +70,23 @@ def num_rows(batch: Any) -> int:
         if tensor.ndim:
             return int(tensor.shape[0])
     raise DataError(
-        f"a batch of type {type(batch).__name__} contains no tensor",
+        f"a batch of type {type(batch).__name__} must contain a tensor that is not a scalar",
         code="data.batch-without-tensor",
-        fix="collate samples into tensors",
+        fix="return tensors of shape [rows, ...] from the collate function",
     )
 
 
 RowMarks = tuple[bool, ...]
-"""For each tensor of a tree, in order: whether its first dimension is the row dimension."""
+"""Whether each tensor of a nested value, in order, is a row tensor."""
 
 
 def mark_rows(value: Any, rows: int) -> RowMarks:
-    """Mark the tensors of a tree whose length is `rows`."""
+    """Return marks of the tensors in a nested value whose dimension 0 has the size `rows`."""
     return tuple(_has_rows(tensor, rows) for tensor in tensors(value))
 
 
 def settle_marks(marks: RowMarks | None, value: Any, rows: int) -> RowMarks:
-    """Return the marks without tensors whose length is not `rows`; with None, mark all tensors of that length."""
+    """Return `marks` restricted to tensors with `rows` rows; if `marks` is None, mark all tensors with `rows` rows."""
     by_length = mark_rows(value, rows)
     if marks is None or len(marks) != len(by_length):
         return by_length
@@ -94,13 +94,13 @@ def settle_marks(marks: RowMarks | None, value: Any, rows: int) -> RowMarks:
 
 
 def map_rows(fn: Callable[[torch.Tensor], Any], value: Any, marks: RowMarks) -> Any:
-    """Apply `fn` to the marked tensors of a tree."""
+    """Apply `fn` to the marked tensors of a nested value; other tensors are unchanged."""
     each = iter(marks)
     return map_tensors(lambda tensor: fn(tensor) if next(each) else tensor, value)
 
 
 def drop_padding_rows(value: Any, rows: int, filled: int, marks: RowMarks | None = None) -> Any:
-    """Truncate every row tensor to `rows` rows: the marked ones or, without marks, those with `filled` rows."""
+    """Truncate the marked tensors to `rows` rows; without marks, truncate the tensors with `filled` rows."""
     return map_rows(lambda tensor: tensor[:rows], value, settle_marks(marks, value, filled))
 
 
@@ -109,7 +109,7 @@ def drop_padding_outputs(output: Any, rows: int, filled: int, marks: RowMarks | 
     marks = settle_marks(marks, output, filled)
     if not any(marks):
         raise JobError(
-            f"a short step was padded to {filled} rows, but the model's output has no tensor of that length",
+            f"a short micro-batch was padded to {filled} rows, but no tensor of the model's output has {filled} rows",
             code="model.output-without-rows",
             fix="return tensors of shape [rows, ...], or set Loss(..., by_row=False)",
         )
@@ -117,7 +117,7 @@ def drop_padding_outputs(output: Any, rows: int, filled: int, marks: RowMarks | 
 
 
 def fill_rows(value: Any, rows: int, filled: int, marks: RowMarks | None = None) -> Any:
-    """Pad every row tensor from `rows` to `filled` rows by repetition; without marks, those with `rows` rows."""
+    """Pad the marked tensors to `filled` rows by repetition; without marks, pad the tensors with `rows` rows."""
     order = torch.arange(filled) % rows
     return map_rows(lambda tensor: tensor[order], value, settle_marks(marks, value, rows))
 
@@ -136,7 +136,7 @@ def _has_rows(tensor: torch.Tensor, rows: int) -> bool:
     return tensor.ndim > 0 and tensor.shape[0] == rows
 
 
-# Collating with a count: the number of samples of a batch, and which of its tensors have one entry per sample.
+# Collation that also returns the number of samples of a batch and its row tensors.
 
 
 class Collated(NamedTuple):
@@ -144,7 +144,7 @@ class Collated(NamedTuple):
 
     batch: Any
     rows: int
-    """Number of samples, which may differ from the length of the first tensor (of graph nodes or packed tokens)."""
+    """Number of samples, which may differ from the length of the first tensor (graph nodes or packed tokens)."""
     marks: RowMarks | None
     """Which tensors contain rows; None if they are identified by their length."""
 
@@ -161,7 +161,7 @@ class CountedCollate:
         self._marks: RowMarks | None = None
 
     def __call__(self, samples: list[Any]) -> Collated:
-        """Return the batch of `samples` with its count and marks."""
+        """Return the batch of `samples` with its number of samples and row marks."""
         batch = self._collate(samples)
         if self._marks is None and len(samples) > 1:
             single = self._marks_of_one(samples[0])
@@ -205,7 +205,7 @@ def stack_samples(samples: list[Any]) -> Any:
     return default_collate(samples)
 
 
-# Slices of sequences: the tokens of each context-parallel rank in a batch that all of them read.
+# Slices of sequences for context-parallel ranks, which all read the same batch and keep their own tokens.
 
 
 TOKENS = 1
@@ -213,25 +213,25 @@ TOKENS = 1
 
 
 def check_token_loss(job: Job) -> None:
-    """Raise PlanError if context parallelism does not support the job's loss, metrics or keyed dropout masks."""
+    """Raise PlanError if context parallelism does not support the job's loss, metrics or counter-based dropout."""
     for name, measure in {"loss": job.loss, **job.metrics}.items():
         if isinstance(measure.count, str):
             raise PlanError(
                 f"context parallelism requires a {name} that counts tokens, but the job's {name} counts samples",
                 code="support.cp-loss-by-sample",
-                fix="use a loss per token such as sw.losses.token_cross_entropy, or cp 1",
+                fix=f"use a {name} per token such as sw.losses.token_cross_entropy, or set cp=1",
             )
     if job.masks == "keyed":
         raise PlanError(
-            "keyed masks do not support context parallelism, which splits sequences",
+            "counter-based dropout (masks=keyed) does not support context parallelism, which splits sequences",
             code="support.cp-keyed-masks",
-            fix="use cp 1, or --set masks=drawn",
+            fix="set cp=1, or pass --set masks=drawn",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenShard:
-    """Splits batches on the host into slices of equal length along their tokens, and returns this rank's slice."""
+    """Splits batches on the host into equal slices along the token dimension, and returns this rank's slice."""
 
     index: int
     """Index of this rank's slice."""
@@ -242,8 +242,8 @@ class TokenShard:
     def __call__(self, batch: Any) -> Any:
         """Return this rank's slice of every tensor [rows, tokens, ...]; raise JobError if the loss cannot be split.
 
-        If the loss shifts labels by one position, label slices include one more token, so that none is lost between
-        two slices. If the model computes its own loss, the batch also contains the normalizer of the whole batch.
+        If the loss shifts labels by one position, label slices include one more token, so that no label is lost between
+        two slices. If the model computes its own loss, the slice also contains the loss normalizer of the whole batch.
         """
         length = _slice_length(batch, self.size)
         source = batch if self.loss.by_row else _with_next_labels(batch)
@@ -256,7 +256,7 @@ class TokenShard:
         raise JobError(
             "context parallelism splits sequences, but the loss counts more tokens on whole sequences than on slices",
             code="support.cp-loss-whole-sequences",
-            fix="provide a target for each token (sw.losses.token_cross_entropy, next_token), or use cp 1",
+            fix="provide a target for each token (sw.losses.token_cross_entropy, next_token), or set cp=1",
         )
 
     def _check_metrics(self, batch: Any, slices: list[Any]) -> None:
@@ -266,7 +266,7 @@ class TokenShard:
                     f"context parallelism splits sequences, but metric {name} counts more tokens on whole sequences"
                     " than on slices",
                     code="support.cp-metric-whole-sequences",
-                    fix="use a metric per token, or cp 1",
+                    fix="use a metric per token, or set cp=1",
                 )
 
 
@@ -277,27 +277,27 @@ def _slice_length(batch: Any, size: int) -> int:
         raise DataError(
             f"context parallelism splits dimension 1 of every tensor, but its sizes differ: {sorted(lengths)}",
             code="data.cp-unequal-lengths",
-            fix="return tensors [rows, tokens, ...] with the same number of tokens, or use cp 1",
+            fix="return tensors [rows, tokens, ...] with the same number of tokens, or set cp=1",
         )
     (tokens,) = lengths
     if tokens % size or tokens < 2 * size:
         raise PlanError(
             f"sequences of {tokens} tokens cannot be split into cp={size} equal slices of at least 2 tokens",
             code="plan.cp-sequence-not-divisible",
-            fix=f"use sequences of {max(2 * size, tokens + -tokens % size)} tokens, or a different cp",
+            fix=f"use sequences of {max(2 * size, tokens + -tokens % size)} tokens, or set a different cp",
         )
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if mask is not None and not mask.all():
         raise DataError(
-            "the batch masks tokens by attention_mask, which context parallelism does not support",
+            "the attention_mask of the batch masks tokens, which context parallelism does not support",
             code="support.cp-attention-mask",
-            fix="pack sequences to a fixed length without attention_mask, or use cp 1",
+            fix="pack sequences to a fixed length without attention_mask, or set cp=1",
         )
     return tokens // size
 
 
 def _slice(batch: Any, index: int, length: int, *, num_extra_labels: int = 0) -> Any:
-    """Return one slice; labels include `num_extra_labels` more tokens, which are ignored beyond the end."""
+    """Return slice `index` of a batch; labels include `num_extra_labels` more tokens, padded with the ignore index."""
 
     def narrow(tensor: torch.Tensor, num_extra: int = 0) -> torch.Tensor:
         if tensor.ndim <= TOKENS:
@@ -312,7 +312,7 @@ def _slice(batch: Any, index: int, length: int, *, num_extra_labels: int = 0) ->
 
 
 def _adds_up(measure: Metric, batch: Any, slices: list[Any]) -> bool:
-    """Return whether the counts of a measure on all slices add up to its count on the whole batch."""
+    """Return whether the token counts of a loss or metric on all slices sum to its count on the whole batch."""
     return math.isclose(measure.count_of(batch, 0), sum(measure.count_of(part, 0) for part in slices))
 
 
@@ -323,13 +323,13 @@ def _token_labels(batch: Any) -> torch.Tensor | None:
 
 
 def _with_next_labels(batch: Any) -> dict[str, Any]:
-    """Add the shifted labels and the normalizer with which a transformers decoder computes a share of the mean loss."""
+    """Add the shifted labels and the token count that a transformers decoder needs to compute its share of the loss."""
     labels = _token_labels(batch)
     if labels is None:
         raise JobError(
             "context parallelism requires labels [rows, tokens] in the batch if the model computes its own loss",
             code="support.cp-loss-without-labels",
-            fix="return logits and use sw.losses.token_cross_entropy, or use cp 1",
+            fix="return logits and use sw.losses.token_cross_entropy, or set cp=1",
         )
     following = functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
     return {**batch, "shift_labels": following, "num_items_in_batch": (following != IGNORE).sum()}

@@ -1,4 +1,4 @@
-"""Loaders for custom training loops: this data-parallel rank's rows of every global batch.
+"""Loaders for custom training loops, which yield this data-parallel rank's rows of every global batch.
 
 The idea: the samples of a batch depend only on (seed, epoch, position) (data/cursor.py), and each data-parallel rank
 reads its rows. The invariant: data-parallel ranks together read every sample of an epoch exactly once, at any number of
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,16 +29,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """The options for reading a dataset: the arguments of `sw.dataloader`, or the options of its DataLoader."""
+    """The options for reading a dataset, from the arguments of `sw.dataloader` or from a DataLoader."""
 
     batch_size: int
     """Global batch size: samples over all data-parallel ranks."""
     shuffle: bool = True
     drop_last: bool | None = None
-    """Whether to drop a short last batch; None raises if data-parallel ranks cannot share it evenly."""
+    """Whether to drop a short last batch; None raises DataError if data-parallel ranks cannot split it evenly."""
     collate: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
     seed: int = 0
+    accumulation: int = 1
+    """Number of batches of an optimizer update."""
+
+    def __post_init__(self) -> None:
+        if self.accumulation < 1:
+            raise DataError(
+                f"accumulation must be at least 1, got {self.accumulation}",
+                code="data.accumulation-not-positive",
+                fix="set accumulation=1",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +61,10 @@ class DataRank:
     float_dtype: torch.dtype | None = None
     """The dtype to which floating-point tensors are converted; None disables the conversion."""
     group: dist.ProcessGroup | None = None
-    """Host process group of the data-parallel ranks; None if there is only one."""
+    """Host process group of the data-parallel ranks; None for a single data-parallel rank."""
 
     def sum(self, value: float) -> float:
-        """Return the sum of a number over the data-parallel ranks in its own type. Communicates over the group."""
+        """Return the sum of `value` over the data-parallel ranks, in its type. Communicates over the group."""
         if self.group is None:
             return value
         total = torch.tensor(value, dtype=torch.float64)
@@ -97,12 +107,18 @@ def options_of(loader: DataLoader[Any], seed: int) -> ReadOptions:
 
 
 class ShardedLoader:
-    """A loader of this data-parallel rank's batches; every iteration over it reads the next epoch."""
+    """A loader of this data-parallel rank's batches; every iteration over it reads the next epoch.
+
+    Back-propagate `loss * loader.scale`, where `loss` is the mean over the rows of the current batch: the gradient is
+    then the mean over all samples of the update, from all ranks and all of its `accumulation` batches. `scale` is 1
+    for one batch per update that ranks split evenly. `is_update` is True for the last batch of an update, which may be
+    the last one of the epoch: call `optimizer.step()` then. Both remain valid after a resume within an epoch, whereas
+    `enumerate` restarts at 0. `epoch` is the current epoch; `sum` and `mean` combine values of the ranks.
+    """
 
     def __init__(self, dataset: Any, options: ReadOptions, rank: DataRank) -> None:
         self.scale = 1.0
-        """Factor of the mean loss of the last batch, so that its average over data-parallel ranks is the mean over the
-        global batch: 1 unless ranks have different numbers of rows."""
+        self.is_update = True
         self._dataset = dataset
         self._options = options
         self._rank = rank
@@ -110,12 +126,12 @@ class ShardedLoader:
         self._length = 0 if self._is_stream else dataset_length(dataset)
         self._position = Cursor(seed=options.seed)
         self._is_resumed = False
-        if rank.size > 1 and options.drop_last is None:
+        if rank.size > 1 and options.drop_last is None and options.accumulation == 1:
             self._check_last_batch()
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being read or, between two iterations, the next one."""
+        """The current epoch or, between two iterations, the next epoch."""
         return self._position.epoch
 
     def __len__(self) -> int:
@@ -133,36 +149,52 @@ class ShardedLoader:
             self._position = Cursor(seed=self._options.seed, epoch=self._position.epoch + 1)
         self._is_resumed = False
         first = self._position
-        for step in self._steps(first):
-            if self._options.drop_last and step.samples < self._options.batch_size:
-                break
+        for step, samples, is_update in self._by_update(self._steps(first)):
             self._position = Cursor(seed=first.seed, epoch=first.epoch, index=step.cursor.index + step.samples)
-            self.scale = step.rows[0] * self._rank.size / step.samples
+            self.scale = step.rows[0] * self._rank.size / samples
+            self.is_update = is_update
             yield self._rank.to_device(step.batches[0])
         self._position = Cursor(seed=first.seed, epoch=first.epoch + 1)
 
+    def sum(self, value: float) -> float:
+        """Return the sum of `value` over the data-parallel ranks. Communicates; call on every rank."""
+        return self._rank.sum(value)
+
     def mean(self, value: float) -> float:
-        """Return the mean of a number over the data-parallel ranks. Communicates over them; call on every rank."""
+        """Return the unweighted mean of `value` over the data-parallel ranks. Communicates; call on every rank.
+
+        Ranks may have different numbers of rows: the mean of `loss * scale` is the mean loss over their samples.
+        """
         return self._rank.sum(value) / self._rank.size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch; equal on every rank."""
+        """Return the epoch and the sample index after the last update; equal on every rank.
+
+        Gradients are not saved, so a resumed loader repeats the batches of an update that was not complete.
+        """
         epoch, index = self._position.epoch, self._position.index
-        if not self._is_stream and index >= min(self._length, len(self) * self._options.batch_size):
+        if not self.is_update:
+            index -= index % (self._options.batch_size * self._options.accumulation)
+        elif not self._is_stream and index >= self._num_samples():
             epoch, index = epoch + 1, 0
         return {**self._identity(), "epoch": epoch, "index": index}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a position saved at any number of ranks; raise DataError if samples would differ."""
+        """Resume from a state saved with any number of ranks; raise DataError if samples would differ."""
+        saved = {"accumulation": 1, **state}  # states of earlier versions have no accumulation
         for name, now in self._identity().items():
-            if state.get(name) != now:
+            if saved.get(name) != now:
                 raise DataError(
-                    f"the loader state was saved with {name} {state.get(name)}, but this loader has {now}",
+                    f"the loader state was saved with {name} {saved.get(name)}, but this loader has {now}",
                     code="data.loader-state-mismatch",
-                    fix="create the loader with the options of the saved one",
+                    fix=f"create the loader with {name} {saved.get(name)}",
                 )
         self._position = Cursor(seed=self._options.seed, epoch=state["epoch"], index=state["index"])
-        self._is_resumed = True
+        self._is_resumed = self.is_update = True
+
+    def _num_samples(self) -> int:
+        """Return the number of samples of an epoch, without those that `drop_last` drops."""
+        return min(self._length, len(self) * self._options.batch_size)
 
     def _identity(self) -> dict[str, Any]:
         """Return the options that determine the order of samples."""
@@ -172,12 +204,28 @@ class ShardedLoader:
             "shuffle": options.shuffle,
             "batch_size": options.batch_size,
             "length": self._length,
+            "accumulation": options.accumulation,
         }
+
+    def _by_update(self, steps: Iterator[LoadedStep]) -> Iterator[tuple[LoadedStep, int, bool]]:
+        """Yield each batch, the number of samples of its update, and whether it is the last batch of the update."""
+        accumulation = self._options.accumulation
+        if self._is_stream:  # its end is unknown, so all batches of an update are read first
+            while group := list(islice(steps, accumulation)):
+                samples = sum(step.samples for step in group)
+                for step in group:
+                    yield step, samples, step is group[-1]
+            return
+        full, end = accumulation * self._options.batch_size, self._num_samples()
+        for step in steps:
+            first = step.cursor.index - step.cursor.index % full
+            stop = min(first + full, end)
+            yield step, stop - first, step.cursor.index + step.samples == stop
 
     def _steps(self, first: Cursor) -> Iterator[LoadedStep]:
         """Yield the batches of one epoch, starting at `first`. Communicates over the rank's group for a stream."""
         options, rank = self._options, self._rank
-        done = first.index // options.batch_size
+        done = -(-first.index // options.batch_size)
         loader: StepLoader
         if self._is_stream:
             loader = StreamLoader(
@@ -216,10 +264,12 @@ class ShardedLoader:
         for step in loader.steps():
             if self._is_stream and step.cursor.epoch:
                 return  # the stream restarted
+            if options.drop_last and step.samples < options.batch_size:
+                return
             yield step
 
     def _check_last_batch(self) -> None:
-        """Raise DataError if ranks may have different numbers of rows of the last batch."""
+        """Raise DataError if the last batch may have different numbers of rows on different ranks."""
         num_rest = self._length % self._options.batch_size
         if not self._is_stream and num_rest % self._rank.size == 0:
             return
@@ -227,18 +277,19 @@ class ShardedLoader:
         if self._is_stream:
             subject = "an IterableDataset may end with a batch"
         raise DataError(
-            f"{subject} that {self._rank.size} data-parallel ranks cannot share evenly, so the average of their mean"
+            f"{subject} that {self._rank.size} data-parallel ranks cannot split evenly, so the average of their mean"
             " losses would not be the mean over the batch",
             code="data.last-batch-uneven",
-            fix="set drop_last=True, or drop_last=False and back-propagate loss * loader.scale",
+            fix="pass drop_last=True to sw.dataloader, or pass drop_last=False and back-propagate loss * loader.scale",
         )
 
 
 class EvaluationLoader:
-    """A loader of this data-parallel rank's batches for evaluation: each sample once, in order, without padding.
+    """A loader of this data-parallel rank's batches for evaluation, which reads each sample once, in order, unpadded.
 
-    All ranks have the same number of batches and none is empty, so that forward passes that communicate (FSDP) match;
-    batch sizes differ by at most one sample. Sums over batches and data-parallel ranks are sums over the dataset.
+    All ranks have the same number of batches and none is empty, so that the collectives of forward (FSDP) match;
+    batch sizes differ by at most one sample. Sums over batches and data-parallel ranks are sums over the dataset:
+    `sum` returns this sum, and `mean` divides it by the number of samples.
     """
 
     def __init__(self, dataset: Any, options: ReadOptions, rank: DataRank) -> None:
@@ -249,7 +300,8 @@ class EvaluationLoader:
                 fix="pass a dataset with a length, or evaluate with a step of build_step",
             )
         self._rank = rank
-        requests = [Request(0, ids) for ids in even_batches(dataset_length(dataset), options.batch_size, rank)]
+        self._length = dataset_length(dataset)
+        requests = [Request(0, ids) for ids in even_batches(self._length, options.batch_size, rank)]
         self._batches: DataLoader[Any] = DataLoader(
             SeededReads(dataset, CountedCollate(options.collate), options.seed),
             batch_sampler=requests,  # type: ignore[arg-type]
@@ -264,8 +316,15 @@ class EvaluationLoader:
         return len(self._batches)
 
     def sum(self, value: float) -> float:
-        """Return the sum of a number over the data-parallel ranks. Communicates over them; call on every rank."""
+        """Return the sum of `value` over the data-parallel ranks. Communicates; call on every rank."""
         return self._rank.sum(value)
+
+    def mean(self, value: float) -> float:
+        """Return the mean over all samples of the dataset, where `value` is the sum over this rank's samples.
+
+        Communicates; call on every rank. `test.mean(correct)` is the accuracy.
+        """
+        return self._rank.sum(value) / self._length
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches on its device."""
@@ -277,12 +336,12 @@ def even_batches(length: int, batch_size: int, rank: DataRank) -> list[list[int]
     """Return the sample ids of each batch of a rank; all ranks have the same number of batches and none is empty."""
     if length < rank.size:
         raise DataError(
-            f"evaluation on {rank.size} data-parallel ranks requires at least as many samples, got {length}",
+            f"evaluation on {rank.size} data-parallel ranks requires at least {rank.size} samples, got {length}",
             code="data.too-few-samples",
-            fix="use fewer ranks",
+            fix="use fewer data-parallel ranks, or a larger dataset",
         )
     first, stop = length * rank.index // rank.size, length * (rank.index + 1) // rank.size
-    # Computed for the smallest share: a rank with one more sample may have a batch with one more row.
+    # Based on the ranks with the fewest samples; a rank with one more sample may have a batch with one more row.
     rows = -(-batch_size // rank.size)
     num_batches = -(-(length // rank.size) // rows)
     bounds = [first + (stop - first) * number // num_batches for number in range(num_batches + 1)]

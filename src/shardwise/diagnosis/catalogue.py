@@ -44,7 +44,7 @@ class Variable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The replacement of a deprecated or removed variable."""
 
     def allowed_values(self, value: str) -> str:
-        """Return a description of the valid values if `value` is invalid, an empty string if it is valid."""
+        """Return a description of the valid values if `value` is invalid; empty if `value` is valid."""
         if self.kind == "flag":
             is_flag = value in {"0", "1"} or value.lower() in {"true", "false"}
             return "" if is_flag else "0 or 1"
@@ -123,6 +123,6 @@ def find_preset(name: str) -> Preset:
     presets = read_presets()
     if name not in presets:
         raise InputError(
-            f"Preset {name!r} does not exist", code="doctor.unknown-preset", fix=f"choose one of {', '.join(presets)}"
+            f"preset {name!r} does not exist", code="doctor.unknown-preset", fix=f"choose one of {', '.join(presets)}"
         )
     return presets[name]

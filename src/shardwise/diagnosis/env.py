@@ -153,15 +153,15 @@ def interface_exists(environ: Environ, machine: EnvironmentFacts) -> Iterator[Ve
 
 
 def infiniband_settings_apply(environ: Environ, machine: EnvironmentFacts) -> Iterator[Verdict]:
-    """Find InfiniBand settings although InfiniBand is disabled or absent."""
+    """Find InfiniBand settings that have no effect, because InfiniBand is disabled or absent."""
     is_disabled = environ.get("NCCL_IB_DISABLE") == "1"
     if is_disabled and environ.get("NCCL_NET", "").upper() == "IB":
-        yield fail("NCCL_NET", "NCCL_NET=IB contradicts NCCL_IB_DISABLE=1", "unset one of them")
+        yield fail("NCCL_NET", "NCCL_NET=IB contradicts NCCL_IB_DISABLE=1", "unset NCCL_NET or NCCL_IB_DISABLE")
     names = [name for name in read_catalogue().variables if name.startswith("NCCL_IB_") and name != "NCCL_IB_DISABLE"]
     names += ["NCCL_NET_GDR_LEVEL", "NCCL_NET_GDR_READ"]
     given = sorted(environ.keys() & set(names))
     if given and is_disabled:
-        yield warn(given[0], f"NCCL_IB_DISABLE=1 disables {', '.join(given)}", "unset NCCL_IB_DISABLE, or these")
+        yield warn(given[0], f"NCCL_IB_DISABLE=1 disables {', '.join(given)}", "unset NCCL_IB_DISABLE or the others")
     elif given and not machine.has_rdma:
         fact = f"{', '.join(given)} has no effect: this machine has no InfiniBand, RoCE or EFA device"
         yield warn(given[0], fact, f"unset {' '.join(given)}")
@@ -171,11 +171,11 @@ def local_transports_are_enabled(environ: Environ, machine: EnvironmentFacts) ->
     """Find settings that leave only sockets for ranks of the same machine."""
     if environ.get("NCCL_P2P_DISABLE") == environ.get("NCCL_SHM_DISABLE") == "1" and machine.nproc > 1:
         fact = "together with NCCL_SHM_DISABLE=1, ranks of this machine communicate over the network"
-        yield warn("NCCL_P2P_DISABLE", fact, "unset one of them")
+        yield warn("NCCL_P2P_DISABLE", fact, "unset NCCL_P2P_DISABLE or NCCL_SHM_DISABLE")
 
 
 def socket_count_is_valid(environ: Environ, _machine: EnvironmentFacts) -> Iterator[Verdict]:
-    """Find more sockets than NCCL opens."""
+    """Find a number of sockets above NCCL's limit."""
     threads, sockets = environ.get("NCCL_SOCKET_NTHREADS", "1"), environ.get("NCCL_NSOCKS_PERTHREAD", "1")
     if threads.isdigit() and sockets.isdigit() and int(threads) * int(sockets) > _MAX_SOCKETS:
         fact = f"{threads} threads x {sockets} sockets exceed NCCL's limit of {_MAX_SOCKETS}; NCCL reduces them"
@@ -183,7 +183,7 @@ def socket_count_is_valid(environ: Environ, _machine: EnvironmentFacts) -> Itera
 
 
 def thread_count_fits_cores(environ: Environ, machine: EnvironmentFacts) -> Iterator[Verdict]:
-    """Find more threads than cores."""
+    """Find thread counts that oversubscribe the CPU cores."""
     mkl = environ.get("MKL_NUM_THREADS", "")
     for name, threads in (
         ("OMP_NUM_THREADS", num_threads(environ)),
@@ -208,11 +208,11 @@ def rank_variables_are_consistent(environ: Environ, _machine: EnvironmentFacts) 
         yield warn("RANK", fact, "unset RANK WORLD_SIZE LOCAL_RANK: launchers set them for each rank")
     if identity.num_nodes > 1 and identity.master_addr in {"localhost", "127.0.0.1", "::1"}:
         fact = f"{identity.master_addr} is a different machine on each of the {identity.num_nodes} nodes"
-        yield fail("MASTER_ADDR", fact, "set it to the address of node 0")
+        yield fail("MASTER_ADDR", fact, "set MASTER_ADDR to the address of node 0")
 
 
 def single_launch_queue(environ: Environ, _machine: EnvironmentFacts) -> Iterator[Verdict]:
-    """Explain the effect of CUDA_DEVICE_MAX_CONNECTIONS=1."""
+    """Warn about CUDA_DEVICE_MAX_CONNECTIONS=1, which serializes kernel launches."""
     if environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         yield warn(
             "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -250,7 +250,7 @@ def debug_settings_are_off(environ: Environ, _machine: EnvironmentFacts) -> Iter
 
 
 def renamed_variables_agree(environ: Environ, _machine: EnvironmentFacts) -> Iterator[Verdict]:
-    """Find an old and a new variable name with different values."""
+    """Find renamed variables whose old and new names have different values."""
     for name in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG", "ENABLE_TIMING"):
         old, new = f"NCCL_{name}", f"TORCH_NCCL_{name}"
         if old in environ and environ.get(new, environ[old]) != environ[old]:
@@ -258,7 +258,7 @@ def renamed_variables_agree(environ: Environ, _machine: EnvironmentFacts) -> Ite
             yield warn(new, fact, f"unset {old}")
     if environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1" and environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0") != "0":
         fact = "1 contradicts TORCH_NCCL_ASYNC_ERROR_HANDLING, which aborts the process before a timeout is raised"
-        yield warn("TORCH_NCCL_BLOCKING_WAIT", fact, "unset one of them")
+        yield warn("TORCH_NCCL_BLOCKING_WAIT", fact, "unset one of the two variables")
 
 
 def flight_recorder_has_a_buffer(environ: Environ, _machine: EnvironmentFacts) -> Iterator[Verdict]:
@@ -270,7 +270,7 @@ def flight_recorder_has_a_buffer(environ: Environ, _machine: EnvironmentFacts) -
 
 
 def log_files_are_per_rank(environ: Environ, machine: EnvironmentFacts) -> Iterator[Verdict]:
-    """Find one NCCL log file that all ranks would write."""
+    """Find an NCCL log file that all ranks would overwrite."""
     path = environ.get("NCCL_DEBUG_FILE", "")
     if path and "%p" not in path and not path.startswith("/dev/std") and machine.nproc > 1:
         fact = f"{machine.nproc} ranks would overwrite the same file {path}"
@@ -278,14 +278,14 @@ def log_files_are_per_rank(environ: Environ, machine: EnvironmentFacts) -> Itera
 
 
 def nccl_is_used(environ: Environ, machine: EnvironmentFacts) -> Iterator[Verdict]:
-    """Find settings of NCCL although ranks use gloo."""
+    """Find NCCL settings that have no effect, because ranks use gloo."""
     given = [name for name in environ if name.startswith(("NCCL_", "TORCH_NCCL_"))]
     if given and not machine.uses_nccl:
         names = given[0]
         if len(given) > 1:
             names += f" and {len(given) - 1} more"
         fix = "unset them; if this machine has GPUs, run shardwise doctor"
-        yield warn("NCCL", f"{names} ignored: ranks use gloo on this machine", fix)
+        yield warn("NCCL", f"ranks use gloo on this machine and ignore {names}", fix)
 
 
 CERTAIN: tuple[Callable[[Environ, EnvironmentFacts], Iterator[Verdict]], ...] = (

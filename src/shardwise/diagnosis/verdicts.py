@@ -33,12 +33,12 @@ def ok(name: str, fact: str) -> Verdict:
 
 
 def warn(name: str, fact: str, fix: str) -> Verdict:
-    """Return the verdict of a check that found something slow or suspicious, with the fix."""
+    """Return a warning about a problem that may make training slow or wrong, with the fix."""
     return Verdict(name=name, state="warn", fact=fact, fix=fix)
 
 
 def fail(name: str, fact: str, fix: str) -> Verdict:
-    """Return the verdict of a check that found something that prevents training, with the fix."""
+    """Return a failure: a problem that prevents training, with the fix."""
     return Verdict(name=name, state="fail", fact=fact, fix=fix)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def choose_backend(requested: str | None, device: torch.device) -> str:
-    """Return the backend for `device`: the requested one, by default nccl on CUDA and gloo on the CPU.
+    """Return the requested backend, or by default nccl for a CUDA device and gloo for the CPU.
 
     Raises WorldError if the requested backend is not available or does not support the device.
     """
@@ -56,9 +56,9 @@ def _per_device(name: str) -> dict[str, str]:
         device, colon, backend = entry.strip().partition(":")
         if not (device and colon and backend):
             raise WorldError(
-                f"backend {name!r} has an invalid entry {entry!r}",
+                f"entry {entry!r} of backend {name!r} must have the form device:backend",
                 code="world.backend-syntax",
-                fix="write devices with backends, such as cpu:gloo,cuda:nccl",
+                fix="use entries such as cpu:gloo,cuda:nccl",
             )
         if is_own(backend):
             raise WorldError(
@@ -70,7 +70,7 @@ def _per_device(name: str) -> dict[str, str]:
             raise WorldError(
                 f"backend {name!r} contains device {device} twice",
                 code="world.backend-device-repeated",
-                fix="write each device once",
+                fix="list each device once",
             )
         if device not in _capability(backend):
             raise WorldError(
@@ -119,7 +119,7 @@ def find_identity(rank: int | None, world_size: int | None, local_rank: int | No
         raise WorldError(
             f"rank {rank} is out of range for a world of {world_size} ranks",
             code="world.rank-out-of-range",
-            fix=f"use 0 to {world_size - 1}",
+            fix=f"pass a rank from 0 to {world_size - 1}",
         )
     else:
         identity = _complete(rank, world_size)

@@ -65,7 +65,7 @@ def parse_rendezvous(init_method: str) -> Rendezvous:
     if scheme == "file":
         if not rest.startswith("/") or rest.endswith("/"):
             raise WorldError(
-                f"init_method {init_method!r} has no absolute file path",
+                f"init_method {init_method!r} must contain an absolute file path",
                 code="rendezvous.file-path-invalid",
                 fix="use file:///directory/file",
             )
@@ -91,13 +91,13 @@ def _parse_tcp(init_method: str) -> Rendezvous:
         host, port, parts = None, None, None
     if not host or not port:
         raise WorldError(
-            f"init_method {init_method!r} has no host and port",
+            f"init_method {init_method!r} must contain a host and a port",
             code="rendezvous.endpoint-invalid",
             fix="use tcp://host:port",
         )
     if parts is None or parts.path or parts.query:
         raise WorldError(
-            f"init_method {init_method!r} has more than a host and a port",
+            f"init_method {init_method!r} must contain only a host and a port",
             code="rendezvous.endpoint-invalid",
             fix=f"use tcp://{host}:{port} and pass rank= and world_size=",
         )
@@ -105,12 +105,12 @@ def _parse_tcp(init_method: str) -> Rendezvous:
 
 
 def _join_env(rank: int, world_size: int, timeout_s: float) -> Store:
-    """Join by torch's env:// rendezvous, which uses the store of the torchrun agent if there is one."""
+    """Join through torch's env:// rendezvous, which uses the store of the torchrun agent if one is running."""
     host, port = master_endpoint()
     if host is None or port is None:
         missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if value is None]
         raise WorldError(
-            f"env:// requires {' and '.join(missing)} for {world_size} ranks, but it is not set",
+            f"env:// with {world_size} ranks requires {' and '.join(missing)} to be set",
             code="rendezvous.master-not-set",
             fix=f"export {' and '.join(missing)}, or start the ranks with torchrun",
         )
@@ -170,7 +170,7 @@ def _open_file(rdzv: Rendezvous, world_size: int) -> Store:
         raise WorldError(
             f"{rdzv} cannot be written: {error.strerror}",
             code="rendezvous.file-write-failed",
-            fix="use another path",
+            fix="use a path that this process can write",
         ) from error
     return FileStore(str(rdzv.path), world_size)
 
@@ -188,7 +188,7 @@ def _announce(store: Store, rdzv: Rendezvous, rank: int, world_size: int, timeou
         raise WorldError(
             f"rank {rank} lost the connection to the store at {rdzv} during rendezvous",
             code="rendezvous.store-lost",
-            fix="see the output of rank 0",
+            fix="check the log of rank 0 for an error",
         ) from error
     if verdict != _GO:
         raise _conflict(rdzv, int(verdict))

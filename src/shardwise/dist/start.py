@@ -1,4 +1,4 @@
-"""Start of a world: rank, device and backend, then the process group, or the adoption of a running one."""
+"""Start a world: choose rank, device and backend, then start the process group or adopt a running one."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _check_timeout(timeout_s: float | None) -> None:
         raise WorldError(
             f"timeout_s must be positive and finite, got {timeout_s:g}",
             code="world.timeout-invalid",
-            fix="use a number of seconds above 0",
+            fix="pass a positive number of seconds, such as timeout_s=600",
         )
 
 
@@ -106,7 +106,9 @@ def find_rendezvous(
     """
     if init_method is not None and store is not None:
         raise WorldError(
-            "init_method and store cannot be combined", code="world.store-with-init-method", fix="pass one of them"
+            "init_method and store cannot be combined",
+            code="world.store-with-init-method",
+            fix="pass either init_method= or store=",
         )
     rdzv = Rendezvous(scheme="env") if init_method is None else parse_rendezvous(init_method)
     if identity.source == "alone" and (store is not None or rdzv.scheme != "env"):
@@ -175,7 +177,7 @@ def _start_group(
 def adopt_group(*, local_rank: int | None, device: str | torch.device | None, **requested: Any) -> World:
     """Return the world of the running process group, without communication.
 
-    `requested` are the other arguments of `world`; raises WorldError if one of them differs from the running group.
+    `requested` contains the other arguments of `world`; raises WorldError if one differs from the running group.
     """
     group = running_group()
     running: dict[str, Any] = {
@@ -290,13 +292,13 @@ def fake_world(size: int, rank: int = 0, device: str = "cpu") -> World:
     """Return `rank` of a fake world of `size` ranks, whose collectives return immediately without communication."""
     if dist.is_initialized():
         raise WorldError(
-            "a process group is already running", code="world.already-running", fix="close it before a fake world"
+            "a process group is already running", code="world.already-running", fix="close it before fake_world()"
         )
     if not 0 <= rank < size:
         raise WorldError(
             f"rank {rank} is out of range for a fake world of {size} ranks",
             code="world.rank-out-of-range",
-            fix="use 0 to size - 1",
+            fix=f"pass a rank from 0 to {size - 1}",
         )
     try:
         store = fake_store()  # registers torch's fake backend

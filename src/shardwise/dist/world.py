@@ -43,7 +43,7 @@ the destruction of the group, which waits for the thread."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class World:
-    """The identity, device and process group of this rank. As a context manager, it is closed at the end."""
+    """The identity, device and process group of this rank; a context manager that closes the world on exit."""
 
     rank: int
     local_rank: int
@@ -81,7 +81,7 @@ class World:
         init_method: str,
         created: bool = True,
     ) -> World:
-        """Return the world of `identity` in the running process group."""
+        """Return the world of the rank `identity` in the running process group."""
         return cls(
             rank=identity.rank,
             local_rank=identity.local_rank,
@@ -259,7 +259,7 @@ def running_group() -> ProcessGroup:
     return group
 
 
-# Device meshes of layouts, whose dimensions have the names of the axes.
+# Device meshes of layouts. The names of the mesh dimensions are the axes of the layout.
 
 
 def build_mesh(layout: Layout, *, world_size: int, device_type: str) -> DeviceMesh:

@@ -1,8 +1,8 @@
-"""The table of collective backends: where each is available, who starts its ranks, which library it needs.
+"""The table of collective backends: availability in torch, supported devices, launcher and required library.
 
-Torch provides gloo, nccl, ucc and fake. Where torch was built without MPI, shardwise has a process group over
-mpi4py: the row names the module that starts it, which is imported only when a world of that backend starts, so no other
-rank imports mpi4py. Backends outside the table (plugins, pairs such as cpu:gloo,cuda:nccl) get a row of defaults.
+Torch provides gloo, nccl, ucc and fake. If torch was built without MPI, shardwise uses its own process group over
+mpi4py. Its module is imported only when a world with backend mpi starts, so other ranks do not import mpi4py. Backends
+outside the table (plugins, pairs such as cpu:gloo,cuda:nccl) have a row of default values.
 
 This module does not import torch, since the launcher's process uses it too.
 """
@@ -29,19 +29,19 @@ class CollectiveBackend:
     is_in_torch: str = ""
     """The function of torch.distributed that returns whether torch was built with the backend; "" for plugins."""
     missing: str = ""
-    """The fix to report if torch was built without it."""
+    """The fix to report if torch was built without the backend."""
     default_device: str | None = None
-    """The device type of its worlds, if the backend supports only one."""
+    """The only device type that the backend supports; None if it supports several."""
     starts_by_mpirun: bool = False
-    """Whether mpirun starts its ranks, in place of a fork."""
+    """Whether mpirun starts the ranks, instead of a fork."""
     is_rare: bool = False
-    """Whether few machines have it, so that callers check for it before ranks start."""
+    """Whether few machines provide the backend, so that callers check for it before they start ranks."""
     carries_host_values: bool = False
-    """Whether its groups also communicate small tensors in host memory; otherwise a gloo group does."""
+    """Whether its groups also communicate small tensors in host memory; otherwise a separate gloo group does."""
     chooses_transport: bool = False
-    """Whether its library selects shared memory or a fabric, so that no single link limits it."""
+    """Whether its library selects the transport, shared memory or a fabric, so that no single link limits it."""
     own_name: str = ""
-    """The name under which torch registers shardwise's own process group for it: that of the library underneath."""
+    """The name under which torch registers shardwise's own process group: the name of the library that it uses."""
     extra: str = ""
     """The extra of shardwise that installs the library."""
     runtime_module: str = ""
@@ -79,7 +79,7 @@ _ROWS = (
     CollectiveBackend(
         name="ucc",
         is_in_torch="is_ucc_available",
-        missing="use a torch built with UCC (USE_UCC=1); no published wheel has it",
+        missing="build torch with USE_UCC=1, because published wheels do not include UCC",
         is_rare=True,
     ),
     CollectiveBackend(
@@ -101,7 +101,7 @@ _BY_OWN_NAME = {row.own_name: row for row in _ROWS if row.own_name}
 
 
 def backend_row(name: str | None) -> CollectiveBackend:
-    """Return the row of a backend by its name in plans or in torch; a row of defaults for an unknown name."""
+    """Return the row of a backend by its name in plans or in torch; default values for an unknown name."""
     key = (name or "").lower()
     return _BY_NAME.get(key) or _BY_OWN_NAME.get(key) or CollectiveBackend(name=key)
 
@@ -118,14 +118,14 @@ def torch_name(name: str) -> str:
 
 
 def require_available(name: str) -> None:
-    """Raise if neither the installed torch nor an extra provides the backend; imports torch."""
+    """Raise an InputError if neither the installed torch nor an extra provides the backend; imports torch."""
     row = backend_row(name)
     if is_own(name):
         if find_spec(row.own_name) is None:
             raise MissingExtraError.of(f"backend {row.name!r} with this torch", row.extra)
     elif not _torch_has(row):
         raise WorldError(
-            f"the installed torch has no backend {row.name!r}", code="world.backend-not-available", fix=row.missing
+            f"torch was built without backend {row.name!r}", code="world.backend-not-available", fix=row.missing
         )
 
 

@@ -1,9 +1,9 @@
-"""The Engine interface: one object for everything that depends on the library that trains a model.
+"""The Engine interface, which contains all behaviour that differs between torch, DeepSpeed and MLX.
 
 A Job names the framework of its model (`Job(engine="mlx")`), a Plan names the engine that trains it; the two names
 differ only for DeepSpeed, which trains torch modules. `engine_named` looks an engine up in the table below and imports
 its module on first use, so a rank that trains with torch imports neither DeepSpeed nor MLX. Other packages call methods
-and read capabilities of the engine they are given: outside `engines/` no code compares an engine's name.
+and read capabilities of an Engine; no code outside `engines/` compares the names of engines.
 
 Neither this module nor any module in the table imports torch, since the launcher's process uses them.
 """
@@ -44,11 +44,11 @@ class Engine:
     """The interface of all engines, with the behaviour of torch's own wrappers; other engines override methods."""
 
     name: ClassVar[str] = "torch"
-    """Its name in plans."""
+    """Name of the engine in plans."""
     title: ClassVar[str] = "PyTorch"
-    """Its name in messages."""
+    """Name of the engine in messages."""
     framework: ClassVar[str] = "torch"
-    """Framework of its models, equal to `Job.engine`."""
+    """Framework of the models that it trains, equal to `Job.engine`."""
     uses_fsdp: ClassVar[bool] = True
     """Whether it shards parameters, gradients and optimizer states with torch's own wrappers, as DTensors."""
     replaces_parameters: ClassVar[bool] = False
@@ -65,7 +65,7 @@ class Engine:
     """Whether `verify` compares it with a loop in plain PyTorch; if not, with the engine itself in one process."""
 
     def require(self) -> None:
-        """Raise if its library is missing or too old; imports nothing heavy."""
+        """Raise InputError if the engine's library is missing or too old; does not import the library."""
 
     def preload(self) -> None:
         """Import, once before a fork, the modules that every rank needs."""
@@ -75,22 +75,22 @@ class Engine:
         return self.name
 
     def check(self, plan: Plan) -> None:
-        """Raise if the engine does not support the plan or would train it incorrectly, with the rule and a fix."""
+        """Raise PlanError if the engine does not support the plan or would train it incorrectly."""
         check_native(plan)
 
     def check_world(self, world: World) -> None:
-        """Raise if the engine cannot train on the world's device."""
+        """Raise PlanError if the engine cannot train on the world's device."""
 
     def require_torch_model(self, owner: str, purpose: str, *, fix: str) -> None:
-        """Raise if the model is not a torch module, which `purpose` needs; `owner` names the model's source."""
+        """Raise InputError if the engine's models are not torch modules; `owner` and `purpose` are for the message."""
 
-    def local_device(self, asked: str | None) -> LocalDevice | None:  # noqa: ARG002 - other engines use it
-        """Return the device to resolve a plan for, given --device; None means that the caller probes for GPUs."""
+    def local_device(self, requested: str | None) -> LocalDevice | None:  # noqa: ARG002 - other engines use it
+        """Return the device to resolve a plan for, from --device; None means that the caller probes for GPUs."""
         return None
 
-    def world_device(self, asked: str | None) -> str | None:
-        """Return the device of the ranks' world, given --device."""
-        return asked
+    def world_device(self, requested: str | None) -> str | None:
+        """Return the device of the ranks' world, from --device."""
+        return requested
 
     def prepare_rank(self, backend: str | None) -> None:
         """Set up this rank before its world of `backend` starts; call on every rank."""
@@ -144,12 +144,12 @@ def engine_named(name: str) -> Engine:
 
 
 def require_supported(plan: Plan) -> None:
-    """Raise if the plan's engine does not support the plan, with the rule and a fix."""
+    """Raise PlanError if the plan's engine does not support the plan."""
     engine_named(plan.engine).check(plan)
 
 
 def engine_for(job: Job, plan: Plan) -> Engine:
-    """Return the engine that trains `job` under `plan`; raise if the job's model is of another framework."""
+    """Return the engine that trains `job` under `plan`; raise JobError if the job's model is of another framework."""
     engine = engine_named(plan.engine)
     if engine.framework != job.engine:
         raise JobError(

@@ -31,7 +31,7 @@ _NEIGHBOURS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A number with its uncertainty and origin."""
+    """A value with its uncertainty and origin."""
 
     value: float
     uncertainty: float
@@ -81,7 +81,7 @@ class AttentionPoint:
     forward: float
     """Achieved FLOP/s, counting half of 4 x batch x heads x length^2 x head_dim because of the causal mask."""
     backward: float
-    """Achieved FLOP/s, counting half of 10 x the same product."""
+    """Achieved FLOP/s, counting half of 10 x batch x heads x length^2 x head_dim."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class Calibration:
     optimizer_bandwidth: Figure
     """Bytes of parameters, gradients and states per second that a fused AdamW step reads and writes."""
     host_optimizer_bandwidth: Figure
-    """The same on the CPU, per rank while all ranks of the node run the optimizer."""
+    """Bytes per second of the same step on the CPU, per rank while all ranks of the node run the optimizer."""
     to_host: Figure
     """Bytes per second of a copy from the device to pinned host memory."""
     from_host: Figure
@@ -267,13 +267,13 @@ def read_calibration(device: Device, folder: Path | None = None) -> Calibration 
         raise HardwareError(
             f"calibration {path} cannot be read ({error})",
             code="hardware.calibration-read-failed",
-            fix="remove the file and measure again",
+            fix="remove the file, and measure again with shardwise plan --calibrate",
         ) from None
     if found.version != Calibration.version:
         raise HardwareError(
             f"calibration {path} has version {found.version}, expected {Calibration.version}",
             code="hardware.calibration-version",
-            fix="remove the file and measure again",
+            fix="remove the file, and measure again with shardwise plan --calibrate",
         )
     return found
 

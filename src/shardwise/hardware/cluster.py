@@ -37,6 +37,12 @@ def parse_cluster(text: str, extra: Path | None = None) -> Cluster:
             )
         return this_machine(counts[0] if counts else None, extra)
     catalogue = read_catalogue(extra)
+    match = re.fullmatch(r"cpu-(\d*\.?\d*[1-9]\d*)c", name.lower())
+    if match and len(counts) < 2:  # the name that `this_machine` gives a rank, in the output of plan
+        ranks = max(1, round(usable_cores() / float(match[1])))
+        node = _cpu_cluster(catalogue, ranks).node
+        if node.device.name == match[0]:
+            return Cluster(node=node, num_devices=counts[0] if counts else 1)
     found = catalogue.find(name)
     if not isinstance(found, Device):
         if len(counts) > 1:
@@ -69,7 +75,7 @@ def this_machine(num_devices: int | None = None, extra: Path | None = None) -> C
         raise HardwareError(
             f"{num_devices} GPUs were requested, but this machine has {len(gpus)}",
             code="hardware.too-few-gpus",
-            fix=f"use at most {len(gpus)}",
+            fix=f"use at most {len(gpus)} GPUs",
         )
     (device,) = devices.values()
     node = replace(
@@ -123,12 +129,12 @@ def _split(text: str) -> tuple[tuple[int, ...], str]:
             raise HardwareError(
                 f"counts of a cluster must be positive, got {count} in {text!r}",
                 code="hardware.cluster-count-invalid",
-                fix="use integers of at least 1",
+                fix="use positive integers, such as 8xH100",
             )
     return counts, match[2]
 
 
-# The catalogue: devices, links and nodes in TOML files, of which the user's take precedence over the built-in one.
+# The catalogue: devices, links and nodes in TOML files. The user's files take precedence over the built-in one.
 
 
 _BUILT_IN = Path(__file__).with_name("catalogue.toml")
@@ -193,7 +199,7 @@ class Catalogue:
         if _normalized(name) not in names:
             close = difflib.get_close_matches(_normalized(name), names, n=1)
             # All names would fill a screen, and most users look for a device.
-            fix = nearest(close[0] if close else name, close or self.devices)
+            fix = f"{nearest(close[0] if close else name, close or self.devices)} (this machine: this or 2xthis)"
             raise HardwareError(f"device or node {name!r} is unknown", code="hardware.unknown-device", fix=fix)
         return names[_normalized(name)]
 
@@ -259,7 +265,7 @@ def _load(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise HardwareError(
-            f"{file.name} is not valid TOML ({error})", code="hardware.catalogue-not-toml", fix="correct that line"
+            f"{file.name} is not valid TOML ({error})", code="hardware.catalogue-not-toml", fix="correct the syntax"
         ) from None
     for section, entries in data.items():
         if section not in _KINDS:
@@ -315,7 +321,9 @@ def _value(where: str, key: str, given: Any) -> Any:
     requirement, is_valid = _CATALOGUE_FORMS.get(key, _TEXT)
     if not is_valid(given):
         raise HardwareError(
-            f"{where}.{key} is {given!r}", code="hardware.catalogue-value-invalid", fix=f"it must be {requirement}"
+            f"{where}.{key} must be {requirement}, got {given!r}",
+            code="hardware.catalogue-value-invalid",
+            fix=f"set {key} to {requirement}",
         )
     field, unit = _UNITS.get(key, (key, 1))
     if isinstance(given, dict):
@@ -336,7 +344,7 @@ def _check_names_unique(entries: Iterable[Device | NodeType]) -> None:
                 raise HardwareError(
                     f"{owner} and {entry.name} have the same name or alias {name!r}",
                     code="hardware.catalogue-name-repeated",
-                    fix="rename one of them",
+                    fix=f"rename {owner} or {entry.name}, or remove the alias",
                 )
 
 

@@ -49,7 +49,7 @@ class Device:
             raise HardwareError(
                 f"device {self.name} has no fp32 rate",
                 code="hardware.device-no-fp32-rate",
-                fix="add fp32 to its flops",
+                fix="add fp32 to its tflops in the catalogue",
             )
 
     @property
@@ -58,7 +58,7 @@ class Device:
         return "bf16" in self.flops
 
     def peak(self, dtype: str) -> float:
-        """Return the dense peak FLOP/s of a dtype, or of the next wider one if the hardware does not support it."""
+        """Return the dense peak FLOP/s of a dtype, or of the next wider dtype if the hardware does not support it."""
         while dtype not in self.flops:
             dtype = _FALLBACK[dtype]
         return self.flops[dtype]
@@ -101,7 +101,7 @@ class Link:
             raise HardwareError(
                 f"efficiency of link {self.name} must be at most 1, got {self.efficiency}",
                 code="hardware.link-efficiency-invalid",
-                fix="use a fraction of the nominal bandwidth",
+                fix="use a fraction of the nominal bandwidth, from 0 to 1",
             )
 
     @property
@@ -168,12 +168,12 @@ class Cluster:
             raise HardwareError(
                 f"number of devices must be positive, got {size}",
                 code="hardware.cluster-without-devices",
-                fix="use at least 1",
+                fix="use at least 1 device",
             )
         if size > full and size % full:
             down, up = size // full * full, -(-size // full) * full
             raise HardwareError(
-                f"{size} {self.device.name} do not fill nodes of {full} devices",
+                f"{size} {self.device.name} devices do not fill whole nodes of {full} devices",
                 code="hardware.cluster-partial-node",
                 fix=f"use {down} or {up}, or specify the node size as NODESxDEVICESx{self.device.name}",
             )

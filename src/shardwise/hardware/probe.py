@@ -74,7 +74,7 @@ def select_visible(uuids: tuple[str, ...], visible: tuple[str, ...] | None) -> t
 def usable_cores() -> int:
     """Return the number of cores that this process may use, by CPU affinity and cgroup quota; at least 1."""
     cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):  # macOS has none
+    if hasattr(os, "sched_getaffinity"):  # not available on macOS
         cores = len(os.sched_getaffinity(0))
     membership = _MEMBERSHIP.read_text() if _MEMBERSHIP.exists() else ""
     quota = cgroup_quota(_CGROUPS, membership)

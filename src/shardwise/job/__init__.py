@@ -1,4 +1,4 @@
-"""What to train: the Job, its loss, optimizer and schedule, and how a job file is loaded."""
+"""Training jobs: the Job with its loss, metrics and LoRA adapters, and the loading of job files."""
 
 from shardwise.job.job import Job
 from shardwise.job.load import JobReference, load_job, refer

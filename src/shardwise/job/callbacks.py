@@ -5,22 +5,23 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal
 
 from shardwise.errors import JobError
 
 
 class CallbackDecision(enum.Enum):
-    """What a callback may return."""
+    """Decision that a callback may return."""
 
     STOP = "stop"
 
 
 STOP = CallbackDecision.STOP
-"""Returned by a callback on any rank, ends the training after this step on all ranks: exit code 0, weights kept."""
+"""Return it from a callback on any rank to end training on all ranks after this step, with exit code 0."""
 
 Callback = Callable[[Any], Any]
-"""Gets a CallbackContext; may return STOP, other values have no effect.
+"""Function of a CallbackContext; it may return STOP, and other return values are ignored.
 
 A callback with state_dict() and load_state_dict() is saved in checkpoints and restored from them.
 """
@@ -28,7 +29,7 @@ Callbacks = Callback | list[Callback] | tuple[Callback, ...] | None
 
 
 def as_callbacks(given: Callbacks) -> tuple[Callback, ...]:
-    """Return the callbacks of a field of Job, which may be one, several or None."""
+    """Return the callbacks of a field of Job as a tuple; the field may be one callback, a list or None."""
     if given is None:
         return ()
     return tuple(given) if isinstance(given, list | tuple) else (given,)
@@ -41,10 +42,11 @@ def check_callbacks(name: str, given: Callbacks) -> None:
             raise JobError(
                 f"Job.{name} must contain functions, got {callback!r}",
                 code="job.not-a-callback",
-                fix=f"write {name}=function, called with a context, or {name}=[function, another]",
+                fix=f"pass {name}=function or {name}=[function, another], called with a CallbackContext",
             )
 
 
+@dataclass(eq=False)
 class EarlyStopping:
     """A callback for `Job.on_evaluate`: stops after `patience` evaluations in a row without a better `metric`.
 
@@ -52,37 +54,39 @@ class EarlyStopping:
     required except for "loss". An improvement must exceed `min_delta`. The state is saved in checkpoints.
     """
 
-    def __init__(
-        self,
-        metric: str = "loss",
-        patience: int = 3,
-        *,
-        mode: Literal["min", "max"] | None = None,
-        min_delta: float = 0.0,
-    ) -> None:
-        """Refuse a metric whose direction is not known."""
-        if mode is None and metric == "loss":
-            mode = "min"
-        if mode not in {"min", "max"}:
+    metric: str = "loss"
+    patience: int = 3
+    _: KW_ONLY
+    mode: Literal["min", "max"] | None = None
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise JobError if a value is invalid."""
+        if self.mode not in {"min", "max"} and (self.mode is not None or self.metric != "loss"):
             raise JobError(
-                f"mode of EarlyStopping({metric!r}) must be 'min' or 'max', got {mode!r}",
+                f"mode of EarlyStopping({self.metric!r}) must be 'min' or 'max', got {self.mode!r}",
                 code="job.early-stopping-mode",
-                fix=f'write EarlyStopping({metric!r}, mode="max"), or mode="min"',
+                fix=f'write EarlyStopping({self.metric!r}, mode="max"), or mode="min"',
             )
-        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
+        if not isinstance(self.patience, int) or isinstance(self.patience, bool) or self.patience < 1:
             raise JobError(
-                f"patience of EarlyStopping must be a positive integer, got {patience!r}",
+                f"patience of EarlyStopping must be a positive integer, got {self.patience!r}",
                 code="job.early-stopping-patience",
-                fix="use an integer number of evaluations of at least 1",
+                fix="use an integer of at least 1",
             )
-        self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
+        if not isinstance(self.min_delta, int | float):
+            raise JobError(
+                f"min_delta of EarlyStopping must be a number, got {self.min_delta!r}",
+                code="job.early-stopping-min-delta",
+                fix="use a number, such as 0.001",
+            )
         self.best: float | None = None
         """The best value so far; None before the first evaluation."""
         self.waited = 0
         """Evaluations since the best value."""
 
     def __call__(self, context: Any) -> CallbackDecision | None:
-        """Compare the last evaluation with the best one."""
+        """Return STOP if the metric has not improved in the last `patience` evaluations, else None."""
         value = context.metrics[self.metric]
         if math.isfinite(value) and self._improves(value):
             self.best, self.waited = value, 0
@@ -93,20 +97,20 @@ class EarlyStopping:
     def _improves(self, value: float) -> bool:
         if self.best is None:
             return True
-        gain = self.best - value if self.mode == "min" else value - self.best
+        gain = value - self.best if self.mode == "max" else self.best - value
         return gain > self.min_delta
 
     def __str__(self) -> str:
         return f"EarlyStopping (best {self.metric} {self.best}, {self.waited} evaluations ago)"
 
     def fresh(self) -> EarlyStopping:
-        """Return a copy without state: one Job may be trained several times."""
-        return EarlyStopping(self.metric, self.patience, mode=self.mode, min_delta=self.min_delta)
+        """Return a copy without state, because one Job may be trained several times."""
+        return replace(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint contains."""
+        """Return the best value and the number of evaluations since, for checkpoints."""
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what a checkpoint contained."""
+        """Restore the state from a checkpoint."""
         self.best, self.waited = state["best"], state["waited"]

@@ -1,4 +1,4 @@
-"""The Job: what to train, with no word about ranks."""
+"""The Job: model, data, loss, optimizer, global batch size and length of a training, independent of ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
@@ -25,35 +26,41 @@ if TYPE_CHECKING:
     from shardwise.job.optimizers import OptimizerFactory
 
 
-# Tensor rules in a file: written where they were confirmed, read by a Job that names it.
+# Tensor-parallel rules in a TOML file, as `shardwise verify --propose-rules` writes it.
 
 
-_FIX = "write it by shardwise verify JOB.py --propose-rules --out FILE"
+_FIX = "write the file with shardwise verify JOB.py --propose-rules --out FILE"
+FOLDER: ContextVar[Path | None] = ContextVar("FOLDER", default=None)
+"""Folder of the job file that is being loaded, in which a relative path is searched before the current directory."""
 
 
 def as_rules(given: Mapping[str, str] | str | None) -> Mapping[str, str] | None:
-    """Return rules that are given as such, or by the path of a TOML file with a table [tensor_rules]."""
+    """Return tensor-parallel rules, read from the table [tensor_rules] of a TOML file if `given` is its path."""
     if given is None or isinstance(given, Mapping):
         return given
     if not isinstance(given, str):
         raise JobError(
-            f"Job.tensor_rules is {given!r}",
+            f"Job.tensor_rules must be a dict or a path, got {given!r}",
             code="job.tensor-rules-invalid",
-            fix="give a dict of name patterns and styles, or a path",
+            fix="pass a dict of name patterns and styles, or a path",
         )
+    tried = dict.fromkeys((folder / given).absolute() for folder in (FOLDER.get() or Path(), Path()))
+    path = next((each for each in tried if each.exists()), Path(given))
     try:
-        rules = tomllib.loads(Path(given).read_text()).get("tensor_rules")
+        rules = tomllib.loads(path.read_text()).get("tensor_rules")
     except OSError:
         raise JobError(
-            f"Job.tensor_rules {given} cannot be read", code="job.tensor-rules-read-failed", fix=_FIX
+            f"Job.tensor_rules file {given} cannot be read (tried {' and '.join(map(str, tried))})",
+            code="job.tensor-rules-read-failed",
+            fix=_FIX,
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise JobError(
-            f"Job.tensor_rules {given} is not TOML ({error})", code="job.tensor-rules-not-toml", fix=_FIX
+            f"Job.tensor_rules file {given} is not valid TOML ({error})", code="job.tensor-rules-not-toml", fix=_FIX
         ) from None
     if not isinstance(rules, dict) or not rules or not all(isinstance(style, str) for style in rules.values()):
         raise JobError(
-            f"Job.tensor_rules {given} has no table [tensor_rules] of names and styles",
+            f"Job.tensor_rules file {given} has no table [tensor_rules] of name patterns and styles",
             code="job.tensor-rules-no-table",
             fix=_FIX,
         )
@@ -61,7 +68,7 @@ def as_rules(given: Mapping[str, str] | str | None) -> Mapping[str, str] | None:
 
 
 def rules_to_toml(rules: Mapping[str, str], about: str) -> str:
-    """Write rules as `as_rules` reads them, under a comment of one line."""
+    """Return rules as TOML for `as_rules`, below a comment with the line `about`."""
     lines = [f"{json.dumps(pattern)} = {json.dumps(style)}" for pattern, style in rules.items()]
     return "\n".join([f"# {about}", "[tensor_rules]", *lines]) + "\n"
 
@@ -69,11 +76,11 @@ def rules_to_toml(rules: Mapping[str, str], about: str) -> str:
 LENGTHS = ("epochs", "steps", "tokens")
 Masks = Literal["drawn", "keyed"]
 Framework = Literal["torch", "mlx"]
-"""What a model is written in; `shardwise.engines` has the engines that train it."""
+"""Framework of a model; `shardwise.engines` has the engines that train it."""
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Run the model on a batch: a dict as keyword arguments, of a tuple all but the last entry (the target)."""
+    """Run the model on a batch: a dict as keyword arguments, a tuple without its last entry (the target)."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch[:-1])
@@ -81,74 +88,74 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train: model, data, loss, optimizer, global batch and length."""
+    """A training job: model, data, loss, optimizer, global batch size and length."""
 
     model: Callable[[], nn.Module]
-    """Makes the model, a module of the job's engine; called on every rank after seeding."""
+    """Returns the model, a module of the job's engine; called on every rank after seeding."""
     data: Callable[[str], Dataset[Any] | None]
-    """Split name ("train", "test") to dataset; None for a split it does not have."""
+    """Returns the dataset of a split ("train" or "test"), or None if the job does not have the split."""
     loss: Loss
     optimizer: OptimizerFactory
     batch_size: int
-    """Samples per optimizer step over the whole world; micro-batch and accumulation are the plan's."""
+    """Global batch size: samples per optimizer step over all ranks. The plan sets micro-batch and accumulation."""
     epochs: int | None = None
     steps: int | None = None
     tokens: int | None = None
-    """Length: exactly one of epochs, optimizer steps, or tokens (things the loss counts)."""
+    """Length of the training: exactly one of epochs, optimizer steps and tokens (as counted by `Loss.count`)."""
     forward: Callable[[nn.Module, Any], Any] = call_model
     """(model, batch) -> output."""
     weights: str | None = None
-    """A torch state dict to start from."""
+    """Path of a torch state dict with the initial weights."""
     schedule: Schedule = field(default_factory=Constant)
     clip_norm: float | None = None
-    """Largest norm of the whole gradient; None leaves it alone."""
+    """Maximum norm of the whole gradient; None disables clipping."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     evaluate_every: int | None = None
-    """Optimizer steps between evaluations of the test split; None evaluates after every epoch. The end is evaluated."""
+    """Optimizer steps between evaluations of the test split (None: one epoch); the last step is always evaluated."""
     evaluate_at_start: bool = False
-    """Whether the test split is evaluated before the first step, too."""
+    """Whether to evaluate the test split also before the first step."""
     on_step: Callbacks = None
-    """Called on every rank after each step, with a CallbackContext; several in a list. May return STOP."""
+    """A callback or a list, called with a CallbackContext on every rank after each step; may return STOP."""
     on_evaluate: Callbacks = None
-    """Called on every rank after each evaluation, with a CallbackContext; such as sw.EarlyStopping("loss", 3)."""
+    """A callback or a list, called on every rank after each evaluation, such as sw.EarlyStopping("loss", 3)."""
     state: Stateful | None = None
-    """What else checkpoints hold: an object with state_dict() and load_state_dict(), alike on every rank."""
+    """Additional state for checkpoints: an object with state_dict() and load_state_dict(), equal on every rank."""
     collate: Callable[[list[Any]], Any] | None = None
-    """Samples to batch; None is torch's own."""
+    """Collates a list of samples into a batch; None means torch's default_collate."""
     num_workers: int = 0
-    """DataLoader processes per rank."""
+    """DataLoader worker processes per rank."""
     seed: int = 0
     masks: Masks = "drawn"
-    """How dropout and other random layers draw: by each rank, or keyed by sample and module, the same at any layout."""
+    """Dropout masks: "drawn" by the generator of each rank, or "keyed" by sample and module, equal in any layout."""
     tensor_rules: Mapping[str, str] | str | None = None
-    """How tensor parallelism cuts modules, by name: {"blocks.*.attn.qkv": "column", ...}, or the path of a file with
-    them, which is read at once; None asks the model."""
+    """Tensor-parallel styles by module name, such as {"blocks.*.attn.qkv": "column", ...}, or the path of a TOML file
+    with them, which is read immediately, relative to the job file or else to the current directory; None uses the
+    rules that are known for the model."""
     layers: str | None = None
-    """Name of the layer list that pipelines are cut along; None finds it."""
+    """Name of the module list that pipeline stages split; None finds it automatically."""
     lora: Lora | None = None
-    """Train adapters beside frozen weights; None trains all weights."""
+    """LoRA adapters to train with all other weights frozen; None trains all weights."""
     engine: Framework = "torch"
-    """What the model is written for: a `torch.nn.Module`, or with "mlx" an `mlx.nn.Module`."""
+    """Framework of the model: "torch" for a `torch.nn.Module`, "mlx" for an `mlx.nn.Module`."""
 
     def __post_init__(self) -> None:
         finished = any(hasattr(self.model, name) for name in ("named_parameters", "trainable_parameters"))
         if finished and not isinstance(self.model, type):
             raise JobError(
-                f"Job.model is a finished {type(self.model).__name__}",
+                f"Job.model must be a function that returns the model, got a {type(self.model).__name__}",
                 code="job.model-not-factory",
                 fix=CALLABLES["model"],
             )
         for name in ("model", "data", "optimizer", "forward", "schedule"):
             value = getattr(self, name)
             if not callable(value) or is_torch_scheduler(value):
-                raise JobError(
-                    f"Job.{name} is {_described(value)}, not a function", code="job.not-callable", fix=CALLABLES[name]
-                )
+                fact = f"Job.{name} must be a function, got {_described(value)}"
+                raise JobError(fact, code="job.not-callable", fix=CALLABLES[name])
         if not isinstance(self.loss, Loss):
             raise JobError(
-                f"Job.loss is {_described(self.loss)}, not a Loss",
+                f"Job.loss must be a Loss, got {_described(self.loss)}",
                 code="job.loss-not-a-loss",
-                fix="give sw.losses.cross_entropy, sw.Loss(sum=..., count=...) or, of a function that returns a mean,"
+                fix="pass sw.losses.cross_entropy, sw.Loss(sum=..., count=...) or, for a function that returns a mean,"
                 " sw.Loss.from_mean(lambda output, batch: loss(output, batch[-1]))",
             )
         _check_whole("batch_size", self.batch_size, least=1)
@@ -160,42 +167,42 @@ class Job:
         object.__setattr__(self, "tensor_rules", as_rules(self.tensor_rules))
         if self.clip_norm is not None and not _positive(self.clip_norm):
             raise JobError(
-                f"Job.clip_norm is {self.clip_norm!r}",
+                f"Job.clip_norm must be a positive number, got {self.clip_norm!r}",
                 code="job.clip-norm-invalid",
-                fix="give a number above 0, or None",
+                fix="pass a number above 0, or None",
             )
         for name, metric in self.metrics.items():
             if name == "loss":
                 raise JobError(
-                    "Job.metrics names one 'loss', which the report has already",
+                    "Job.metrics must not contain 'loss', which the report always contains",
                     code="job.metric-name-reserved",
-                    fix="give it another name",
+                    fix="rename the metric",
                 )
             if not isinstance(metric, Metric):
                 raise JobError(
-                    f"Job.metrics[{name!r}] is {_described(metric)}",
+                    f"Job.metrics[{name!r}] must be a Metric, got {_described(metric)}",
                     code="job.metric-not-a-metric",
-                    fix="give sw.Metric(sum=..., count=...)",
+                    fix="pass sw.Metric(sum=..., count=...)",
                 )
         if self.state is not None and not _is_stateful(self.state):
             raise JobError(
-                f"Job.state is {_described(self.state)}",
+                f"Job.state must have state_dict() and load_state_dict(), got {_described(self.state)}",
                 code="job.state-without-methods",
-                fix="give an object with state_dict() and load_state_dict()",
+                fix="pass an object with both methods",
             )
         if self.lora is not None and not isinstance(self.lora, Lora):
             raise JobError(
-                f"Job.lora is {_described(self.lora)}",
+                f"Job.lora must be a Lora, got {_described(self.lora)}",
                 code="job.lora-not-a-lora",
-                fix='give sw.Lora(targets=("q_proj", "v_proj"), rank=16)',
+                fix='pass sw.Lora(targets=("q_proj", "v_proj"), rank=16)',
             )
 
     def _check_choices(self) -> None:
         if self.masks not in get_args(Masks):
-            raise JobError(f"Job.masks is {self.masks!r}", code="job.unknown-masks", fix='give "drawn" or "keyed"')
+            raise JobError(f"unknown Job.masks {self.masks!r}", code="job.unknown-masks", fix='use "drawn" or "keyed"')
         if self.engine not in get_args(Framework):
             names = " or ".join(f'"{name}"' for name in get_args(Framework))
-            raise JobError(f"Job.engine is {self.engine!r}", code="job.unknown-engine", fix=f"give {names}")
+            raise JobError(f"unknown Job.engine {self.engine!r}", code="job.unknown-engine", fix=f"use {names}")
 
     def _check_callbacks(self) -> None:
         if self.evaluate_every is not None:
@@ -206,7 +213,7 @@ class Job:
             known = {"loss", *self.metrics}
             if isinstance(callback, EarlyStopping) and callback.metric not in known:
                 raise JobError(
-                    f"Job.on_evaluate stops by the metric {callback.metric!r}, which Job.metrics does not have",
+                    f"Job.on_evaluate has EarlyStopping({callback.metric!r}), but Job.metrics has no such metric",
                     code="job.early-stopping-metric",
                     fix=nearest(callback.metric, known),
                 )
@@ -214,37 +221,35 @@ class Job:
     def _check_length(self) -> None:
         given = [name for name in LENGTHS if getattr(self, name) is not None]
         if len(given) != 1:
-            said = " and ".join(given) or "no length"
             raise JobError(
-                f"the job gives {said}",
+                f"the job has {' and '.join(given) or 'no length'}, but must have exactly one length",
                 code="job.one-length-needed",
-                fix="give exactly one of epochs=, steps=, tokens=",
+                fix="pass one of epochs=, steps=, tokens=",
             )
         _check_whole(given[0], getattr(self, given[0]), least=1)
 
 
 CALLABLES = {
-    # Fields that are functions, and what to write in them.
-    "model": "give a function that makes the model, such as lambda: Net()",
-    "data": "give a function from a split name to a dataset, such as sw.datasets.digits",
-    "optimizer": "give a factory such as sw.adamw(lr=1e-3), or lambda named: torch.optim.SGD(named, lr=0.1)",
-    "forward": "give a function (model, batch) -> output",
-    "schedule": "give a function (step, total) -> factor, such as sw.schedules.Cosine()",
+    # Fields of Job that are functions -> fix for an invalid value.
+    "model": "pass a function that returns the model, such as lambda: Net()",
+    "data": "pass a function that returns the dataset of a split, such as sw.datasets.digits",
+    "optimizer": "pass a factory such as sw.adamw(lr=1e-3), or lambda named: torch.optim.SGD(named, lr=0.1)",
+    "forward": "pass a function (model, batch) -> output",
+    "schedule": "pass a function (step, total) -> factor, such as sw.schedules.Cosine()",
 }
 
 _LONGEST = 80
-"""Characters of a value that a refusal quotes."""
+"""Maximum number of characters of a value that an error message quotes."""
 
 
 def _check_whole(name: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise JobError(
-            f"Job.{name} is {value!r}", code="job.not-whole-number", fix=f"give a whole number of at least {least}"
-        )
+        fact = f"Job.{name} must be an integer of at least {least}, got {value!r}"
+        raise JobError(fact, code="job.not-whole-number", fix=f"set {name}={least} or more")
 
 
 def _described(value: object) -> str:
-    """Return a value in one short line: its repr, or its class where the repr is long or only an address."""
+    """Return a short description of a value: its repr, or its class if the repr is long or contains an address."""
     text = repr(value)
     if isinstance(value, FunctionType):
         return f"the function {value.__name__}"

@@ -1,4 +1,4 @@
-"""Loading a job file by path, attribute and overrides (KEY=VALUE on frozen values), the same bytes on every rank."""
+"""Loading of job files by path and attribute, with the overrides of --set; every rank loads the same bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from shardwise.errors import InputError, JobError, ShardwiseError, nearest
-from shardwise.job.job import CALLABLES, LENGTHS, Job
+from shardwise.job.job import CALLABLES, FOLDER, LENGTHS, Job
 from shardwise.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class JobReference(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that can travel: every rank loads it again and compares the hash."""
+    """Reference to a job in a file: every rank loads the file itself and compares its hash."""
 
     path: str
     attribute: str
@@ -46,14 +46,14 @@ class JobReference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refer(target: str, overrides: Mapping[str, str]) -> JobReference:
-    """Make a reference from what the user typed: FILE.py or FILE.py:ATTRIBUTE."""
+    """Return the reference of a job given as FILE.py or FILE.py:ATTRIBUTE."""
     path_text, _, attribute = target.partition(":")
     path = Path(path_text)
     if not path.is_file():
         raise JobError(
             f"job file {path_text} does not exist",
             code="job.file-not-found",
-            fix="name a Python file that defines job = sw.Job(...)",
+            fix="pass a Python file that defines job = sw.Job(...)",
         )
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return JobReference(
@@ -71,9 +71,9 @@ def load_job(reference: JobReference) -> Job:
     overrides = dict(reference.overrides)
     if job is None:
         jobs = [name for name, value in vars(module).items() if isinstance(value, Job)]
-        fix = nearest(reference.attribute, jobs) if jobs else "write job = sw.Job(...) in it"
+        fix = nearest(reference.attribute, jobs) if jobs else "define job = sw.Job(...) in the file"
         if jobs and reference.attribute == "job":
-            fix = f"name one of its jobs: {' or '.join(f'{path.name}:{name}' for name in jobs)}"
+            fix = f"pass one of its jobs: {' or '.join(f'{path.name}:{name}' for name in jobs)}"
         raise JobError(f"{path.name} has no attribute {reference.attribute!r}", code="job.attribute-missing", fix=fix)
     if isinstance(job, FunctionType):
         arguments = job_arguments(job, overrides)
@@ -81,7 +81,7 @@ def load_job(reference: JobReference) -> Job:
             job = job(**arguments)
     if not isinstance(job, Job):
         raise JobError(
-            f"{path.name}: {reference.attribute} is a {type(job).__name__}, not a Job",
+            f"{reference.attribute} in {path.name} must be a Job, got a {type(job).__name__}",
             code="job.not-a-job",
             fix="write job = sw.Job(...), or def job() -> sw.Job",
         )
@@ -89,17 +89,17 @@ def load_job(reference: JobReference) -> Job:
 
 
 def _import(path: Path) -> ModuleType:
-    """Import a file as a module of its own, its folder on the path as Python does for scripts."""
+    """Import a job file as a module, with its directory on sys.path as for a script."""
     name = f"shardwise_job_{path.stem.replace('-', '_')}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise JobError(
-            f"{path.name} is not a Python file", code="job.not-python-file", fix="name a file that ends in .py"
+            f"{path.name} is not a Python file", code="job.not-python-file", fix="pass a file that ends in .py"
         )
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # so that what the file defines can be pickled for DataLoader workers
+    sys.modules[name] = module  # DataLoader workers unpickle classes of the file from it
     vars(module)[_IS_LOADING] = True
     try:
         with _described_errors(path):
@@ -110,7 +110,7 @@ def _import(path: Path) -> ModuleType:
 
 
 _IS_LOADING = "__shardwise_is_loading__"
-"""In the namespace of a job file while it is imported."""
+"""Variable that is set in the module of a job file during its import."""
 
 
 def refuse_during_import(call: str) -> None:
@@ -126,9 +126,10 @@ def refuse_during_import(call: str) -> None:
 
 @contextmanager
 def _described_errors(path: Path) -> Iterator[None]:
-    """Run code of the job file; what it draws, such as an order of its samples, is the same on every rank."""
-    from shardwise.job.generators import seeded_generators  # brings torch, which a job file does as well
+    """Run code of a job file with fixed seeds, equal on every rank, and raise its exceptions as JobError."""
+    from shardwise.job.generators import seeded_generators  # imports torch, as a job file does
 
+    folder = FOLDER.set(path.parent)
     try:
         with seeded_generators(0):
             yield
@@ -140,13 +141,15 @@ def _described_errors(path: Path) -> Iterator[None]:
             code="job.file-raised",
             fix=_advice(error),
         ) from error
+    finally:
+        FOLDER.reset(folder)
 
 
 # A job file may define a function that returns its Job: its parameters are hyperparameters that --set overrides.
 
 
 def job_parameters(target: str) -> frozenset[str]:
-    """Return the parameters of the function that FILE.py:NAME defines, without importing the file; none for a Job."""
+    """Return the parameters of the function that FILE.py:NAME defines, without importing the file; empty for a Job."""
     path, _, attribute = target.partition(":")
     try:
         tree = ast.parse(Path(path).read_bytes())
@@ -168,7 +171,7 @@ def job_arguments(function: FunctionType, overrides: dict[str, str]) -> dict[str
             raise JobError(
                 f"parameter {name!r} of {function.__name__}() is named like a field of {fields[name]}",
                 code="job.parameter-reserved",
-                fix=f"rename it, such as my_{name}",
+                fix=f"rename the parameter, for example to my_{name}",
             )
         default = parameter.default
         if name in overrides:
@@ -185,35 +188,37 @@ def job_arguments(function: FunctionType, overrides: dict[str, str]) -> dict[str
 
 
 def _converted(name: str, text: str, hint: Any) -> Any:
-    """Return the value of --set NAME=TEXT as its annotation requires; for str, what looks like a number is text."""
+    """Convert the value of --set NAME=TEXT to its annotation; for str, a number stays a string."""
     for value in (literal(text), text):
         with suppress(msgspec.ValidationError):
             return msgspec.convert(value, hint, dec_hook=lambda kind, given: kind(given))
     raise JobError(
-        f"--set {name}={text} is not of type {getattr(hint, '__name__', hint)}",
+        f"--set {name}={text} must be of type {getattr(hint, '__name__', hint)}",
         code="job.parameter-type",
-        fix=f"give a value of the annotation of {name!r} in the job file",
+        fix=f"pass a value of this type, or change the annotation of {name!r} in the job file",
     )
 
 
 def _advice(error: Exception) -> str:
-    """Name the nearest field for a misspelled one of Job, or the extra that brings a module; else where to look."""
+    """Return the fix for an error of a job file: the nearest name, a package to install, or --debug."""
     match = re.search(r"Job.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     if match is not None:
-        return nearest(match[1], [field.name for field in dataclasses.fields(Job)])
+        of_plan = f"remove it: {match[1]} is a field of the plan, which --set {match[1]}=VALUE sets"
+        fields = [field.name for field in dataclasses.fields(Job)]
+        return of_plan if match[1] in Plan.__dataclass_fields__ else nearest(match[1], fields)
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
         return f"pip install 'shardwise[{_EXTRAS[error.name]}]'"
     if isinstance(error, ImportError) and str(error.name).startswith("shardwise"):
         return "write import shardwise as sw, and use sw.Job, sw.train, sw.losses ..."
     if isinstance(error, ModuleNotFoundError):
-        return f"install what brings it, such as pip install {error.name}, or correct the import"
+        return f"install its package, for example with pip install {error.name}, or correct the import"
     if isinstance(error, AttributeError) and "module 'shardwise' has no" in str(error):
         return nearest(str(error.name), sys.modules["shardwise"].__all__)
-    return "mend the file; shardwise --debug shows the traceback"
+    return "correct the file; shardwise --debug shows the traceback"
 
 
 _EXTRAS = {"mlx": "mlx", "transformers": "hf", "peft": "hf", "deepspeed": "deepspeed", "mpi4py": "mpi"}
-"""Modules that a job may import and an extra brings."""
+"""Module that a job file may import -> extra that installs it."""
 
 
 def _place(error: Exception, path: Path) -> str:
@@ -227,7 +232,7 @@ T = TypeVar("T")
 
 
 def parse_overrides(texts: Iterable[str]) -> dict[str, str]:
-    """Split what was typed after --set into keys and values; the last of equal keys wins."""
+    """Return the keys and values of --set options; the last value of a repeated key is used."""
     overrides = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -238,7 +243,7 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, str]:
 
 
 def override_job(job: Job, overrides: Mapping[str, str]) -> Job:
-    """Return `job` with overrides applied; naming one length (epochs, steps, tokens) drops the others."""
+    """Return `job` with overrides applied; one of epochs, steps and tokens replaces the length of the job."""
     named = [name for name in LENGTHS if name in overrides]
     if named:
         cleared: dict[str, Any] = dict.fromkeys(LENGTHS)
@@ -254,36 +259,41 @@ def replace_at(value: T, key: str, new: Any, whole_key: str | None = None) -> T:
     """Return a copy of a frozen dataclass with the field at dotted `key` replaced."""
     whole_key = whole_key or key
     name, _, rest = key.partition(".")
+    if isinstance(value, list) and sum(map(dataclasses.is_dataclass, value)) == 1:
+        # a list of callbacks: the key is a field of the only callback that has fields
+        return [replace_at(each, key, new, whole_key) if dataclasses.is_dataclass(each) else each for each in value]  # type: ignore[return-value]
     if callable(value) and (isinstance(value, type) or not dataclasses.is_dataclass(value)):
         return _with_keyword(value, key, new, whole_key)  # type: ignore[return-value]
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         raise JobError(
-            f"--set {whole_key}: {type(value).__name__} has no fields to set",
+            f"--set {whole_key} cannot be applied, because {type(value).__name__} has no fields",
             code="cli.set-no-fields",
-            fix="set it in the job file",
+            fix="change the value in the job file, or make it a parameter of a function: def job(NAME=...)",
         )
     fields = {field.name for field in dataclasses.fields(value)}
     if name not in fields:
         raise JobError(
-            f"--set {whole_key}: there is no key {name!r}", code="cli.set-unknown-key", fix=nearest(name, fields)
+            f"--set {whole_key} has an unknown key {name!r}", code="cli.set-unknown-key", fix=nearest(name, fields)
         )
     if rest:
         new = replace_at(getattr(value, name), rest, new, whole_key)
     elif callable(getattr(value, name)):
         raise JobError(
-            f"--set {whole_key}: {name} is Python code", code="cli.set-python-code", fix="change it in the job file"
+            f"--set cannot change {whole_key}, which is Python code",
+            code="cli.set-python-code",
+            fix="edit the job file",
         )
     return dataclasses.replace(value, **{name: new})
 
 
 def _with_keyword(function: Callable[..., Any], name: str, new: Any, whole_key: str) -> Callable[..., Any]:
-    """Return a function with one of its keywords set: an optimizer factory that takes lr=, or a functools.partial."""
+    """Return a function with one keyword argument set, such as lr of an optimizer factory."""
     parameters = inspect.signature(function).parameters.values()
     names = [each.name for each in parameters if each.kind in {each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY}]
     if name not in names and not any(each.kind is each.VAR_KEYWORD for each in parameters):
         field = whole_key.removesuffix(f".{name}")
         raise JobError(
-            f"--set {whole_key}: Job.{field} is a function without the keyword {name!r}",
+            f"--set {whole_key} cannot be applied, because Job.{field} is a function without the keyword {name!r}",
             code="cli.set-no-fields",
             fix=f"write {field}=functools.partial(FUNCTION, {name}=...), or def {field}(..., {name}=...)",
         )
@@ -291,7 +301,7 @@ def _with_keyword(function: Callable[..., Any], name: str, new: Any, whole_key: 
 
 
 def literal(text: str) -> Any:
-    """Read a value as TOML does (numbers, true, false, lists, quotes); `none` is None, anything else is text."""
+    """Parse a TOML value (number, true, false, list, quoted string); `none` is None, other text is a string."""
     if text.lower() == "none":
         return None
     try:

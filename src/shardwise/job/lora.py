@@ -1,4 +1,4 @@
-"""LoRA: small trained matrices beside frozen ones; which modules get them, and how strongly they count."""
+"""LoRA adapters: their target modules, rank and scale, and the conversion from and to peft's config file."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 
 
 DOWN, UP = "lora_A", "lora_B"
-"""The two factors beside a linear module, [rank, inputs] and [outputs, rank]: peft's names, so that files fit."""
+"""Names of the two factors of an adapter, [rank, inputs] and [outputs, rank], as in peft's files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Fine-tune by adapters: y = W x + alpha / rank * B A dropout(x), with W frozen, A drawn and B zero at first."""
+    """LoRA fine-tuning: y = W x + alpha / rank * B A dropout(x), with W frozen, A random and B zero initially."""
 
     targets: tuple[str, ...]
-    """Names of linear modules, or their ends: "q_proj", "blocks.*.attn.qkv"; `*` stands for one part of a name."""
+    """Names of linear modules or their suffixes, such as "q_proj"; `*` matches one component ("blocks.*.attn.qkv")."""
     rank: int = 16
     alpha: float = 32
     dropout: float = 0.0
     weights: str | None = None
-    """A folder of adapters to start from, as peft or shardwise wrote it."""
+    """Directory with initial adapters, written by peft or shardwise."""
 
     def __post_init__(self) -> None:
-        given: Any = self.targets  # one name, and the command line's list, are fine
+        given: Any = self.targets  # a single name and the command line's list are accepted
         targets = (given,) if isinstance(given, str) else given
         if not isinstance(targets, list | tuple) or not targets or not all(_is_name(target) for target in targets):
             raise JobError(
-                f"Lora.targets is {given!r}",
+                f"Lora.targets must be names of linear modules, got {given!r}",
                 code="job.lora-targets-invalid",
-                fix='name linear modules, such as ("q_proj", "v_proj")',
+                fix='pass names or suffixes, such as ("q_proj", "v_proj")',
             )
         object.__setattr__(self, "targets", tuple(targets))
         if type(self.rank) is not int or self.rank < 1:
@@ -49,21 +49,19 @@ class Lora:
                 fix="use an integer of at least 1",
             )
         if not _is_number(self.alpha) or self.alpha <= 0:
-            raise JobError(f"Lora.alpha is {self.alpha!r}", code="job.lora-alpha-invalid", fix="give a number above 0")
+            fact = f"Lora.alpha must be a positive number, got {self.alpha!r}"
+            raise JobError(fact, code="job.lora-alpha-invalid", fix="use a number above 0")
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
-            raise JobError(
-                f"Lora.dropout is {self.dropout!r}",
-                code="job.lora-dropout-invalid",
-                fix="give a number from 0 to below 1",
-            )
+            fact = f"Lora.dropout must be in [0, 1), got {self.dropout!r}"
+            raise JobError(fact, code="job.lora-dropout-invalid", fix="use a number from 0 to below 1")
 
     @property
     def scale(self) -> float:
-        """What the product of the factors is multiplied with."""
+        """Scale of the adapter's output, alpha / rank."""
         return self.alpha / self.rank
 
     def choose(self, names: Iterable[str]) -> list[str]:
-        """Return those module names that a target names; a target that names none is refused with near ones."""
+        """Return the module names that match a target; raises JobError for a target without a match."""
         names = list(names)
         chosen = set()
         for target in self.targets:
@@ -78,19 +76,19 @@ class Lora:
         return [name for name in names if name in chosen]
 
     def facts(self, transposed: Iterable[str]) -> dict[str, Any]:
-        """Return what a checkpoint tells of its adapters; `transposed` names weights that are [inputs, outputs]."""
+        """Return the adapter metadata of a checkpoint; `transposed` names weights of shape [inputs, outputs]."""
         return {**asdict(self), "targets": list(self.targets), "transposed": sorted(transposed)}
 
 
 def is_target(target: str, name: str) -> bool:
-    """Whether a dotted name ends as a target says, part by part."""
+    """Whether the last components of a dotted name match a target."""
     wanted, parts = target.split("."), name.split(".")
     own = parts[len(parts) - len(wanted) :]
     return len(parts) >= len(wanted) and all(want in {"*", part} for want, part in zip(wanted, own, strict=True))
 
 
 def adapted_modules(names: Iterable[str]) -> list[str]:
-    """Return the modules that adapters stand beside, given the names of all weights."""
+    """Return the modules that have adapters, given the names of all weights."""
     return [name.removesuffix(f".{DOWN}.weight") for name in names if name.endswith(f".{DOWN}.weight")]
 
 
@@ -100,16 +98,16 @@ def is_adapter(name: str) -> bool:
 
 
 def facts_of(facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what the facts of a checkpoint say of adapters; None where there are none."""
+    """Return the adapter metadata in the metadata of a checkpoint, or None without adapters."""
     lora = facts.get("lora")
     return lora if isinstance(lora, dict) else None
 
 
 def _advice(target: str, names: Iterable[str]) -> str:
-    """Name what the target may have meant: ends of names for an end, whole ones with `*` for numbers otherwise."""
+    """Return the fix for a target without a match: the nearest last component, or full name if the target has dots."""
     whole = {re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names}
     known = whole if "." in target else {name.rpartition(".")[2] for name in whole}
-    return nearest(target, known) if known else "the model has no linear module"
+    return nearest(target, known) if known else "use a model with linear modules"
 
 
 def _is_name(target: object) -> bool:
@@ -120,48 +118,51 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-# peft's adapter_config.json: what it must say for adapters of ours, and what of others' is understood.
+# peft's adapter_config.json: written for exported adapters, and read for initial ones.
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What peft puts before the name of a module in the weights file."""
+"""Prefix of module names in peft's weights file."""
 
-_UNKNOWN = {
-    "use_rslora": "scales by the root of the rank",
-    "use_dora": "has magnitudes beside the factors",
-    "rank_pattern": "has other ranks for some modules",
-    "alpha_pattern": "has other alphas for some modules",
-    "modules_to_save": "has whole modules beside the factors",
+_UNSUPPORTED = {
+    "use_rslora": "scales by the square root of the rank",
+    "use_dora": "adds magnitude vectors",
+    "rank_pattern": "sets another rank for some modules",
+    "alpha_pattern": "sets another alpha for some modules",
+    "modules_to_save": "trains whole modules in addition",
     "layer_replication": "repeats layers",
-    "trainable_token_indices": "has rows of embeddings beside the factors",
-    "target_parameters": "adapts parameters that are not a linear module's",
-    "lora_bias": "has biases beside the factors",
-    "alora_invocation_tokens": "adapts only what follows some tokens",
+    "trainable_token_indices": "trains rows of embeddings in addition",
+    "target_parameters": "adapts parameters outside linear modules",
+    "lora_bias": "adds biases to the adapters",
+    "alora_invocation_tokens": "applies adapters only after certain tokens",
     "use_qalora": "pools the inputs of the factors",
-    "use_bdlora": "has factors of diagonal blocks",
-    "arrow_config": "chooses among adapters by token",
-    "kasa_config": "changes the frozen weights, and scales between the factors",
-    "monteclora_config": "draws factors at random",
+    "use_bdlora": "has block-diagonal factors",
+    "arrow_config": "selects adapters by token",
+    "kasa_config": "changes the frozen weights and scales between the factors",
+    "monteclora_config": "samples factors at random",
 }
-"""Settings of peft (0.21) that would change the numbers and are not built here."""
+"""Settings of peft (0.21) that are not supported, and their effect on the model."""
 
-_BESIDE_THE_BASE = frozenset({"gaussian", "eva", "orthogonal", "mica"})
-"""Inits of peft (0.21) that leave the frozen weights alone; others take the first product out of them."""
+_KEEP_BASE = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+"""Initializations of peft (0.21) that keep the frozen weights; others subtract the initial product from them."""
 
 
 def config_json(lora: Mapping[str, Any], modules: Collection[str], weights: Iterable[str]) -> bytes:
-    """Return the file for adapters beside `modules` of a model whose frozen weights have the names `weights`.
+    """Return the config file for adapters of `modules`; `weights` are the names of the model's frozen weights.
 
-    `lora` are the facts of a checkpoint (see Lora.facts), with `base` for where the frozen weights came from. Targets
-    are named by their ends if no other module ends so, else in full: peft would put adapters beside those, too.
+    `lora` is the adapter metadata of a checkpoint (see Lora.facts), with the origin of the frozen weights as `base` and
+    module and name of the model's class as `class`.
+    Targets are last components, or full names if other modules have the same ones, since peft would adapt these, too.
     """
     ends = {name.rpartition(".")[2] for name in modules}
     others = {above for name in weights for above in _above(name)} - set(modules)
     is_short = not any(name.rpartition(".")[2] in ends for name in others)
+    library, name = lora.get("class") or ("", "")
     config = {
         "peft_type": "LORA",
         "task_type": None,
+        "auto_mapping": {"base_model_class": name, "parent_library": library} if name else None,
         "base_model_name_or_path": lora.get("base"),
         "r": lora["rank"],
         "lora_alpha": lora["alpha"],
@@ -175,13 +176,13 @@ def config_json(lora: Mapping[str, Any], modules: Collection[str], weights: Iter
 
 
 def _above(name: str) -> list[str]:
-    """Return the modules that a weight is in, innermost last."""
+    """Return the modules that contain a weight, outermost first."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return rank, alpha, dropout, targets and whether weights are [inputs, outputs]; what is not built is refused."""
+    """Return rank, alpha, dropout, targets and whether weights are transposed; raises JobError for other settings."""
     try:
         config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
         lora = {
@@ -193,23 +194,23 @@ def read_config(folder: Path) -> dict[str, Any]:
         }
     except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
         raise JobError(
-            f"{folder} holds no adapters of LoRA ({error})",
+            f"{folder} has no valid LoRA adapters ({error})",
             code="job.adapter-config-invalid",
-            fix=f"name a folder with {CONFIG}",
+            fix=f"pass a directory with {CONFIG}",
         ) from None
-    for key, words in _UNKNOWN.items():
+    for key, effect in _UNSUPPORTED.items():
         if config.get(key):
             raise JobError(
-                f"{folder / CONFIG} sets {key}, which {words}",
+                f"{folder / CONFIG} sets {key}, which {effect}",
                 code="job.adapter-option-unsupported",
-                fix="use adapters without it",
+                fix=f"use adapters without {key}",
             )
     init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower() not in _BESIDE_THE_BASE:
+    if isinstance(init, str) and init.lower() not in _KEEP_BASE:
         raise JobError(
-            f"{folder / CONFIG} has init_lora_weights {init!r}, with which the frozen weights are not the base's",
+            f"{folder / CONFIG} has init_lora_weights {init!r}, which changes the frozen weights",
             code="job.adapter-init-changes-base",
-            fix="have peft convert them (save_pretrained with path_initial_model_for_weight_conversion)",
+            fix="convert the adapters with peft's save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
     if config.get("bias", "none") != "none":
         raise JobError(

@@ -1,7 +1,7 @@
-"""Loss, a sum over a batch and the count it is divided by, and ready-made losses for tuple and dict batches.
+"""Losses and metrics: a sum over a batch and its normalizer, and ready-made losses for tuple and dict batches.
 
-What torch computes dispatches on the type of its first argument (functools.singledispatch, 0.3 us): an engine with
-arrays of its own registers its form of each, so that a loss built on these works in that engine, too.
+Functions that call torch dispatch on the type of their first argument (functools.singledispatch, 0.3 us). An engine
+with its own array type registers its implementations, so that the ready-made losses work in that engine, too.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Count = Callable[[Any], Any] | Literal["samples"]
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A mean over a dataset: the sum over a batch, and what it counts.
+    """A mean over a dataset: the sum over each batch, and the count that normalizes it.
 
-    `sum(output, batch)` returns a scalar tensor, the plain sum over all rows of the batch.
-    `count(batch)` returns how much that sum covers (tokens that are not padding, or the sum of their weights: a number
-    that need not be whole); it never sees the output, so that the count of all ranks is known before the forward
-    pass. "samples" counts rows and needs no communication.
+    `sum(output, batch)` returns a scalar tensor, the sum over all rows of the batch.
+    `count(batch)` returns the normalizer of that sum, such as the number of tokens without padding or the sum of their
+    weights. It does not depend on the output, so that the count of all ranks is known before the forward pass.
+    "samples" counts rows and needs no communication.
     """
 
     sum: Callable[[Any, Any], Any]
@@ -36,73 +36,73 @@ class Metric:
     def __post_init__(self) -> None:
         if not callable(self.sum):
             raise JobError(
-                f"{type(self).__name__}.sum is {self.sum!r}",
+                f"{type(self).__name__}.sum must be a function, got {self.sum!r}",
                 code="loss.sum-not-callable",
-                fix="give a function (output, batch) -> scalar",
+                fix="pass a function (output, batch) -> scalar",
             )
         if self.count != "samples" and not callable(self.count):
             raise JobError(
-                f"{type(self).__name__}.count is {self.count!r}",
+                f"{type(self).__name__}.count must be a function or 'samples', got {self.count!r}",
                 code="loss.count-not-callable",
-                fix='give a function (batch) -> number, or "samples"',
+                fix='pass a function (batch) -> number, or "samples"',
             )
 
     def sum_of(self, output: Any, batch: Any) -> Any:
-        """Return the sum over a batch, checked: a scalar tensor; of a metric a number will do too."""
+        """Return the sum over a batch; raises JobError unless it is a scalar tensor or, for a metric, a number."""
         total = self.sum(output, batch)
         if getattr(total, "ndim", None) == 0:
             return total
-        if isinstance(total, int | float) and not isinstance(self, Loss):  # nothing back-propagates from a metric
+        if isinstance(total, int | float) and not isinstance(self, Loss):  # a metric has no backward
             return total
         shape = getattr(total, "shape", None)
         returned = type(total).__name__ if shape is None else f"a tensor of shape {list(shape)}"
         raise JobError(
-            f"{type(self).__name__}.sum returned {returned} where a scalar tensor is expected",
+            f"{type(self).__name__}.sum must return a scalar tensor, got {returned}",
             code="loss.sum-not-scalar",
-            fix='return the sum over all rows: reduction="sum", or .sum() at the end',
+            fix='return the sum over all rows, with reduction="sum" or .sum()',
         )
 
     def count_of(self, batch: Any, rows: int) -> float:
-        """Return the count of a batch whose real rows are `rows`: an int where the job gives one, never rounded."""
+        """Return the normalizer of a batch with `rows` samples, without filler rows; it is not rounded."""
         if isinstance(self.count, str):
             return rows
         counted = self.count(batch)
         shape = getattr(counted, "shape", None)
         number = counted.item() if shape is not None and math.prod(shape) == 1 else counted
         if not isinstance(number, int | float) or not 0 <= number < math.inf:
-            what = f"a value of shape {list(shape)}" if shape else repr(number)
+            returned = f"a value of shape {list(shape)}" if shape else repr(number)
             raise JobError(
-                f"{type(self).__name__}.count returned {what}",
+                f"{type(self).__name__}.count must return a number of at least 0, got {returned}",
                 code="loss.count-not-number",
-                fix="return one number per batch, 0 or more: what the sum over its rows is divided by",
+                fix="return the number that the sum over the batch is divided by",
             )
         return number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(Metric):
-    """What training minimises: `sum / count` over the global batch, whatever the number of ranks."""
+    """The training loss, `sum / count` over the global batch, independent of the number of ranks."""
 
     by_row: bool = True
-    """Whether outputs have one entry per row, so that filler rows can be cut off before the sum.
+    """Whether outputs have one entry per row, so that filler rows can be removed before the sum.
 
-    False for models that return a finished mean: they always get exactly the real rows.
+    False for models that return a mean loss, whose batches have no filler rows.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if getattr(self.sum, "reduction", "sum") != "sum":
             raise JobError(
-                f"Loss.sum is {self.sum!r}, which takes the {self.sum.reduction} over a batch",  # type: ignore[attr-defined]
+                f"Loss.sum must return a sum, but {self.sum!r} has reduction {self.sum.reduction!r}",  # type: ignore[attr-defined]
                 code="loss.sum-is-mean",
-                fix="give sw.losses.cross_entropy, or sw.Loss.from_mean(lambda output, batch: loss(output, batch[-1]))",
+                fix="pass sw.losses.cross_entropy, or sw.Loss.from_mean(lambda output, batch: loss(output, batch[-1]))",
             )
 
     @classmethod
     def from_mean(cls, mean: Callable[[Any, Any], Any], count: Count = "samples") -> Loss:
-        """Return the loss whose mean over a batch is `mean(output, batch)`, as most loss functions give it.
+        """Return the Loss of a function `mean(output, batch)` that returns the mean over a batch.
 
-        `count(batch)` is what that mean divides by: "samples", its rows, or a function, such as one that counts the
+        `count` is the normalizer of that mean: "samples", or a function of the batch, such as one that counts the
         targets that are not ignored.
         """
 
@@ -110,7 +110,7 @@ class Loss(Metric):
             counted = loss.count_of(batch, _num_rows(batch))
             value = mean(output, batch)
             if not counted and hasattr(value, "nan_to_num"):
-                value = value.nan_to_num()  # the mean over nothing
+                value = value.nan_to_num()  # the mean of an empty batch
             return value * counted
 
         loss = cls(sum=total, count=count)
@@ -118,7 +118,7 @@ class Loss(Metric):
 
 
 def _num_rows(batch: Any) -> int:
-    """Return the rows of a batch: the length of its first array."""
+    """Return the number of rows of a batch: the length of its first tensor."""
     shape = getattr(batch, "shape", None)
     if shape:
         return int(shape[0])
@@ -131,27 +131,56 @@ def _num_rows(batch: Any) -> int:
 
 
 IGNORE = -100
-"""Targets with this value count for nothing, as in torch."""
+"""Targets with this value are ignored, as by default in torch."""
 
 
-def target_of(batch: Any, reader: str) -> Any:
-    """Return the target of an (inputs..., target) batch; `reader` names the loss or metric that reads it."""
-    if isinstance(batch, list | tuple) or not isinstance(batch, Mapping):  # an abstract class is slow to ask
+def target_of(batch: Any, name: str) -> Any:
+    """Return the target of an (inputs..., target) batch; `name` is the loss or metric in the error for dicts."""
+    if isinstance(batch, list | tuple) or not isinstance(batch, Mapping):  # isinstance of an abstract class is slow
         return batch[-1]
-    fix = f"return (inputs..., target) from the dataset, or write a sw.Loss(sum=..., count=...) in place of {reader}"
+    kind, names = "Loss", "sw.losses.labels, or sw.losses.next_token for decoders"
+    if name.endswith("accuracy"):
+        kind, names = "Metric", "sw.metrics.label_accuracy, or sw.metrics.next_token_accuracy for decoders"
+    fix = f"return (inputs..., target) from the dataset, or replace {name} by a sw.{kind}(sum=..., count=...)"
     if "labels" in batch:
-        fix = 'use sw.losses.labels, or sw.losses.next_token for decoders: they read batch["labels"]'
+        fix = f'use {names}, which read batch["labels"]'
     raise JobError(
-        f"the batch is a dict with the keys {some_of(map(str, batch), 6)}, and {reader} reads its target from the last"
+        f"the batch is a dict with the keys {some_of(map(str, batch), 6)}, but {name} reads the target from the last"
         " entry of a tuple",
         code="loss.batch-is-dict",
         fix=fix,
     )
 
 
+def labels_of(batch: Any) -> Any:
+    """Return batch["labels"], one label or a row of labels for each sample; raises JobError if it is no tensor."""
+    try:
+        found = batch["labels"]
+    except (KeyError, TypeError, IndexError):
+        kind = f"a {type(batch).__name__}"
+        if isinstance(batch, Mapping):
+            kind = f"a dict with the keys {some_of(map(str, batch), 6)}"
+        raise JobError(
+            f'the batch is {kind}, but the loss or metric reads batch["labels"]',
+            code="loss.batch-without-labels",
+            fix='return dicts with "labels" from Job.data, as dataset.rename_column("label", "labels") does',
+        ) from None
+    if isinstance(found, list):
+        raise JobError(
+            'batch["labels"] is a list of columns, because the samples of Job.data have lists of numbers',
+            code="loss.labels-not-tensor",
+            fix=LISTS_FIX,
+        )
+    return found
+
+
+LISTS_FIX = 'return dataset.with_format("torch") from Job.data, or set Job(collate=transformers.default_data_collator)'
+"""Fix for samples with Python lists, which torch's default_collate transposes."""
+
+
 @singledispatch
 def class_sum(output: Any, target: Any) -> Any:
-    """Return the summed cross entropy of logits whose classes are the second dimension, as torch has them."""
+    """Return the summed cross entropy of logits [rows, classes, ...], as torch's cross_entropy expects them."""
     import torch  # found in sys.modules: 0.1 us, where importing a name from a submodule costs 1 us
 
     return torch.nn.functional.cross_entropy(output, target, reduction="sum")
@@ -159,7 +188,7 @@ def class_sum(output: Any, target: Any) -> Any:
 
 @singledispatch
 def token_sum(logits: Any, targets: Any) -> Any:
-    """Return the summed cross entropy of logits [..., classes] over all targets [...] but -100."""
+    """Return the summed cross entropy of logits [..., classes] over all targets [...] except -100."""
     import torch
 
     return torch.nn.functional.cross_entropy(
@@ -169,7 +198,7 @@ def token_sum(logits: Any, targets: Any) -> Any:
 
 @singledispatch
 def finite(value: Any) -> Any:
-    """Return a tensor with 0 for NaN."""
+    """Return a tensor with NaN replaced by 0."""
     return value.nan_to_num()
 
 
@@ -182,7 +211,7 @@ def _token_sum(output: Any, batch: Any) -> Any:
 
 
 def count_tokens(batch: Any) -> int:
-    """Number of targets that are not ignored."""
+    """Return the number of targets that are not ignored."""
     return int((target_of(batch, "token_cross_entropy") != IGNORE).sum())
 
 
@@ -196,16 +225,16 @@ def _element_count(batch: Any) -> int:
 
 
 cross_entropy = Loss(sum=_class_sum)
-"""One class per row: output [rows, classes], target [rows]."""
+"""Cross entropy per row: output [rows, classes], target [rows]."""
 
 token_cross_entropy = Loss(sum=_token_sum, count=count_tokens)
-"""One class per token: output [rows, length, vocabulary], target [rows, length], -100 ignored."""
+"""Cross entropy per token: output [rows, length, vocabulary], target [rows, length]; -100 is ignored."""
 
 
 def weighted_cross_entropy(weights: Tensor) -> Loss:
-    """One class per row, each weighted by its class: what torch's cross_entropy(weight=...) is over the global batch.
+    """Return cross entropy with class weights over the global batch, as torch's cross_entropy(weight=...).
 
-    The count is the sum of the weights of the targets, so that neither ranks nor micro-batches change the mean.
+    The count is the sum of the weights of the targets, so that the mean does not depend on ranks or micro-batches.
     """
 
     def total(output: Tensor, batch: Any) -> Tensor:
@@ -221,51 +250,56 @@ def weighted_cross_entropy(weights: Tensor) -> Loss:
 
 
 squared_error = Loss(sum=_squared_sum, count=_element_count)
-"""Mean over all elements of the target."""
+"""Squared error, averaged over all elements of the target."""
 
 
 def count_labels(batch: Any) -> int:
-    """Number of entries of batch["labels"] that are not ignored."""
-    return int((batch["labels"] != IGNORE).sum())
+    """Return the number of entries of batch["labels"] that are not ignored."""
+    return int((labels_of(batch) != IGNORE).sum())
 
 
 def count_next_labels(batch: Any) -> int:
-    """The same for decoders, whose label at a position is what the position before it must say."""
-    return int((batch["labels"][:, 1:] != IGNORE).sum())
+    """Return the number of labels that a decoder predicts: those not ignored, without the first position."""
+    return int((labels_of(batch)[:, 1:] != IGNORE).sum())
 
 
 def _label_sum(output: Any, batch: Any) -> Any:
-    return token_sum(_logits_of(output), batch["labels"])
+    return token_sum(logits_of(output), labels_of(batch))
 
 
 def _next_label_sum(output: Any, batch: Any) -> Any:
-    labels = batch["labels"][:, 1:]  # as many as logits where they reach one further, as those of a slice of tokens do
-    return token_sum(_logits_of(output)[:, : labels.shape[1]], labels)
+    return token_sum(*next_labels(output, batch))
+
+
+def next_labels(output: Any, batch: Any) -> tuple[Any, Any]:
+    """Return the logits of a decoder and the label that follows each of them."""
+    labels = labels_of(batch)[:, 1:]  # a context-parallel slice has one label more than logits
+    return logits_of(output)[:, : labels.shape[1]], labels
 
 
 def without_labels(model: Any, batch: Any) -> Any:
-    """Run a transformers model on a dict batch without its labels, as Job.forward: only Job.loss computes a loss."""
+    """Run a transformers model on a dict batch without its labels, so that only Job.loss computes a loss."""
     return model(**{name: value for name, value in batch.items() if name != "labels"})
 
 
 labels = Loss(sum=_label_sum, count=count_labels)
-"""One class per label, for transformers models: output.logits [..., classes], batch["labels"] [...], -100 ignored."""
+"""Cross entropy for transformers models: output.logits [..., classes], batch["labels"] [...]; -100 is ignored."""
 
 next_token = Loss(sum=_next_label_sum, count=count_next_labels)
-"""The same for decoders: output.logits [rows, length, vocabulary] against the labels one position on."""
+"""Next-token cross entropy for decoders: output.logits [rows, length, vocabulary], labels of the next position."""
 
 
 def returned_by_model(count: Callable[[Any], Any]) -> Loss:
-    """Accept a model that returns its own mean loss (a scalar, or an output with `.loss`).
+    """Return the Loss of models that return their own mean loss (a scalar, or an output with `.loss`).
 
-    `count(batch)` returns how many entries that mean covers, or uneven batches of ranks could not be weighed. With a
-    model of another framework it is called with batches of torch tensors and of that framework's arrays.
+    `count(batch)` returns the normalizer of that mean, which weights batches of different sizes. With a model of
+    another framework it is called both with torch tensors and with that framework's arrays.
     """
 
     def total(output: Any, batch: Any) -> Any:
         mean = output if getattr(output, "ndim", None) == 0 else _loss_of(output)
         number = loss.count_of(batch, 0)
-        return mean * number if number else finite(mean) * 0  # a mean over nothing is NaN
+        return mean * number if number else finite(mean) * 0  # the mean of an empty batch is NaN
 
     loss = Loss(sum=total, count=count, by_row=False)
     return loss
@@ -277,13 +311,14 @@ def _loss_of(output: Any) -> Any:
         raise JobError(
             f"the model returned {type(output).__name__} without a loss",
             code="loss.model-without-loss",
-            fix="return a scalar or an object with .loss (transformers needs labels in the batch)",
+            fix="return a scalar or an object with .loss (transformers models need labels in the batch)",
         )
     return loss
 
 
-def _logits_of(output: Any) -> Any:
-    if hasattr(output, "flatten"):  # it is the logits
+def logits_of(output: Any) -> Any:
+    """Return the logits of a model's output: the output itself if it is a tensor, else its `logits`."""
+    if hasattr(output, "flatten"):  # the output is the logits
         return output
     logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
     if not hasattr(logits, "flatten"):

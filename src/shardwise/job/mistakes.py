@@ -1,4 +1,4 @@
-"""Likely mistakes in a first job file that torch or Python reports: each becomes a JobError with the line to write."""
+"""Common mistakes in job files: errors of torch and Python that become a JobError with a fix."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.errors import JobError
+from shardwise.job.losses import LISTS_FIX
 from shardwise.runs.recorder import Frame
 
 if TYPE_CHECKING:
@@ -31,31 +32,43 @@ MISTAKES = (
     Mistake(
         "job.forward-arguments",
         r"^(\w+\.forward\(\) (?:got an unexpected keyword argument '\w+'|missing .*|takes .* were given))",
-        "{0}, because Job.forward passes a dict batch as keyword arguments and all but the last entry of a tuple",
-        'write Job(forward=lambda model, batch: model(batch["input"])) with the entries that the model takes',
+        "{0}, because Job.forward passes a dict batch as keyword arguments, and a tuple without its last entry",
+        'write Job(forward=lambda model, batch: model(batch["input"])) with the entries that the model accepts',
     ),
     Mistake(
         "loss.target-dtype",
         r"expected (?:target dtype to be Long or Byte, but got|scalar type Long but found) (\w+)",
-        "the targets of the batch are {0}, and a cross entropy of class indices requires int64",
+        "the targets of the batch have dtype {0}, but cross entropy with class indices requires int64",
         "return target.long() from the dataset of Job.data",
     ),
     Mistake(
         "loss.target-out-of-range",
         r"Target (-?\d+) is out of bounds",
-        "target {0} of the batch is not below the number of classes that the model returns",
-        "give the last layer of Job.model as many outputs as there are classes, or correct the targets of Job.data",
+        "target {0} of the batch must be below the number of classes of the model's output",
+        "set the number of outputs of Job.model to the number of classes, or correct the targets of Job.data",
+    ),
+    Mistake(
+        "data.samples-of-lists",
+        r"must be Tensor, not list|'list' object has no attribute '(?:size|shape|device)'",
+        "{where} uses a list as a tensor: if samples of Job.data have lists of numbers, batches have lists of columns",
+        LISTS_FIX,
+    ),
+    Mistake(
+        "data.samples-unequal",
+        r"each element in list of batch should be of equal size|stack expects each tensor to be equal size",
+        "the samples of Job.data have unequal lengths, which torch's default collate cannot stack",
+        "set Job(collate=transformers.DataCollatorWithPadding(tokenizer)) or another function that pads samples",
     ),
     Mistake(
         "job.device-by-hand",
         r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available",
-        "{where} moves a tensor to a GPU, and this rank has none",
+        "{where} moves a tensor to a GPU, but this rank has no GPU",
         'remove .cuda() and .to("cuda"): batches and parameters are on the device of the rank',
     ),
     Mistake(
         "job.device-by-hand",
         r"Expected all tensors to be on the same device|is not on the expected device",
-        "{where} combines tensors of different devices",
+        "{where} combines tensors on different devices",
         'create tensors with device=x.device, and constants of a module by self.register_buffer("name", tensor)',
     ),
 )
@@ -63,10 +76,10 @@ MISTAKES = (
 
 @contextmanager
 def explained_mistakes() -> Iterator[None]:
-    """Raise a JobError of one sentence in place of an error that a known mistake in the job causes."""
+    """Replace errors that a known mistake in the job causes by a JobError with a fix."""
     try:
         yield
-    except (TypeError, RuntimeError, IndexError, AssertionError) as error:
+    except (TypeError, RuntimeError, IndexError, AttributeError, AssertionError) as error:
         found = explain_mistake(error)
         if found is None:
             raise
@@ -74,7 +87,7 @@ def explained_mistakes() -> Iterator[None]:
 
 
 def explain_mistake(error: Exception) -> JobError | None:
-    """Return the JobError of a known mistake, None for any other error."""
+    """Return the JobError for an error that a known mistake causes, or None for other errors."""
     for mistake in MISTAKES:
         match = re.search(mistake.pattern, str(error))
         if match is not None:

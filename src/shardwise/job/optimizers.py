@@ -1,4 +1,4 @@
-"""Optimizer factories: named parameters in, one of torch's optimizers out; an engine may adapt the ready-made ones."""
+"""Optimizer factories, which return a torch optimizer for named parameters: AdamW, SGD and their protocol."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class OptimizerFactory(Protocol):
-    """Anything that makes an optimizer from (name, parameter) pairs; it may form parameter groups."""
+    """Function that returns an optimizer for (name, parameter) pairs; it may create parameter groups."""
 
     def __call__(self, named_parameters: Iterable[tuple[str, Parameter]], /) -> Optimizer:
-        """Return a fresh optimizer over the parameters given."""
+        """Return a new optimizer for the parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +31,17 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.01
     fused: bool = True
-    """One kernel for all parameters; off for devices that lack it."""
+    """Use torch's fused kernel for all parameters; set False on devices without one."""
 
     def __post_init__(self) -> None:
         _check_finite("adamw", lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
 
     def __call__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> Optimizer:
-        """Make torch's optimizer."""
+        """Return a torch.optim.AdamW for the parameters."""
         from torch import optim
 
         groups = decay_groups(named_parameters, self.weight_decay)
-        kind = quickest_kind(groups, fused=self.fused, fuses_cut=True)
+        kind = fastest_kind(groups, fused=self.fused, fuses_shards=True)
         return optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, **kind)
 
 
@@ -54,25 +54,25 @@ class SGD:
     nesterov: bool = False
     weight_decay: float = 0.0
     fused: bool = True
-    """One kernel for all parameters, where they are not cut; off for devices that lack it."""
+    """Use torch's fused kernel unless parameters are sharded; set False on devices without one."""
 
     def __post_init__(self) -> None:
         _check_finite("sgd", lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
     def __call__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> Optimizer:
-        """Make torch's optimizer."""
+        """Return a torch.optim.SGD for the parameters."""
         from torch import optim
 
         groups = decay_groups(named_parameters, self.weight_decay)
-        kind = quickest_kind(groups, fused=self.fused, fuses_cut=False)
+        kind = fastest_kind(groups, fused=self.fused, fuses_shards=False)
         optimizer = optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, **kind)
         if self.momentum and kind.get("fused"):
-            _begin_momentum(optimizer)
+            _initialize_momentum(optimizer)
         return optimizer
 
 
 def decay_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Split parameters into those that decay (matrices, filters) and those that do not (norms, biases)."""
+    """Return parameter groups with weight decay (matrices, filters) and without it (norms, biases)."""
     parameters = [parameter for _, parameter in named_parameters]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
@@ -81,11 +81,11 @@ def decay_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_decay
     return [group for group in groups if group["params"]]
 
 
-def _begin_momentum(optimizer: Optimizer) -> None:
-    """Let momentum begin at 0, which gives the same first step.
+def _initialize_momentum(optimizer: Optimizer) -> None:
+    """Initialize momentum with zeros, which leads to the same first step.
 
-    torch's fused SGD begins with memory as it finds it: a first step that is skipped leaves that as momentum, and a
-    parameter whose first gradient comes later is a TypeError.
+    torch's fused SGD allocates momentum without initializing it, so a skipped first step leaves arbitrary values, and
+    it raises TypeError for a parameter whose first gradient comes later.
     """
     from torch import zeros_like
 
@@ -94,37 +94,37 @@ def _begin_momentum(optimizer: Optimizer) -> None:
             optimizer.state[parameter]["momentum_buffer"] = zeros_like(parameter, requires_grad=False)
 
 
-def quickest_kind(groups: list[dict[str, Any]], *, fused: bool, fuses_cut: bool) -> dict[str, bool]:
-    """Return the arguments for the quickest of torch's kinds of optimizer; the same on every rank.
+def fastest_kind(groups: list[dict[str, Any]], *, fused: bool, fuses_shards: bool) -> dict[str, bool]:
+    """Return the arguments that select torch's fastest implementation of an optimizer; equal on every rank.
 
-    Measured by benchmarks/optimizers.py, ms an update as loop / foreach / fused on one CPU core: for a ResNet-18 AdamW
-    102 / 82 / 17, SGD 35 / 36 / 15; for a decoder of 148 tensors AdamW 86 / 106 / 31, SGD 37 / 34 / 17. On 100 shards
-    (DTensors), each operator on which costs 0.1 ms of Python: AdamW 80 / 6.0 / 3.2, SGD 13.5 / 1.6 and no fused one
-    (`fuses_cut`). torch by itself loops over shards. On an H200 the ResNet-18: AdamW 4.0 / 0.64 / 0.30, SGD
+    Measured by benchmarks/optimizers.py, in ms per update as loop / foreach / fused on one CPU core: ResNet-18 AdamW
+    102 / 82 / 17, SGD 35 / 36 / 15; a decoder of 148 tensors AdamW 86 / 106 / 31, SGD 37 / 34 / 17. On 100 shards
+    (DTensors, 0.1 ms of Python per operator): AdamW 80 / 6.0 / 3.2, SGD 13.5 / 1.6 without a fused kernel
+    (`fuses_shards`). By default, torch loops over shards. ResNet-18 on an H200: AdamW 4.0 / 0.64 / 0.30, SGD
     1.1 / 0.21 / 0.17.
     """
     from torch.distributed.tensor import DTensor
 
     parameters = [parameter for group in groups for parameter in group["params"]]
-    cut = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    if fused and (fuses_cut or not cut):
+    shards = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    if fused and (fuses_shards or not shards):
         return {"fused": True}
-    # One operator takes shards of one mesh only, and nothing whole beside them.
-    is_alike = len(cut) == len(parameters) and len({parameter.device_mesh for parameter in cut}) == 1
-    return {"foreach": True} if is_alike else {}
+    # A foreach operator requires that all its tensors are shards on one device mesh.
+    has_one_mesh = len(shards) == len(parameters) and len({shard.device_mesh for shard in shards}) == 1
+    return {"foreach": True} if has_one_mesh else {}
 
 
 def _check_finite(name: str, **values: float) -> None:
     for key, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise JobError(
-                f"{name}({key}={value!r}) is not a number",
+                f"{name}({key}={value!r}) is invalid, because {key} must be a number",
                 code="optimizer.setting-not-number",
                 fix=f"set optimizer.{key} to a number",
             )
         if not math.isfinite(value) or value < 0:
             raise JobError(
-                f"{name}({key}={value}) is not a finite number of at least 0",
+                f"{name}({key}={value}) is invalid, because {key} must be finite and at least 0",
                 code="optimizer.setting-out-of-range",
-                fix=f"set optimizer.{key}",
+                fix=f"set optimizer.{key} to 0 or more",
             )

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a factor on each group's own rate, counted in optimizer steps."""
+"""Learning-rate schedules: the factor of each parameter group's learning rate, by optimizer step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from shardwise.errors import JobError
 
 Schedule = Callable[[int, int], float]
-"""(step, total steps) -> factor; step counts from 0 and never depends on the number of ranks."""
+"""(step, total steps) -> factor; steps count from 0 and do not depend on the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """The same rate throughout, after an optional linear warm-up."""
+    """Constant learning rate after an optional linear warm-up."""
 
     warmup: float = 0
-    """Steps, or below 1 a share of all steps."""
+    """Number of warm-up steps, or their fraction of all steps if it is below 1."""
 
     def __post_init__(self) -> None:
         _check_warmup(self.warmup)
@@ -29,10 +29,13 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine:
-    """Linear warm-up, then half a cosine down to `floor`."""
+    """Linear warm-up, then cosine decay to a factor of `floor`, which the last step has.
+
+    With the default `floor=0`, the learning rate of the last step is 0; `floor=0.01` ends at 1 % of the learning rate.
+    """
 
     warmup: float = 0
-    """Steps, or below 1 a share of all steps."""
+    """Number of warm-up steps, or their fraction of all steps if it is below 1."""
     floor: float = 0.0
 
     def __post_init__(self) -> None:
@@ -47,10 +50,10 @@ class Cosine:
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """Linear warm-up, then a straight line down to `floor`."""
+    """Linear warm-up, then linear decay to a factor of `floor`."""
 
     warmup: float = 0
-    """Steps, or below 1 a share of all steps."""
+    """Number of warm-up steps, or their fraction of all steps if it is below 1."""
     floor: float = 0.0
 
     def __post_init__(self) -> None:
@@ -63,14 +66,14 @@ class Linear:
 
 
 def is_torch_scheduler(value: object) -> bool:
-    """Whether a value is one of torch's learning-rate schedulers, or such a class; torch is not imported for it."""
+    """Whether a value is a learning-rate scheduler of torch, or its class; does not import torch."""
     kind = value if isinstance(value, type) else type(value)
     return any(base.__module__ == "torch.optim.lr_scheduler" for base in kind.__mro__)
 
 
 def check_schedule(schedule: Schedule, total: int) -> None:
-    """Refuse a schedule that does not turn (step, total) into a number, such as a factory of torch's schedulers."""
-    fix = "give a function (step, total) -> factor, such as sw.schedules.Cosine() or lambda step, total: 0.9**step"
+    """Raise JobError if a schedule does not return a number for (step, total), as a factory of torch schedulers."""
+    fix = "pass a function (step, total) -> factor, such as sw.schedules.Cosine() or lambda step, total: 0.9**step"
     try:
         factor = schedule(0, total)
     except TypeError as error:
@@ -81,7 +84,7 @@ def check_schedule(schedule: Schedule, total: int) -> None:
         float(factor)
     except (TypeError, ValueError):
         raise JobError(
-            f"Job.schedule(0, {total}) returned a {type(factor).__name__}, not a number",
+            f"Job.schedule(0, {total}) must return a number, got {type(factor).__name__}",
             code="job.schedule-not-number",
             fix=fix,
         ) from None
@@ -97,7 +100,7 @@ def _warmup(warmup: float, step: int, total: int) -> float:
 
 
 def _progress(warmup: float, step: int, total: int) -> float:
-    """Share of the way from the end of the warm-up to the last step, 0 to 1."""
+    """Return the fraction of the steps after the warm-up that are done, from 0 to 1."""
     steps = _warmup_steps(warmup, total)
     return min(1.0, (step - steps) / max(1, total - 1 - steps))
 
@@ -105,7 +108,7 @@ def _progress(warmup: float, step: int, total: int) -> float:
 def _check_warmup(warmup: float) -> None:
     if not (isinstance(warmup, int | float) and math.isfinite(warmup) and warmup >= 0):
         raise JobError(
-            f"schedule warmup is {warmup!r}",
+            f"warmup of a schedule must be finite and at least 0, got {warmup!r}",
             code="job.warmup-invalid",
-            fix="give steps, or a share of all steps below 1",
+            fix="use a number of steps, or a fraction of all steps below 1",
         )

@@ -7,25 +7,27 @@ import signal
 import socket
 import time
 from dataclasses import replace
+from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from shardwise.errors import with_code
 from shardwise.launcher.policy import RankExit, root_cause
 from shardwise.runs.call_reader import describe_mismatch, read_last_calls
-from shardwise.runs.console import describe_exit
+from shardwise.runs.console import BAD_INPUT, describe_exit
 from shardwise.runs.directory import describe_kept, write_error
 from shardwise.runs.failure import DISK_FULL, HOST_MEMORY_FIX, HOST_MEMORY_SPENT, PEER_LOST, Failure, translate
+from shardwise.runs.recorder import parse_traceback, user_frame
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
-    from pathlib import Path
 
     from shardwise.launcher.local.supervise import Outcome
     from shardwise.runs import RunDirectory
     from shardwise.runs.call_reader import LastCalls
 
 
+EARLY_EXIT_FIX = "run the same number of steps on every rank, for example with DistributedSampler"
 _MAX_MESSAGE_CHARS = 200
 """Maximum length of an error message in the last line; the traceback above it has the whole message."""
 
@@ -59,7 +61,8 @@ def verdict(outcome: Outcome) -> str:
     if cause.failed:
         known = translate("\n".join(_recorded_error(cause)), cause.returncode)
         return f"{_name(cause)} failed first: {_summary(cause)}" + (f": {known}" if known else "")
-    return f"{_name(cause)} exited first: exit code 0 while other ranks waited for it; they lost their connection"
+    what = "left first: it destroyed its process group" if cause.left_at else "exited first: exit code 0"
+    return f"{_name(cause)} {what} while other ranks waited for it; they lost their connection: {EARLY_EXIT_FIX}"
 
 
 def _name(exit_: RankExit) -> str:
@@ -69,7 +72,9 @@ def _name(exit_: RankExit) -> str:
 def _summary(exit_: RankExit) -> str:
     if exit_.failure is None:
         return describe_exit(exit_.returncode)
-    first_line = shorten((exit_.failure.message.splitlines() or [""])[0], _MAX_MESSAGE_CHARS, placeholder=" ...")
+    first_line = exit_.failure.first_line
+    if exit_.failure.exit_code != BAD_INPUT:
+        first_line = shorten(first_line, _MAX_MESSAGE_CHARS, placeholder=" ...")
     where = "" if exit_.node_name else f" (on {exit_.failure.host})"
     return f"{exit_.failure.kind}: {with_code(first_line, exit_.failure.code)}{where}"
 
@@ -80,17 +85,21 @@ def _is_disk_full(cause: RankExit) -> bool:
 
 
 def _recorded_error(exit_: RankExit) -> tuple[str, ...]:
-    """Return the exception that a rank recorded, as class name and message, or the end of its log without one."""
+    """Return the class name and message of the exception that a rank recorded; if it has none, the end of its log."""
     if exit_.failure is None:
         return exit_.log
     return exit_.failure.kind, exit_.failure.message
 
 
 def _evidence(cause: RankExit, run: RunDirectory, *, is_shown: bool) -> str:
-    """Return the rank's traceback, a pointer to it if it was shown, or the end of its log if it has none."""
+    """Return the rank's traceback, its location if it was already shown, or the end of the log without a traceback."""
     log = run.stderr(cause.rank)
     if cause.failure is not None and not cause.failure.traceback:
         return ""
+    if cause.failure is not None and cause.failure.exit_code == BAD_INPUT:
+        frame = user_frame(parse_traceback(cause.failure.traceback))
+        at = f" at {Path(frame.file).name}:{frame.line}" if frame is not None else ""
+        return f"rank {cause.rank} raised an error{at}; its traceback is in {run.error(cause.rank)}"
     if cause.failure is not None and is_shown:
         kept = f", and in {log}" if log.exists() else ""
         return f"rank {cause.rank}: its traceback is above{kept}"
@@ -115,7 +124,7 @@ def gather_evidence(exits: Sequence[RankExit], run: RunDirectory) -> tuple[RankE
 
     Ranks that the launcher stopped are included, because the rank that failed may be on a different node.
     """
-    if all(exit_.returncode == 0 for exit_ in exits):
+    if all(exit_.returncode == 0 and not exit_.stopped for exit_ in exits):
         return tuple(exits)
     return tuple(replace(exit_, log=end_of_log(exit_, run), calls=_last_calls(exit_, run)) for exit_ in exits)
 
@@ -186,7 +195,7 @@ def read_exception(log: Path, rank: int) -> Failure | None:
 
 
 def unwritable(run: RunDirectory, rank: int, returncode: int) -> Failure | None:
-    """Return a failure for a rank that could not record one because the run directory is not writable, else None."""
+    """Return a Failure stating that the run directory is not writable, so no exception was recorded; else None."""
     error = write_error(run.path)
     if error is None:
         return None

@@ -79,7 +79,7 @@ def read_kubernetes(text: str, default_name: str) -> PodsSpec:
             )
         if key in found and key != "volume":
             raise LaunchError(
-                f"--kubernetes key {key} is repeated", code="launch.kubernetes-key-repeated", fix="pass it once"
+                f"--kubernetes key {key} is repeated", code="launch.kubernetes-key-repeated", fix=f"pass {key} once"
             )
         found.setdefault(key, []).append(value)
     if "image" not in found:
@@ -176,7 +176,7 @@ def _pod(spec: PodsSpec, grace_s: float) -> dict[str, Any]:
 
 
 def _service(spec: PodsSpec) -> dict[str, Any]:
-    """Return the headless Service that names the pods, also before they are ready, so that nodes can join."""
+    """Return the headless Service that gives pods DNS names, even before they are ready, so that nodes can join."""
     selector = {"batch.kubernetes.io/job-name": spec.name}
     body = {"clusterIP": "None", "selector": selector, "publishNotReadyAddresses": True}
     return _document(spec, "v1", "Service", spec=body)
@@ -242,7 +242,7 @@ def _parse_volume(text: str) -> Volume:
     match = re.fullmatch(r"([a-z0-9][-a-z0-9.]*):(/[^:]*)(:ro)?", text)
     if match is None:
         raise LaunchError(
-            f"--kubernetes volume={text} is not a claim with a mount path",
+            f"--kubernetes volume must be CLAIM:/PATH or CLAIM:/PATH:ro, got {text!r}",
             code="launch.kubernetes-volume-invalid",
             fix="write volume=CLAIM:/PATH or volume=CLAIM:/PATH:ro",
         )

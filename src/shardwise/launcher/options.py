@@ -24,7 +24,7 @@ def read_nproc(text: str, *, num_gpus: int, num_cores: int) -> int:
     """Parse --nproc-per-node: a number, gpu, cpu, or auto (the number of GPUs, or of cores if no GPU is visible)."""
     if text == "gpu" and not num_gpus:
         raise LaunchError(
-            "--nproc-per-node gpu requires a visible NVIDIA GPU", code="launch.no-gpu", fix="use a number, cpu or auto"
+            "--nproc-per-node gpu requires a visible NVIDIA GPU", code="launch.no-gpu", fix="pass --nproc-per-node auto"
         )
     named = {"gpu": num_gpus, "cpu": num_cores, "auto": num_gpus or num_cores}
     if text in named:
@@ -33,13 +33,13 @@ def read_nproc(text: str, *, num_gpus: int, num_cores: int) -> int:
         raise LaunchError(
             f"--nproc-per-node must be a positive integer, gpu, cpu or auto, got {text!r}",
             code="launch.nproc-invalid",
-            fix="use a number of at least 1, gpu, cpu or auto",
+            fix="pass --nproc-per-node gpu, cpu, auto or a number of at least 1",
         )
     if num_gpus and int(text) > num_gpus:
         raise LaunchError(
             f"--nproc-per-node {text} exceeds the {num_gpus} visible GPUs",
             code="launch.nproc-exceeds-gpus",
-            fix=f"use {num_gpus}, or export CUDA_VISIBLE_DEVICES= to run on the CPU",
+            fix=f"pass --nproc-per-node {num_gpus}, or export CUDA_VISIBLE_DEVICES= to run on the CPU",
         )
     return int(text)
 
@@ -50,7 +50,7 @@ def read_nodes(text: str) -> tuple[int, int]:
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
         raise LaunchError(
-            f"--nnodes must be N or MIN:MAX, got {text!r}", code="launch.nnodes-invalid", fix="use 2, or 2:4"
+            f"--nnodes must be N or MIN:MAX, got {text!r}", code="launch.nnodes-invalid", fix="pass --nnodes 2 or 2:4"
         )
     return least, most
 
@@ -64,13 +64,13 @@ def read_endpoint(
         raise LaunchError(
             "a run on several nodes requires a rendezvous endpoint",
             code="launch.endpoint-missing",
-            fix="add --master-addr <address of node 0>",
+            fix="pass --master-addr <address of node 0>",
         )
     if rdzv_endpoint and master_addr and master_addr != host:
         raise LaunchError(
             f"--rdzv-endpoint {host} and --master-addr {master_addr} are different hosts",
             code="launch.endpoint-contradicts",
-            fix="pass only one of them",
+            fix="remove --rdzv-endpoint or --master-addr",
         )
     _check_same_port(port, master_port)
     return host, _checked_port(port or master_port or DEFAULT_PORTS[rdzv_backend], least=1)
@@ -81,14 +81,14 @@ def _check_same_port(port: int | None, master_port: int | None) -> None:
         raise LaunchError(
             f"--rdzv-endpoint has port {port}, but --master-port is {master_port}",
             code="launch.endpoint-contradicts",
-            fix="pass only one of them",
+            fix="remove --master-port, or the port of --rdzv-endpoint",
         )
 
 
 def _checked_port(port: int, *, least: int) -> int:
     if not least <= port < 1 << 16:
         raise LaunchError(
-            f"the port must be between 1 and 65535, got {port}", code="launch.port-invalid", fix="change --master-port"
+            f"the port must be in 1 to 65535, got {port}", code="launch.port-invalid", fix="pass --master-port 29500"
         )
     return port
 
@@ -103,7 +103,7 @@ def _split(endpoint: str) -> tuple[str, int | None]:
         raise LaunchError(
             f"--rdzv-endpoint must be HOST:PORT, got {endpoint!r}",
             code="launch.endpoint-invalid",
-            fix="write HOST:PORT",
+            fix="pass --rdzv-endpoint HOST:29400",
         )
     return match[1] or match[2], int(match[3]) if match[3] else None
 
@@ -117,9 +117,9 @@ def read_rdzv_conf(text: str) -> dict[str, float]:
         name = names.get(key.strip())
         if not equals or (name and not re.fullmatch(r"[0-9]+(\.[0-9]+)?", value.strip())):
             raise LaunchError(
-                f"--rdzv-conf entry {key}{equals}{value} is not KEY=VALUE with a time in seconds",
+                f"--rdzv-conf must be KEY=SECONDS,..., got {key}{equals}{value}",
                 code="launch.rdzv-conf-invalid",
-                fix="write join_timeout=600,last_call_timeout=5",
+                fix="pass --rdzv-conf join_timeout=600,last_call_timeout=5",
             )
         if name:
             found[name] = float(value)
@@ -133,23 +133,23 @@ def check_nodes(nodes: tuple[int, int], node_rank: int | None, rdzv_backend: str
         raise LaunchError(
             f"--node-rank must be below --nnodes {most}, got {node_rank}",
             code="launch.node-rank-invalid",
-            fix=f"use 0 to {most - 1}",
+            fix=f"pass --node-rank 0 to {most - 1}",
         )
     if rdzv_backend not in DEFAULT_PORTS:
         raise LaunchError(
-            f"--rdzv-backend {rdzv_backend!r} is unknown", code="launch.rdzv-backend-unknown", fix="use static or c10d"
+            f"--rdzv-backend {rdzv_backend!r} is unknown", code="launch.rdzv-backend-unknown", fix="pass static or c10d"
         )
 
 
 def read_port(endpoint: str, master_port: int | None, *, standalone: bool) -> int:
-    """Return the port of the store: --master-port, that of --rdzv-endpoint, or 0 to select a free port."""
+    """Return the port of the store: --master-port, the port of --rdzv-endpoint, or 0 to select a free port."""
     _, colon, port = endpoint.rpartition(":")
     given = int(port) if colon and port.isdigit() else None
     if standalone and (given or master_port):
         raise LaunchError(
             f"--standalone selects a free port and cannot be combined with port {given or master_port}",
             code="launch.standalone-with-port",
-            fix="pass only one of them",
+            fix="remove --standalone, or remove the port",
         )
     _check_same_port(given, master_port)
     return _checked_port(master_port or given or 0, least=0)
@@ -168,12 +168,12 @@ def read_streams(option: str, text: str, nproc: int) -> list[tuple[bool, bool]]:
             raise LaunchError(
                 f"--{option} has rank {unknown[0]}, but the ranks of this node are 0 to {nproc - 1}",
                 code="launch.stream-rank-unknown",
-                fix=f"use 0 to {nproc - 1}",
+                fix=f"pass ranks 0 to {nproc - 1}",
             )
         values.update(named)
     else:
         raise LaunchError(
-            f"--{option} must be 0, 1, 2, 3 or RANK:N,..., got {text!r}", code="launch.streams-invalid", fix="use 3"
+            f"--{option} must be 0, 1, 2, 3 or RANK:N,..., got {text!r}", code="launch.streams-invalid", fix="pass 3"
         )
     return [(bool(value & 1), bool(value & 2)) for _, value in sorted(values.items())]
 
@@ -186,13 +186,13 @@ def read_ranks(text: str, nproc: int) -> frozenset[int]:
         ranks = frozenset(int(part) for part in text.split(","))
     except ValueError:
         raise LaunchError(
-            f"--local-ranks-filter must be RANK,..., got {text!r}", code="launch.rank-filter-invalid", fix="use 0,1"
+            f"--local-ranks-filter must be RANK,..., got {text!r}", code="launch.rank-filter-invalid", fix="pass 0,1"
         ) from None
     if not ranks <= frozenset(range(nproc)):
         raise LaunchError(
-            f"--local-ranks-filter {text} has a rank outside of 0 to {nproc - 1}",
+            f"--local-ranks-filter must contain ranks 0 to {nproc - 1}, got {text}",
             code="launch.rank-filter-unknown",
-            fix=f"use 0 to {nproc - 1}",
+            fix=f"pass ranks 0 to {nproc - 1}",
         )
     return ranks
 

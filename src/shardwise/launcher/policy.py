@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.runs.call_reader import LastCalls  # noqa: TC001 - read at run time by msgspec
-from shardwise.runs.console import BAD_INPUT, PREEMPTED
+from shardwise.runs.console import BAD_INPUT, PREEMPTED, describe_exit
 from shardwise.runs.failure import Failure  # noqa: TC001 - read at run time by msgspec
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """How one rank ended."""
+    """The exit of one rank: its exit code, recorded failure and last log lines."""
 
     rank: int
     returncode: int
@@ -32,6 +32,11 @@ class RankExit:
     """Last lines of standard error of a rank that failed without recording its exception."""
     calls: LastCalls | None = None
     """Last collectives of the rank; None if they were not recorded or no rank failed."""
+
+    @property
+    def left_at(self) -> float:
+        """Time at which the rank destroyed its default process group, in seconds since the epoch; 0 if it did not."""
+        return self.calls.left_at if self.calls is not None else 0.0
 
     @property
     def failed(self) -> bool:
@@ -67,14 +72,22 @@ class Restart:
     def why(self) -> str:
         """The reason for the restart."""
         if self.cause is None:
-            return "a verdict stopped the ranks"
+            return "the guard stopped the ranks"
         where = f" on {self.cause.node_name}" if self.cause.node_name else ""
-        return f"rank {self.cause.rank}{where} failed"
+        return f"rank {self.cause.rank}{where} {_what(self.cause)}"
+
+
+def _what(cause: RankExit) -> str:
+    """Return what the rank did in a few words."""
+    if cause.failed:
+        return f"failed: {cause.failure.kind if cause.failure else describe_exit(cause.returncode).partition(' (')[0]}"
+    what = "destroyed its process group" if cause.left_at else "exited"
+    return f"{what} before the other ranks" + ("" if cause.left_at else ": exit code 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GiveUp:
-    """The decision to end the launch as failed; `cause` is None if the failure was not that of a rank."""
+    """The decision to end the launch as failed; `cause` is None if no rank failed, as after a hang."""
 
     cause: RankExit | None
 
@@ -106,7 +119,11 @@ def root_cause(exits: Sequence[RankExit]) -> RankExit | None:
     cause = min(failed, key=lambda exit_: (_kind(exit_), _when(exit_), exit_.rank), default=None)
     if cause is None or _kind(cause) != _PEER_LOST:
         return cause
-    # Every failed rank lost a peer, so the cause is the first rank that exited before them with exit code 0.
+    # Every failed rank lost a peer, so the cause is the first rank that left before them: it closed its connections,
+    # even if it ran on until the launcher stopped it, or it exited with code 0.
+    left = [exit_ for exit_ in exits if not exit_.failed and 0.0 < exit_.left_at <= _when(cause)]
+    if left:
+        return min(left, key=lambda exit_: (exit_.left_at, exit_.rank))
     exited = [exit_ for exit_ in exits if exit_.returncode == 0 and not exit_.stopped and exit_.at <= cause.at]
     return min(exited, key=lambda exit_: (exit_.at, exit_.rank), default=cause)
 

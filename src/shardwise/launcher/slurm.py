@@ -31,7 +31,7 @@ _RESERVED = {
     "ntasks-per-node": "use --nproc, because SLURM starts one launcher per node, which starts the ranks",
     "gpus-per-task": "use gpus-per-node, because SLURM starts one launcher per node as its task",
     "array": "submit each job separately, because the jobs of an array would share one run directory",
-    "wrap": "remove it, because shardwise generates the script",
+    "wrap": "remove wrap, because shardwise generates the script",
 }
 """Options of sbatch that conflict with the generated script, with the fix."""
 _SPARE_S = 30
@@ -104,7 +104,7 @@ def read_directives(text: str) -> dict[str, str]:
             found[key] += f",{part}"  # partition=a,b
         else:
             raise LaunchError(
-                f"--slurm entry {part!r} is not KEY=VALUE",
+                f"--slurm entries must be KEY=VALUE, got {part!r}",
                 code="launch.slurm-syntax",
                 fix=f"write {EXAMPLE}, or --slurm -- SCRIPT without options",
             )
@@ -224,7 +224,7 @@ def num_tasks(variables: Mapping[str, str]) -> int:
 
 
 def nodes_of_step(variables: Mapping[str, str], options: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
-    """Return the node options that this launcher's srun step implies, except those in `typed`, which the user passed.
+    """Return the node options that this launcher's srun step implies, except the user's own options in `typed`.
 
     A step of several tasks must run one launcher per node; otherwise LaunchError names the srun option to use.
     """
@@ -233,7 +233,7 @@ def nodes_of_step(variables: Mapping[str, str], options: Mapping[str, Any], type
     step = identify(variables)
     if step.local_world_size > 1:
         raise LaunchError(
-            f"SLURM started {step.local_world_size} launchers on this node, but one starts all --nproc ranks of a node",
+            f"SLURM must start one launcher per node, got {step.local_world_size} on this node",
             code="launch.slurm-tasks-per-node",
             fix="use srun --ntasks-per-node=1 with --nproc, or one task per rank without a launcher",
         )
@@ -290,6 +290,8 @@ _COMMAND_TIMEOUT_S = 60.0
 _PENDING_TIMEOUT_S = 3.0
 _PERMANENT_REASONS = frozenset({"BadConstraints", "PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit"})
 """Pending reasons of squeue that do not change when other jobs end."""
+_UNREACHABLE = ("resolve_ctls_from_dns_srv", "establish a configuration source", "contact slurm controller")
+"""Parts of sbatch's messages if there is no configuration, or the controller does not answer."""
 
 
 def require_slurm(program: str) -> None:
@@ -305,6 +307,12 @@ def require_slurm(program: str) -> None:
 def submit(script: Path) -> str:
     """Submit a batch script and return the job id; raise LaunchError for a job that SLURM rejects or cannot start."""
     done = _slurm("sbatch", "--parsable", str(script))
+    if any(sign in done.stderr for sign in _UNREACHABLE):
+        raise LaunchError(
+            f"sbatch cannot reach the controller of SLURM ({_reason(done.stderr)})",
+            code="launch.slurm-unreachable",
+            fix="check with sinfo, set SLURM_CONF to the cluster's slurm.conf, or add --dry-run to print the script",
+        )
     if done.returncode != 0:
         raise LaunchError(
             f"SLURM rejected the job ({_reason(done.stderr)})",
@@ -355,4 +363,4 @@ def _reason(errors: str) -> str:
         text = line.removeprefix("sbatch: ").removeprefix("error: ").strip()
         if text:
             return text
-    return "no reason given"
+    return "sbatch reported no reason"

@@ -9,6 +9,7 @@ import msgspec
 
 from shardwise.engines.backends import backend_row
 from shardwise.errors import LaunchError
+from shardwise.launcher.nodes.messages import LOST_S
 from shardwise.launcher.slurm import read_directives
 from shardwise.runs.drift import ReplicaSpec
 from shardwise.spec import NonNegativeFloat, NonNegativeInt, Option, Spec, argument, option
@@ -29,6 +30,8 @@ class RendezvousSpec(Spec, frozen=True, kw_only=True):
     """Run id, the same on all nodes."""
     rdzv_conf: str = ""
     """join_timeout=S,last_call_timeout=S: timeouts for nodes to join."""
+    node_timeout_s: Annotated[float, msgspec.Meta(ge=2), option("--node-timeout", metavar="SECONDS")] = LOST_S
+    """Seconds without a heartbeat after which a node is lost; node 0 decides."""
     master_addr: str | None = None
     """Host name or address of node 0."""
     master_port: int | None = None
@@ -44,6 +47,8 @@ class SubmitSpec(Spec, frozen=True, kw_only=True):
     """Submit the command to SLURM with these sbatch options; inside an allocation, run it there."""
     hosts: Annotated[str | None, option(metavar="A,B:8|FILE")] = None
     """Run one node on each of these hosts, started over ssh."""
+    env: Annotated[tuple[str, ...], option("--env", metavar="NAME[=VALUE]")] = ()
+    """With --hosts: set this environment variable on every host; without a value, to its value here."""
     kubernetes: Annotated[str | None, option(metavar="image=I,...")] = None
     """Print Kubernetes manifests that run the command."""
 
@@ -52,6 +57,12 @@ class SubmitSpec(Spec, frozen=True, kw_only=True):
         super().__post_init__()
         if self.slurm is not None:
             read_directives(self.slurm)
+        if self.env and self.hosts is None:
+            raise LaunchError(
+                f"--env {self.env[0].partition('=')[0]} requires --hosts",
+                code="cli.option-not-applicable",
+                fix="remove --env, and export the variable: ranks inherit the environment",
+            )
 
 
 class HangSpec(Spec, frozen=True, kw_only=True):
@@ -143,5 +154,5 @@ class LaunchSpec(Spec, frozen=True, kw_only=True):
         super().__post_init__()
         if self.module and self.no_python:
             raise LaunchError(
-                "--module and --no-python are mutually exclusive", code="cli.options-conflict", fix="pass one of them"
+                "--module and --no-python are mutually exclusive", code="cli.options-conflict", fix="remove --module"
             )

@@ -43,7 +43,7 @@ SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The measurements on one kind of device."""
+    """Shapes and sizes to measure on one kind of device."""
 
     layers: dict[str, tuple[tuple[int, int, int], ...]]
     """dtype -> linear layers as (rows, inner, columns)."""
@@ -52,15 +52,15 @@ class Grid:
     attentions: dict[str, tuple[tuple[int, int], ...]]
     """dtype -> (sequence length, head dim)."""
     tokens: int
-    """Tokens of a batch of attention."""
+    """Tokens per batch of attention."""
     numels: tuple[int, ...]
     """Elements of the tensors that memory-bound operators read."""
     low: torch.dtype
-    """dtype of these tensors."""
+    """dtype of the tensors that memory-bound operators read."""
     parameters: int
-    """Parameters of the optimizer step."""
+    """Number of parameters in the timed optimizer step."""
     budget_s: float
-    """Seconds per point."""
+    """Seconds per measured point."""
 
 
 _WIDE = (
@@ -111,7 +111,7 @@ CPU = Grid(
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """The measurements of one rank, while the other ranks measured the same."""
+    """The measurements of one rank, taken while all other ranks run the same operators."""
 
     figures: dict[str, Figure]
     """Field of Calibration -> value."""
@@ -121,10 +121,10 @@ class RankFigures:
 
 
 def calibrate(ranks: int | None = None, *, folder: Path | None = None, grid: Grid | None = None) -> Calibration:
-    """Measure this machine on new ranks, store the result in `folder` for the planner, and return it.
+    """Measure this machine on new ranks, save the calibration in `folder` for the planner, and return it.
 
-    With `ranks`, that many ranks measure at once, as in a training, including the collectives between them; on a CPU
-    they share its cores, so that every figure includes the contention. `grid` defaults to that of the device.
+    `ranks` ranks (default: 1) measure at the same time, including the collectives between them. CPU ranks share the
+    cores, so that every rate includes their contention. `grid` defaults to the grid of the device.
     """
     node = this_machine(ranks).node
     on_cpu = node.device.kind == "cpu"
@@ -135,7 +135,7 @@ def calibrate(ranks: int | None = None, *, folder: Path | None = None, grid: Gri
 
 
 def combine(found: Sequence[RankFigures], node: NodeType) -> Calibration:
-    """Return the calibration from the measurements of all ranks; values that were not measured are the catalogue's."""
+    """Return the calibration from the measurements of all ranks; other values come from the catalogue."""
     base = default_calibration(node)
     names = found[0].figures
     return replace(
@@ -168,12 +168,12 @@ def _mean_points(points: Sequence[Any], rates: tuple[str, ...]) -> tuple[Any, ..
 
 
 def measure_rank(grid: Grid, device: str) -> RankFigures:
-    """Measure as one rank of the world of the environment; communicates over the world."""
+    """Open a world and measure on this rank; communicates over the world, call on every rank."""
     used = _memory_in_use(identify().local_rank) if device == "cuda" else 0
     with world(device=device) as here:
         matmuls: list[MatmulPoint] = []
         for dtype, layers in _present(grid.layers, here.device) + _present(grid.uneven, here.device):
-            here.barrier()  # so that all ranks measure the same at the same time
+            here.barrier()  # so that all ranks time the same operators at the same time
             matmuls += timing.matmul_points(layers, dtype, here.device, budget_s=grid.budget_s)
         attentions: list[AttentionPoint] = []
         for dtype, shapes in _present(grid.attentions, here.device):
@@ -202,7 +202,7 @@ def _present(table: dict[str, Any], device: torch.device) -> list[tuple[str, Any
 
 
 def _together(here: World, work: Callable[[], Any]) -> Any:
-    """Run `work` on all ranks at the same time; communicates over the world."""
+    """Run `work` on all ranks at the same time; communicates over the world, call on every rank."""
     here.barrier()
     return work()
 
@@ -224,7 +224,7 @@ def _figures(here: World, grid: Grid) -> dict[str, Figure]:
 
 
 def _collectives(here: World, budget_s: float) -> tuple[CollectivePoints, ...]:
-    """Time all collectives over the world; communicates over it."""
+    """Time all collectives; communicates over the world, call on every rank."""
     group = dist.group.WORLD
     assert group is not None  # noqa: S101 - a world is open
     found = []

@@ -1,4 +1,4 @@
-"""Explanations of collectives, sends and steps of strategies: real ranks run them and record their values."""
+"""Explains collectives, point-to-point calls and parallel strategies with the values of real ranks that run them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SMALL_BUCKET_MB = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """The values of every rank at one time."""
+    """A column of values, one for each rank."""
 
     title: str
     values: tuple[str, ...]
@@ -54,7 +54,7 @@ class ExplainedPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """The explanation of a call: a description, its code, and the values of the ranks."""
+    """The explanation of a call: a description, its code, and the values of all ranks."""
 
     name: str
     description: str
@@ -64,10 +64,10 @@ class Explanation:
 
 
 def check_names(name: str, op: str | None, size: int) -> tuple[str, ...]:
-    """Return the names to explain on `size` ranks, one or all; refuse unknown names and impossible combinations."""
+    """Return the names to explain on `size` ranks, one or all; raise InputError for invalid names and operations."""
     if name not in (*NAMES, ALL):
         raise InputError(
-            f"explanation {name!r} does not exist",
+            f"collective or strategy {name!r} does not exist",
             code="bench.unknown-explanation",
             fix=nearest(name, (*NAMES, ALL)),
         )
@@ -85,9 +85,9 @@ def check_names(name: str, op: str | None, size: int) -> tuple[str, ...]:
         reduces, least = False, 1
     if op is not None and not reduces:
         raise InputError(
-            f"{name} takes no reduce operation, got {op}",
+            f"{name} does not have a reduce operation, got {op}",
             code="bench.operation-not-applicable",
-            fix="omit the reduce operation",
+            fix="omit --ops",
         )
     if size < least:
         raise InputError(
@@ -106,13 +106,13 @@ def default_nproc(name: str) -> int:
 def explain_on_ranks(
     names: tuple[str, ...], op: str, device: str | None = None, backend: str | None = None
 ) -> list[Explanation]:
-    """Open a world and communicate over it, called on every rank: run the calls; every rank has the same result."""
+    """Open a world and explain the calls, equally on all ranks; communicates over the world, call on every rank."""
     with open_world(device=rank_device(device, backend), backend=backend) as world:
         return [explain_in(world, name, op) for name in names]
 
 
 def explain_in(world: World, name: str, op: str = "SUM") -> Explanation:
-    """Communicate over the world, called on every rank: run the call; every rank has the same result."""
+    """Run one call and explain it, equally on all ranks; communicates over the world, call on every rank."""
     if name == DDP:
         return explain_step(world.gather(record_step(world)))
     if name in STRATEGIES:
@@ -125,6 +125,7 @@ def explain_in(world: World, name: str, op: str = "SUM") -> Explanation:
         raise InputError(
             f"{world.backend} on {world.device.type} does not support {name} with {op} ({reason})",
             code="bench.backend-unsupported",
+            fix="use another --backend or --ops",
         ) from error
     return _explain_call(name, case, op, world.gather(values))
 
@@ -182,7 +183,7 @@ def _arithmetic(op: str, inputs: Iterable[list[float]], result: list[float]) -> 
 
 
 def _explain_strategy(name: str, records: list[tuple[list[ExplainedMoment], bool]]) -> Explanation:
-    """Return the moments of a step, the values of all ranks side by side."""
+    """Return the explanation of a strategy, with the values of all ranks at each moment of a step."""
     parts = []
     for moments in zip(*(moments for moments, _ in records), strict=True):
         titles = [title for title, _ in moments[0].values]
@@ -211,7 +212,7 @@ def explain_step(records: list[StepRecord]) -> Explanation:
     forward = [f"batch {shown(r.batch)} -> output {shown(r.output)}, loss {shown(r.loss)}" for r in records]
     return Explanation(
         name=DDP,
-        description="One step of DistributedDataParallel: the same weights on every rank, another batch on every rank.",
+        description="One step of DistributedDataParallel: every rank has the same weights and its own batch.",
         call="model = DDP(module); loss = model(batch).mean(); loss.backward(); optimizer.step()",
         parts=(
             ExplainedPart(
@@ -279,16 +280,16 @@ class BucketRecord:
 
     index: int
     names: tuple[str, ...]
-    """Parameters of its gradients, in the order of the bucket."""
+    """Names of the parameters whose gradients are in the bucket, in its order."""
     local: list[float]
-    """Its content before the all-reduce."""
+    """Content of the bucket before the all-reduce."""
     averaged: list[float]
-    """Its content after the all-reduce."""
+    """Content of the bucket after the all-reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """The record of the step on one rank; parameters by name."""
+    """The values of a DDP step on one rank; dictionaries are by parameter name."""
 
     own: Mapping[str, Any]
     """The initial parameters of the rank."""
@@ -319,7 +320,7 @@ class _Recorder:
         group: dist.ProcessGroup,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[Tensor]:
-        """Communicate over `group`: average the bucket."""
+        """Average the bucket over all ranks; communicates over `group`."""
         buffer = bucket.buffer()
         local = buffer.tolist()
         dist.all_reduce(buffer, group=group)
@@ -332,7 +333,7 @@ class _Recorder:
 
 
 def record_step(world: World) -> StepRecord:
-    """Communicate over the world, called on every rank: run one step of a model of seven parameters."""
+    """Run one DDP step of a tiny model and record its values; communicates over the world, call on every rank."""
     module = tiny_model(world)
     own = _values(module)
     model = DistributedDataParallel(module, bucket_cap_mb=_SMALL_BUCKET_MB)
@@ -384,7 +385,7 @@ def batch_of(rank: int, device: torch.device) -> Tensor:
 
 
 def _alone(module: nn.Module, world: World) -> dict[str, Any]:
-    """Return the gradients of the model over all ranks' batches in this one process."""
+    """Return the gradients that one process computes from the batches of all ranks."""
     batches = torch.cat([batch_of(rank, world.device) for rank in range(world.size)])
     parameters = dict(module.named_parameters())
     gradients = torch.autograd.grad(module(batches).mean(), list(parameters.values()))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Run = Callable[[World, str], tuple[Any, Any]]
 
 LATE_S = 0.05
-"""Delay of each rank at the barrier after the previous rank."""
+"""Seconds by which each rank arrives at the barrier after the previous rank."""
 _WRONG_DTYPE = "torch.zeros({count}) is float32 and {tensor} is int64:"
 _ABORTS = "the ranks abort or read bytes of the other kind. Give the buffer the sender's dtype."
 _RAISES = "torch raises ValueError. Give the buffer the input's dtype."
@@ -27,21 +27,21 @@ _RAISES = "torch raises ValueError. Give the buffer the input's dtype."
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainedCall:
-    """A call to explain."""
+    """A collective or point-to-point call to explain."""
 
     description: str
     """The effect of the call, in a sentence."""
     call: str
     """The code of the call; {op} is the reduce operation."""
     run: Run
-    """Communicates over the world, called on every rank: runs the call, returns the values before and after it."""
+    """Runs the call and returns the values before and after; communicates over the world, call on every rank."""
     before: str = "Before"
     nproc: int = 4
     """Default number of ranks."""
     least: int = 1
     """Minimum number of ranks."""
     reduces: bool = False
-    """Whether it takes a reduce operation."""
+    """Whether the call has a reduce operation."""
     corrected: str = ""
     """A common mistake in the code of this call, and its correction."""
 
@@ -118,7 +118,7 @@ def _all_to_all(world: World, _: str) -> tuple[Any, Any]:
 
 
 def _barrier(world: World, _: str) -> tuple[Any, Any]:
-    began = min(world.gather(time.time()))  # of the first rank; includes clock differences between hosts
+    began = min(world.gather(time.time()))  # start time of the first rank; hosts may have different clocks
     time.sleep(LATE_S * world.rank)
     arrived = time.time()
     world.barrier()
@@ -127,7 +127,7 @@ def _barrier(world: World, _: str) -> tuple[Any, Any]:
 
 def _send(world: World, _: str) -> tuple[Any, Any]:
     is_source, peer = world.rank % 2 == 0, world.rank ^ 1
-    tensor = _message(world) if is_source else torch.zeros(3, dtype=torch.int64, device=_reach(world))
+    tensor = _message(world) if is_source else torch.zeros(3, dtype=torch.int64, device=_p2p_device(world))
     before = tensor.tolist()
     if peer >= world.size:
         return before, f"{before}   (no peer)"
@@ -170,10 +170,10 @@ def _chunks(world: World) -> list[Tensor]:
 
 
 def _message(world: World) -> Tensor:
-    return torch.arange(3, device=_reach(world)) + 1 + 3 * world.rank
+    return torch.arange(3, device=_p2p_device(world)) + 1 + 3 * world.rank
 
 
-def _reach(world: World) -> torch.device:
+def _p2p_device(world: World) -> torch.device:
     """Return the device of tensors for point-to-point calls: gloo sends from host memory only."""
     return torch.device("cpu") if world.backend == "gloo" else world.device
 
@@ -188,7 +188,7 @@ CASES = {
         call="dist.all_reduce(tensor, op=ReduceOp.{op})",
         run=_all_reduce,
         reduces=True,
-        corrected="AVG needs a floating dtype: torch.arange(2) is int64.",
+        corrected="AVG needs a floating-point dtype: torch.arange(2) is int64.",
     ),
     "broadcast": ExplainedCall(
         description="Every rank ends with the tensor of one source rank.",
@@ -252,7 +252,7 @@ CASES = {
         corrected="A ring of blocking sends can hang, since all wait for a receiver; buffers need the sender's dtype.",
     ),
     "batch_isend_irecv": ExplainedCall(
-        description="The same ring as one batch, which NCCL starts together in any order.",
+        description="The same ring as one batch, whose operations NCCL starts together in any order.",
         call="dist.batch_isend_irecv([P2POp(dist.isend, tensor, next), P2POp(dist.irecv, received, previous)])",
         run=_batch,
         least=2,

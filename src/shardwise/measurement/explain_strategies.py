@@ -1,7 +1,7 @@
-"""One training step of FSDP, ZeRO, tensor and pipeline parallelism on a few numbers, as each rank sees it.
+"""Explains one training step of FSDP, ZeRO, tensor and pipeline parallelism with the values of every rank.
 
-Every step is written with the collectives that the strategy is made of and runs on real ranks. Each rank also computes
-the step of one process, and compares its updated weights with it.
+Each step calls the collectives of its strategy directly and runs on real ranks. Each rank also computes the step of a
+single process and compares the updated weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOMENTUM = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainedMoment:
-    """A point of the step: values of one rank, side by side."""
+    """Values of one rank at one point of the step, shown side by side."""
 
     title: str
     values: tuple[tuple[str, Any], ...]
@@ -35,17 +35,17 @@ class ExplainedMoment:
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainedStrategy:
-    """A strategy to be shown."""
+    """A parallel strategy to explain."""
 
     sentence: str
     call: str
     run: Callable[[World], tuple[list[ExplainedMoment], bool]]
-    """Communicates over the world, called on every rank: returns its moments, and whether its weights are right."""
+    """Runs the step; returns its moments and whether the weights are correct. Communicates, call on every rank."""
     corrected: str = ""
 
 
 def _rows(world: World) -> Tensor:
-    """Return the weight that is sharded, [size, 2]: one row for each rank."""
+    """Return the full weight [size, 2], which is sharded by rows: one row per rank."""
     return torch.arange(2.0 * world.size, device=world.device).view(world.size, 2) + 1
 
 
@@ -55,7 +55,7 @@ def _batch(world: World, rank: int) -> Tensor:
 
 
 def _mean_gradient(world: World, weight: Tensor) -> Tensor:
-    """Return the gradient of one process that has the samples of all ranks."""
+    """Return the gradient that one process computes from the samples of all ranks."""
     weight = weight.clone().requires_grad_()
     loss = sum((_batch(world, rank) @ weight.T).square().sum() / 2 for rank in range(world.size)) / world.size
     return torch.autograd.grad(loss, weight)[0]  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ def _gather(world: World, shard: Tensor) -> Tensor:
 
 
 def _reduce_scatter(world: World, whole: Tensor) -> Tensor:
-    """Return this rank's row of the sum over ranks, divided by their number."""
+    """Return this rank's row of the mean over ranks; communicates, call on every rank."""
     shard = torch.empty_like(whole[:1])
     dist.reduce_scatter(shard, [row.contiguous() for row in whole.split(1)])
     return shard / world.size
@@ -96,8 +96,8 @@ def _fsdp(world: World) -> tuple[list[ExplainedMoment], bool]:
             values=(("gathered", whole), ("output", output)),
         ),
         ExplainedMoment(
-            title="3. backward: gathered again, for the gradient of the own sample",
-            values=(("gradient of the whole weight", gradient),),
+            title="3. backward: the weight is gathered again for the gradient of the rank's sample",
+            values=(("gradient of the full weight", gradient),),
         ),
         ExplainedMoment(
             title="4. reduce-scatter: each rank gets the mean of its own rows only",
@@ -123,21 +123,21 @@ def _zero(world: World) -> tuple[list[ExplainedMoment], bool]:
     expected = weight - RATE * (MOMENTUM * torch.ones_like(weight) + _mean_gradient(world, weight))
     moments = [
         ExplainedMoment(
-            title="1. between steps: whole weights, but optimizer states of the own rows only",
+            title="1. between steps: full weights, but optimizer states of the rank's own rows only",
             values=(("weight", weight), ("momentum", momentum)),
         ),
-        ExplainedMoment(title="2. forward and backward of the own sample, as in DDP", values=(("gradient", gradient),)),
+        ExplainedMoment(title="2. forward and backward of its sample, as in DDP", values=(("gradient", gradient),)),
         ExplainedMoment(
-            title="3. reduce-scatter: the mean gradient of the own rows",
-            values=(("gradient of the own rows", mine),),
+            title="3. reduce-scatter: each rank gets the mean gradient of its own rows",
+            values=(("gradient of its rows", mine),),
             note="(ZeRO-1 keeps all gradients and may all-reduce instead; ZeRO-2 frees the other rows here)",
         ),
         ExplainedMoment(
-            title=f"4. update of the own rows: {MOMENTUM:g} x momentum + gradient, times {RATE:g}",
+            title=f"4. update of its own rows: {MOMENTUM:g} x momentum + gradient, times {RATE:g}",
             values=(("momentum", moved), ("own rows", row)),
         ),
         ExplainedMoment(
-            title="5. all-gather: every rank has the whole weight again (ZeRO-3 gathers before each use)",
+            title="5. all-gather: every rank has the full weight again (ZeRO-3 gathers before each use)",
             values=(("weight", updated),),
         ),
     ]
@@ -171,11 +171,11 @@ def _tensor_parallel(world: World) -> tuple[list[ExplainedMoment], bool]:
         ),
         ExplainedMoment(title="3. all-reduce of the output", values=(("before", partial), ("after", output))),
         ExplainedMoment(
-            title="4. backward: gradients of the own shards need no communication; that of the input is all-reduced",
+            title="4. backward: gradients of the shards need no communication; the input gradient is all-reduced",
             values=(("partial gradient of x", partial_input), ("after all-reduce", input_gradient)),
         ),
         ExplainedMoment(
-            title=f"5. update: each rank its shards, by {RATE:g} x gradient",
+            title=f"5. update: each rank subtracts {RATE:g} x gradient from its shards",
             values=(("rows of W1", new_rows), ("column of W2", new_columns)),
         ),
     ]
@@ -183,7 +183,7 @@ def _tensor_parallel(world: World) -> tuple[list[ExplainedMoment], bool]:
 
 
 def _two_layers(first: Tensor, second: Tensor, sample: Tensor) -> list[Tensor]:
-    """Return both matrices after the step of one process."""
+    """Return both matrices after a step in one process."""
     matrices = [matrix.clone().requires_grad_() for matrix in (first, second)]
     loss = ((sample @ matrices[0].T).relu() @ matrices[1].T).sum()
     gradients = torch.autograd.grad(loss, matrices)
@@ -225,7 +225,7 @@ def _pipeline(world: World) -> tuple[list[ExplainedMoment], bool]:
             values=(("received (rank 0: read)", torch.stack(inputs)), ("sent (last: output)", torch.stack(outputs))),
         ),
         ExplainedMoment(
-            title="3. backward: receive the gradient of the output, send that of the input to the stage before",
+            title="3. backward: receive the output gradient, send the input gradient to the previous stage",
             values=(("received (last: of the loss)", torch.stack(received)), ("gradient of w", gradient)),
         ),
         ExplainedMoment(
@@ -244,7 +244,7 @@ def _slots(rank: int, slots: int) -> str:
 
 
 def _pipeline_alone(size: int) -> Tensor:
-    """Return the weights of all stages after the step of one process."""
+    """Return the weights of all stages after a step in one process."""
     weights = (torch.arange(float(size)) + 2).requires_grad_()
     samples = torch.tensor([[1.0 + number, 2.0 + number] for number in range(MICRO_BATCHES)])
     loss = (weights.prod() * samples).sum() / MICRO_BATCHES
@@ -253,26 +253,26 @@ def _pipeline_alone(size: int) -> Tensor:
 
 STRATEGIES = {
     "fsdp": ExplainedStrategy(
-        sentence="One step of FSDP (ZeRO-3): every rank has a shard of the weight and a sample of its own.",
+        sentence="One step of FSDP (ZeRO-3): every rank has a shard of the weight and its own sample.",
         call="fully_shard(module); loss = module(batch).mean(); loss.backward(); optimizer.step()",
         run=_fsdp,
-        corrected="FSDP does not replicate the model: a weight is whole on a rank only while its layer computes.",
+        corrected="FSDP does not replicate the model: a rank has a full weight only while its layer computes.",
     ),
     "zero": ExplainedStrategy(
-        sentence="One step of ZeRO-1 and ZeRO-2: whole weights, sharded optimizer states (2: and gradients).",
+        sentence="One step of ZeRO-1 and ZeRO-2: full weights, sharded optimizer states (and gradients in ZeRO-2).",
         call="ZeroRedundancyOptimizer, DeepSpeed stages 1 and 2, or shardwise train --plan zero1",
         run=_zero,
     ),
     "tp": ExplainedStrategy(
-        sentence="One step of tensor parallelism: both matrices of a pair are sharded, all ranks read the same sample.",
+        sentence="One step of tensor parallelism: two matrices are sharded, and all ranks read the same sample.",
         call="parallelize_module(mlp, mesh, {'up': ColwiseParallel(), 'down': RowwiseParallel()})",
         run=_tensor_parallel,
-        corrected="tensor parallelism is made of all-reduces; the pipeline is what sends point to point.",
+        corrected="Tensor parallelism communicates by all-reduce, pipeline parallelism by send and recv.",
     ),
     "pp": ExplainedStrategy(
-        sentence="One step of pipeline parallelism: every rank has some of the layers, micro-batches pass through all.",
+        sentence="One step of pipeline parallelism: every rank has some layers, and micro-batches pass through all.",
         call="dist.recv(x, src=rank - 1); y = stage(x); dist.send(y, dst=rank + 1)",
         run=_pipeline,
     ),
 }
-"""Name -> what to show."""
+"""Name -> strategy to explain."""

@@ -1,4 +1,4 @@
-"""Explanations of calls on a terminal: each rank's values before and after, side by side."""
+"""Prints explanations of collectives and strategies on a terminal: the values of all ranks, side by side."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _GAP = 4
 def explain(
     name: str, nproc: int | None, *, ops: str | None = None, device: str | None = None, backend: str | None = None
 ) -> int:
-    """Run the call `name` (or all of them) on real ranks and print the values of each rank; return the exit code.
+    """Run the collective or strategy `name`, or "all", on real ranks, and print their values; return the exit code.
 
-    The ranks are those of this process's world; without a world, `nproc` ranks are started (None: the default of the
-    call). `ops` is the reduce operation.
+    Use the ranks of the current world; without a world, start `nproc` ranks (None: the default of `name`). `ops` is
+    the reduce operation.
     """
     from shardwise.hardware import probe_gpus
     from shardwise.measurement.explain import check_names, default_nproc, explain_on_ranks

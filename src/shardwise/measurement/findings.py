@@ -30,7 +30,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """The report of one measurement."""
+    """The content of the report of one benchmark."""
 
     title: str
     verdict: str
@@ -84,7 +84,7 @@ def _gpus() -> str:
 
 
 def _backends() -> list[str]:
-    """Return the communication libraries of this torch, with their versions if they have one."""
+    """Return the communication libraries of torch, with versions if available."""
     names = ["gloo"] if torch.distributed.is_gloo_available() else []
     if torch.version.cuda:
         names.append(f"CUDA {torch.version.cuda}")
@@ -93,11 +93,11 @@ def _backends() -> list[str]:
     return names
 
 
-# The device of a rank: with gloo, several ranks may share one GPU.
+# The device of a rank. With gloo, several ranks may share one GPU.
 
 
-def rank_device(asked: str | None, backend: str | None) -> str | None:
-    """Return the device to open a world with: `asked`, but gloo's ranks are distributed over the GPUs."""
-    if backend != "gloo" or asked not in (None, "cuda") or not torch.cuda.is_available():
-        return asked
+def rank_device(device: str | None, backend: str | None) -> str | None:
+    """Return the device of this rank: `device`, except that gloo ranks are distributed over the GPUs."""
+    if backend != "gloo" or device not in (None, "cuda") or not torch.cuda.is_available():
+        return device
     return f"cuda:{identify().local_rank % torch.cuda.device_count()}"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 OUTSIDE = "outside"
-"""Operator of a storage that existed before it was watched."""
+"""Operator name of a storage that was allocated before counting started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = torch.device(device)
         self._live: dict[int, _Storage] = {}
-        self._gone: list[_Storage] = []
+        self._freed_since_peak: list[_Storage] = []
         """Storages that were alive at the peak and were freed since."""
         self._clock = 0
         self._peak_at = 0
@@ -120,15 +120,15 @@ class LiveBytes(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Start a new peak at the current bytes."""
-        self._gone.clear()
+        self._freed_since_peak.clear()
         self.peak_bytes, self._peak_at = self.current_bytes, self._clock
 
     def at_peak(self) -> list[LiveMemory]:
         """Return the live storages at the peak, grouped and largest first; they add up to `peak_bytes`."""
         groups: dict[tuple[Any, ...], list[int]] = {}
-        for storage in (*self._live.values(), *self._gone):
-            if storage.born <= self._peak_at and storage.num_bytes:
-                groups.setdefault(storage.maker, []).append(storage.num_bytes)
+        for storage in (*self._live.values(), *self._freed_since_peak):
+            if storage.allocated_at <= self._peak_at and storage.num_bytes:
+                groups.setdefault(storage.origin, []).append(storage.num_bytes)
         found = []
         for (operator, module, phase, shape, dtype), sizes in groups.items():
             memory = LiveMemory(
@@ -153,8 +153,8 @@ class LiveBytes(TorchDispatchMode):
         key = storage_id(storage)
         known = self._live.get(key)
         if known is None:
-            maker = (operator, *self._modules.place(), tensor.shape, tensor.dtype)
-            known = _Storage(weakref.ref(storage, partial(self._died, key)), maker)
+            origin = (operator, *self._modules.place(), tensor.shape, tensor.dtype)
+            known = _Storage(weakref.ref(storage, partial(self._free, key)), origin)
             self._live[key] = known
         self._update(known, storage.nbytes())
 
@@ -162,30 +162,30 @@ class LiveBytes(TorchDispatchMode):
         """Set the size of a storage; a storage whose size changes counts as freed and allocated again."""
         if num_bytes == storage.num_bytes:
             return
-        self._leave(storage)
+        self._subtract(storage)
         self._clock += 1
-        storage.num_bytes, storage.born = num_bytes, self._clock
+        storage.num_bytes, storage.allocated_at = num_bytes, self._clock
         self.current_bytes += num_bytes
         if self.current_bytes > self.peak_bytes:
             self.peak_bytes, self._peak_at = self.current_bytes, self._clock
-            self._gone.clear()
+            self._freed_since_peak.clear()
 
-    def _died(self, key: int, _: object) -> None:
-        self._leave(self._live.pop(key))
+    def _free(self, key: int, _: object) -> None:
+        self._subtract(self._live.pop(key))
 
-    def _leave(self, storage: _Storage) -> None:
+    def _subtract(self, storage: _Storage) -> None:
         self.current_bytes -= storage.num_bytes
-        if storage.num_bytes and storage.born <= self._peak_at:
-            self._gone.append(_Storage(None, storage.maker, storage.num_bytes, storage.born))
+        if storage.num_bytes and storage.allocated_at <= self._peak_at:
+            self._freed_since_peak.append(_Storage(None, storage.origin, storage.num_bytes, storage.allocated_at))
 
 
 @dataclass(slots=True)
 class _Storage:
     ref: weakref.ref[torch.UntypedStorage] | None
-    """Has the callback that runs when the storage is freed."""
-    maker: tuple[Any, ...]
+    """Weak reference whose callback runs when the storage is freed."""
+    origin: tuple[Any, ...]
     num_bytes: int = 0
-    born: int = 0
+    allocated_at: int = 0
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -196,7 +196,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-# The module that is running, in forward and in backward, without a change of the autograd graph.
+# Tracking of the running module in forward and backward, without changing the autograd graph.
 
 
 class ModuleStack:

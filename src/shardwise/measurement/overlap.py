@@ -1,4 +1,4 @@
-"""Overlap of a step's communication with compute, measured for several settings of a plan."""
+"""Measures how much of a step's communication overlaps with compute, for several settings of a plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SOURCE = "bench overlap"
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """The number of measurements of each setting."""
+    """How often each setting is measured."""
 
     rounds: int
     """How often every setting is built; settings alternate, so that load on the machine affects all of them."""
@@ -51,7 +51,7 @@ class Overlap:
     """Dotted field of the plan -> its value."""
     split: Split
     rounds: tuple[float, ...]
-    """Median seconds of a step by round."""
+    """Median seconds of a step in each round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +61,10 @@ class Advice:
     chosen: int
     """Index of the setting; 0 is the plan's own."""
     gain_s: float
-    """Gain of the chosen setting, otherwise of the best other one; negative if none is faster. It is at most the
-    reduction of exposed communication: a gain in compute comes from the machine, not from the setting."""
+    """Seconds that a step saves with the chosen setting, or, if the plan's own is chosen, with the best other setting;
+    may be negative. At most the reduction of exposed communication, since settings do not change compute."""
     spread_s: float
-    """The sum of both spreads, which a gain must exceed."""
+    """Sum of the spreads of both settings in seconds, which a gain must exceed."""
 
 
 def vary(
@@ -88,10 +88,10 @@ def vary(
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse a plan whose overlap cannot be measured."""
+    """Raise PlanError if the overlap of a plan cannot be measured."""
     require_supported(plan)
     if plan.layout.world_size == 1:
-        raise PlanError("one rank does not communicate", code="bench.too-few-ranks", fix="use --nproc 2 or more")
+        raise PlanError("bench overlap needs 2 or more ranks, got 1", code="bench.too-few-ranks", fix="pass --nproc 2")
     if plan.layout.pp > 1:
         raise PlanError(
             f"plan {plan.layout} has pipeline stages, which cannot run without communication",
@@ -109,7 +109,7 @@ def _is_possible(plan: Plan) -> bool:
 
 
 def value_at(plan: Plan, name: str) -> Any:
-    """Return the value of a dotted field."""
+    """Return the value of a dotted field of a plan, such as communication.bucket_mb."""
     value: Any = plan
     for part in name.split("."):
         value = getattr(value, part)
@@ -117,7 +117,7 @@ def value_at(plan: Plan, name: str) -> Any:
 
 
 def with_values(plan: Plan, values: dict[str, Any]) -> Plan:
-    """Return the plan with these values."""
+    """Return the plan with the values of some dotted fields replaced."""
     for name, value in values.items():
         plan = replace_at(plan, name, value)
     return plan
@@ -133,7 +133,7 @@ def measure_overlap(
     device: str | None = None,
     backend: str | None = None,
 ) -> list[Overlap] | None:
-    """Measure a job under settings of a plan on new ranks, or on the ranks of this process's world.
+    """Measure a job with several settings of a plan on new ranks, or on the ranks of the current world.
 
     Return the measurements of each setting, without settings of equal effect; None on ranks other than 0.
     """
@@ -159,7 +159,7 @@ def _measure_rank(
     effort: Effort,
     opening: dict[str, Any],
 ) -> list[tuple[dict[str, Any], list[list[MeasuredTurns]]]]:
-    """Measure all settings in turns, called on every rank; return the turns of each rank by setting and round."""
+    """Measure all settings alternately; return the turns by setting, round and rank. Call on every rank."""
     with world(**opening) as opened:
         here, job = SwitchedWorld.around(opened), load_job(reference)
 
@@ -182,7 +182,7 @@ def _measure_rank(
 
 
 def distinct(others: Sequence[dict[str, Any]], own: dict[str, Any], num_bytes: int) -> list[dict[str, Any]]:
-    """Return the settings of different effect: bucket sizes of at least `num_bytes` have the same effect."""
+    """Return the settings that differ in effect; all buckets of at least `num_bytes` have the same effect."""
     seen, kept = [_effect(own, num_bytes)], []
     for values in others:
         effect = _effect(values, num_bytes)
@@ -237,7 +237,7 @@ def _spread_s(measured: Overlap) -> float:
 
 
 def advised_plan(plan: Plan, measured: Sequence[Overlap], advice: Advice) -> Plan:
-    """Return the plan with the advised values and their measurement as source."""
+    """Return the plan with the recommended values, and with this measurement as their source."""
     own, chosen = measured[0], measured[advice.chosen]
     saved = advice.gain_s / own.split.step.median_s
     sources = {}

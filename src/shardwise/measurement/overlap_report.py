@@ -1,4 +1,4 @@
-"""`bench overlap`: measures the settings of a Spec, and reports the recommended one."""
+"""`bench overlap`: measures communication settings of a plan, and recommends the fastest."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OverlapReport(BenchReport, frozen=True, kw_only=True):
 
     title: str
     settings: tuple[Overlap, ...]
-    """The plan's own first."""
+    """Measurements of each setting, the plan's own first."""
     advice: Advice
     plan: Plan
     """The plan with the recommended values."""
@@ -60,7 +60,7 @@ class OverlapReport(BenchReport, frozen=True, kw_only=True):
         return msgspec.json.encode(document).decode()
 
     def to_text(self) -> str:
-        """Return one row per setting, and the recommendation."""
+        """Return a table with one row per setting, and the recommendation."""
         table = overlap_table(self.settings, self.advice)
         return "\n".join([self.title, *table_lines(table), verdict(self.settings, self.advice)])
 
@@ -71,7 +71,7 @@ class OverlapReport(BenchReport, frozen=True, kw_only=True):
 
 
 def measure(spec: OverlapSpec) -> OverlapReport | None:
-    """Measure a job under settings of a plan; None on ranks other than 0 of an existing world."""
+    """Measure a job with several settings of a plan; return None on ranks other than 0 of an existing world."""
     buckets = read_numbers("--buckets", spec.buckets)
     prefetch = read_numbers("--prefetch", spec.prefetch)
     reference, overrides = split_settings(spec.job, spec.settings)
@@ -100,7 +100,7 @@ def measure(spec: OverlapSpec) -> OverlapReport | None:
 
 
 def read_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
-    """Parse comma-separated positive numbers; None without the option."""
+    """Parse comma-separated positive numbers; return None if `text` is None."""
     if text is None:
         return None
     try:
@@ -119,7 +119,7 @@ def read_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
 def _settings(
     plan: Plan, buckets: tuple[float, ...] | None, prefetch: tuple[float, ...] | None
 ) -> list[dict[str, Any]]:
-    """Return the settings to measure; options that change nothing in this plan are refused."""
+    """Return the settings to measure; raise InputError for options that do not apply to the plan."""
     kind = f"plan {plan.layout} (zero {plan.zero})"
     if buckets is not None and not uses_ddp(plan):
         raise InputError(
@@ -131,7 +131,7 @@ def _settings(
         raise InputError(
             f"--prefetch applies to sharded parameters, but {kind} does not shard them",
             code="bench.prefetch-without-shards",
-            fix="use --plan fsdp",
+            fix="use --plan fsdp, or omit --prefetch",
         )
     if prefetch is not None and not all(depth == int(depth) for depth in prefetch):
         raise InputError(
@@ -146,7 +146,7 @@ def _settings(
 
 
 _TOO_NOISY = 0.5
-"""Half the interquartile range of a share above which the share is noise."""
+"""Spread of the hidden share above which it is reported as too noisy."""
 METHOD = (
     "Each setting is built again in every round, and settings alternate, so that load on the machine affects all.",
     "step is the complete step; compute is the step with every collective skipped, leaving tensors unchanged.",
@@ -160,7 +160,7 @@ METHOD = (
 
 
 def hidden_text(measured: Overlap) -> str:
-    """Return the share of communication that is hidden, or that the times are too noisy."""
+    """Return the share of communication that compute hides as text, or "too noisy"."""
     split = measured.split
     if split.hidden is None:
         return "no communication"
@@ -170,13 +170,13 @@ def hidden_text(measured: Overlap) -> str:
 
 
 def setting_text(measured: Overlap) -> str:
-    """Return the values of a setting."""
+    """Return the values of a setting as text, such as "bucket_mb 25"."""
     values = (f"{name.rpartition('.')[2]} {_number(value)}" for name, value in measured.values.items())
     return ", ".join(values) or "as planned"
 
 
 def overlap_table(measured: Sequence[Overlap], advice: Advice) -> Table:
-    """Return one row per setting; the chosen one has a star."""
+    """Return a table with one row per setting and a star at the recommended setting."""
     rows = []
     for number, each in enumerate(measured):
         split = each.split
@@ -222,7 +222,7 @@ def verdict(measured: Sequence[Overlap], advice: Advice) -> str:
 def overlap_findings(
     measured: Sequence[Overlap], advice: Advice, *, title: str, facts: tuple[tuple[str, str], ...]
 ) -> Findings:
-    """Return the content of the report."""
+    """Return the content of the HTML or Markdown report."""
     bars = Bars(
         title="A step",
         unit="ms",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardwise.measurement.comm.collectives import Way
 
 WINDOW = 4
-"""Large messages before the target answers: enough that several are in flight if the method allows it."""
+"""Large messages that are sent before the target replies, so that several can be in flight."""
 _LEAST_BLOCK_S = 2e-5
 """Minimum duration of a timed block; reading the clock costs a hundredth of it. Blocks are short, because on a busy
 machine only a short block runs undisturbed."""
@@ -37,7 +37,7 @@ _LEAST_BLOCKS, _MOST_BLOCKS = 3, 500
 _MOST_REPEATS = 2
 """Maximum number of repeated measurements of slow pairs; they end once the same pairs stay slow."""
 _MOST_S, _LEAST_S = 0.1, 0.002
-"""Bounds of the time of one measurement of one pair."""
+"""Maximum and minimum seconds of one measurement of one pair."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class PairTiming:
-    """The measurements of messages from one rank to another."""
+    """Latency and bandwidth of messages from one rank to another."""
 
     way: str
     source: int
@@ -80,12 +80,12 @@ class PairTiming:
     bytes_per_s: float
     """Bandwidth of the fastest transfer, since disturbance only adds time."""
     wrong: int = 0
-    """Wrong bytes among those that were compared."""
+    """Number of received bytes that differ from the sent bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """All ordered pairs of a world's ranks, each measured with every method."""
+    """Timings of all ordered pairs of ranks, with every point-to-point method."""
 
     places: tuple[RankPlace, ...]
     """By rank."""
@@ -111,21 +111,21 @@ class Pairs:
 
 
 def measure_pairs(spec: PairSettings) -> Pairs:
-    """Open a world and communicate over it, called on every rank; every rank returns the same result."""
+    """Open a world and return the timings of all pairs; communicates over the world, call on every rank."""
     with open_world(device=rank_device(spec.device, spec.backend), backend=spec.backend) as world:
         return measure_world(world, spec)
 
 
 def measure_world(world: World, spec: PairSettings) -> Pairs:
-    """Communicate over the world, called on every rank: measure all pairs, then repeat those that seem slow.
+    """Measure all pairs, then measure slow pairs again; communicates over the world, call on every rank.
 
-    A slow link stays slow; a pair that was only disturbed does not, and its faster measurement counts.
+    The faster measurement of a pair counts, so that a disturbed measurement is not reported as a slow link.
     """
     if world.size < 2:
         raise InputError(
             "bench p2p needs at least 2 ranks, got 1",
             code="bench.too-few-ranks",
-            fix="use --nproc 2, or start two ranks",
+            fix="pass --nproc 2, or start 2 ranks with torchrun",
         )
     if spec.large_bytes is None:
         spec = replace(spec, large_bytes=(16 if world.device.type == "cuda" else 1) << 20)
@@ -149,7 +149,7 @@ def every_pair(size: int) -> list[tuple[int, int]]:
 
 
 def tournament(size: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of disjoint ordered pairs that have every ordered pair once, as in a round-robin tournament."""
+    """Return rounds of disjoint pairs that contain every ordered pair once, as in a round-robin tournament."""
     seats: list[int | None] = [*range(size), *([None] if size % 2 else [])]
     rounds = []
     for _ in range(len(seats) - 1):
@@ -162,7 +162,7 @@ def tournament(size: int) -> list[list[tuple[int, int]]]:
 
 
 def _better(first: tuple[PairTiming, ...], again: tuple[PairTiming, ...]) -> list[PairTiming]:
-    """Return the timings of `first` with the faster values of both measurements and the wrong bytes of both."""
+    """Merge two measurements of each pair: the faster times, and the larger number of wrong bytes."""
     second = {(cell.way, cell.source, cell.target): cell for cell in again}
     found = []
     for cell in first:
@@ -195,7 +195,7 @@ class _PairBench:
 
     @classmethod
     def of(cls, world: World, spec: PairSettings) -> _PairBench:
-        """Communicate over the world, called on every rank: check memory and allocate the messages."""
+        """Check memory and allocate the messages; communicates over the world, call on every rank."""
         large_bytes = spec.large_bytes or 1
         _check_memory(world, large_bytes)
         rounds = world.size * (world.size - 1) / (world.size // 2 if spec.together else 1)
@@ -213,14 +213,14 @@ class _PairBench:
         )
 
     def send_numbers(self, peer: int, *numbers: int) -> None:
-        """Communicate: send two numbers to a peer over the host group."""
+        """Send two integers to a peer; communicates over the host group."""
         dist.send(torch.tensor([*numbers, 0, 0][:2]), peer, group=self.world.host_group)
 
     def receive_numbers(self, peer: int) -> tuple[int, int]:
-        """Communicate: receive two numbers from a peer over the host group."""
-        heard = torch.zeros(2, dtype=torch.int64)
-        dist.recv(heard, peer, group=self.world.host_group)
-        return int(heard[0]), int(heard[1])
+        """Receive two integers from a peer; communicates over the host group."""
+        received = torch.zeros(2, dtype=torch.int64)
+        dist.recv(received, peer, group=self.world.host_group)
+        return int(received[0]), int(received[1])
 
 
 def pattern(rank: int, numel: int, device: torch.device) -> Tensor:
@@ -230,10 +230,10 @@ def pattern(rank: int, numel: int, device: torch.device) -> Tensor:
 
 
 def _check_memory(world: World, large_bytes: int) -> None:
-    """Communicate over the world, called on every rank: refuse messages that do not fit on some rank."""
+    """Raise InputError if the messages do not fit in memory; communicates over the world, call on every rank."""
     on_gpu = world.device.type == "cuda"
     free = torch.cuda.mem_get_info(world.device)[0] if on_gpu else available_memory()
-    free = min(world.gather(free // world.local_size))  # as if all ranks of a node shared one memory
+    free = min(world.gather(free // world.local_size))  # assumes that all ranks of a node share one memory
     # Sent and received messages, and twice that during the comparison.
     needed = 4 * WINDOW * large_bytes
     if free < needed:
@@ -246,7 +246,7 @@ def _check_memory(world: World, large_bytes: int) -> None:
 
 
 def _measure(bench: _PairBench, rounds: list[list[tuple[int, int]]], ways: tuple[str, ...]) -> tuple[PairTiming, ...]:
-    """Communicate over the world, called on every rank: measure the rounds with every method; equal on all ranks."""
+    """Return the timings of all rounds, equal on all ranks; communicates over the world, call on every rank."""
     sent: list[PairTiming] = []
     wrong: dict[tuple[str, int, int], int] = {}
     me = bench.world.rank
@@ -269,21 +269,21 @@ def _measure(bench: _PairBench, rounds: list[list[tuple[int, int]]], ways: tuple
 
 
 def _lead(bench: _PairBench, way: Way, name: str, target: int) -> PairTiming:
-    """Communicate with the target as the source of a pair: echoes of a small message, then windows of large ones."""
+    """Time small and large messages as the source of a pair; communicates with the target."""
     out, back = ([message] for message in bench.small)
-    window, answer = list(bench.large[0]), [torch.zeros_like(out[0][:1])]
+    window, reply = list(bench.large[0]), [torch.zeros_like(out[0][:1])]
 
     def ping() -> None:
         way.push(out, target, bench.group)
         way.pull(back, target, bench.group)
 
-    def pour() -> None:
+    def stream() -> None:
         way.push(window, target, bench.group)
-        way.pull(answer, target, bench.group)
+        way.pull(reply, target, bench.group)
 
     echo = _time_turns(bench, ping, target, clear=back[0])
     wrong = _differing(back[0], bench.world.rank)
-    transfer = _time_turns(bench, pour, target, clear=answer[0])
+    transfer = _time_turns(bench, stream, target, clear=reply[0])
     return PairTiming(
         way=name,
         source=bench.world.rank,
@@ -296,25 +296,25 @@ def _lead(bench: _PairBench, way: Way, name: str, target: int) -> PairTiming:
 
 
 def _follow(bench: _PairBench, way: Way, source: int) -> int:
-    """Communicate with the source as the target of a pair, and return the number of wrong bytes."""
-    echo, landed = [bench.small[1]], list(bench.large[1])
-    answer = [landed[-1][-1:]]  # a received byte, so that the answer depends on the arrival
+    """Reply as the target of a pair and return the number of wrong bytes; communicates with the source."""
+    echo, received = [bench.small[1]], list(bench.large[1])
+    reply = [received[-1][-1:]]  # a received byte, so that the reply is sent after its arrival
 
     def ping() -> None:
         way.pull(echo, source, bench.group)
         way.push(echo, source, bench.group)
 
-    def pour() -> None:
-        way.pull(landed, source, bench.group)
-        way.push(answer, source, bench.group)
+    def stream() -> None:
+        way.pull(received, source, bench.group)
+        way.push(reply, source, bench.group)
 
     _take_turns(bench, ping, source, clear=echo[0])
-    _take_turns(bench, pour, source, clear=bench.large[1])
+    _take_turns(bench, stream, source, clear=bench.large[1])
     return _differing(bench.large[1], source)
 
 
 def _time_turns(bench: _PairBench, turn: Callable[[], None], target: int, *, clear: Tensor) -> list[float]:
-    """Communicate with the target: run blocks of turns, and return the seconds of one turn in each block.
+    """Run blocks of turns and return the seconds per turn of each block; communicates with the target.
 
     The receive buffer is cleared before the last block, so that the comparison checks that block.
     """
@@ -335,7 +335,7 @@ def _time_turns(bench: _PairBench, turn: Callable[[], None], target: int, *, cle
 
 
 def _take_turns(bench: _PairBench, turn: Callable[[], None], source: int, *, clear: Tensor) -> None:
-    """Communicate with the source: run as many turns as it announces."""
+    """Run the number of turns that the source announces; communicates with the source."""
     turn()
     turn()
     is_last = 0

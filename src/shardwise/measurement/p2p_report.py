@@ -34,7 +34,7 @@ HEADER = ("way", "between", "pairs", "latency", "median", "99 %", "bandwidth", "
 
 
 def find_links(pairs: Pairs, facts: tuple[tuple[str, str], ...]) -> Findings:
-    """Return the report of the pairs."""
+    """Return the content of the report: heat maps, tables and the verdict."""
     sentences = verdict_sentences(pairs)
     slow = find_slow(pairs)
     maps = tuple(
@@ -79,7 +79,7 @@ def method(pairs: Pairs) -> tuple[str, ...]:
 
 
 def kind_rows(pairs: Pairs) -> list[tuple[str, ...]]:
-    """Return a row for each method and kind of pair, with medians over the pairs."""
+    """Return table rows with medians over all pairs, one for each method and kind of link."""
     groups: dict[tuple[str, str], list[PairTiming]] = {}
     for way in pairs.spec.ways:
         for kind in (SAME_NODE, ACROSS_NODES):
@@ -92,7 +92,7 @@ def kind_rows(pairs: Pairs) -> list[tuple[str, ...]]:
 def heat(
     title: str, quantity: str, values: Mapping[tuple[int, int], float], pairs: Pairs, marked: set[tuple[int, int]]
 ) -> Heat:
-    """Return a matrix of all pairs of ranks, or for many ranks of all pairs of nodes, as medians of their pairs."""
+    """Return a heat map of all pairs of ranks, or, for many ranks, of the medians of all pairs of nodes."""
     unit, size = unit_of(quantity, values.values())
     owners: tuple[int, ...] = tuple(range(len(pairs.places)))
     labels = tuple(f"{rank} {place.host}" for rank, place in enumerate(pairs.places))
@@ -108,7 +108,7 @@ def heat(
 
 
 def by_block(values: Mapping[tuple[int, int], float], owners: tuple[int, ...]) -> dict[tuple[int, int], list[float]]:
-    """Return the values of pairs by the owners of the two ranks; `owners` has the owner's number of every rank."""
+    """Group the values of pairs by (row, column) of a matrix; `owners` has the row of each rank."""
     blocks: dict[tuple[int, int], list[float]] = {}
     for (source, target), value in values.items():
         blocks.setdefault((owners[source], owners[target]), []).append(value)
@@ -122,7 +122,7 @@ def node_labels(pairs: Pairs) -> tuple[str, ...]:
 
 
 def unit_of(quantity: str, values: Collection[float]) -> tuple[str, float]:
-    """Return the unit for a matrix of seconds or bytes per second, and its size."""
+    """Return the unit for latencies in seconds or bandwidths in bytes per second, and its size."""
     if quantity == "latency":
         return ("ms", 1e-3) if min(values) >= 1e-3 else ("us", 1e-6)
     return ("MB/s", 1e6) if max(values) < 1e9 else ("GB/s", 1e9)
@@ -153,9 +153,6 @@ def _medians(cells: list[PairTiming]) -> tuple[str, ...]:
     )
 
 
-# The report.
-
-
 MOST_COLUMNS = 16
 """Maximum number of columns of a matrix on a terminal."""
 
@@ -184,7 +181,7 @@ class P2pReport(BenchReport, frozen=True, kw_only=True):
         return find_links(self.pairs, machine_facts(None))
 
     def to_text(self) -> str:
-        """Return matrices of latency and bandwidth, of nodes if there are many ranks, a table, and the verdict."""
+        """Return matrices of latency and bandwidth by rank (by node for many ranks), a table, and the verdict."""
         pairs, spec, hosts = self.pairs, self.pairs.spec, node_labels(self.pairs)
         apart = "disjoint pairs together" if spec.together else "one pair at a time"
         where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} nodes"
@@ -201,7 +198,7 @@ class P2pReport(BenchReport, frozen=True, kw_only=True):
 
 
 def _matrix_lines(values: Mapping[tuple[int, int], float], pairs: Pairs, marked: set[tuple[int, int]]) -> list[str]:
-    """Return a matrix of ranks, or of nodes if there are many ranks; a slow pair has a star."""
+    """Return a matrix by rank, or by node for many ranks; slow pairs are marked with a star."""
     ranks, rows = range(len(pairs.places)), []
     if len(ranks) <= MOST_COLUMNS:
         for row in ranks:
@@ -231,7 +228,7 @@ def _block(values: list[float]) -> str:
 
 
 def measure(spec: P2pSpec) -> P2pReport | None:
-    """Measure all pairs of ranks; None on ranks other than 0 of an existing world."""
+    """Measure all pairs of ranks; return None on ranks other than 0 of an existing world."""
     small_bytes, large_bytes = read_size(spec.small), read_size(spec.size) if spec.size else None
     _check_ranks(spec)
     settings = PairSettings(
@@ -248,13 +245,13 @@ def measure(spec: P2pSpec) -> P2pReport | None:
 
 
 def _check_ranks(spec: P2pSpec) -> None:
-    """Refuse settings that ranks could not run, before any rank starts."""
+    """Raise InputError for settings that the ranks could not run, before any rank starts."""
     size, nproc = identify().world_size, spec.nproc or 1
     if max(nproc, size) < 2:
         raise InputError(
             "bench p2p needs at least 2 ranks, got 1",
             code="bench.too-few-ranks",
-            fix="use --nproc 2, or start two ranks",
+            fix="pass --nproc 2, or start 2 ranks with torchrun",
         )
     if size > 1:
         return
@@ -263,6 +260,6 @@ def _check_ranks(spec: P2pSpec) -> None:
         raise InputError(
             f"--nproc {nproc} with NCCL needs a GPU for each rank, but {gpus} are visible",
             code="launch.nproc-exceeds-gpus",
-            fix="add --backend gloo, whose ranks may share a GPU, or --device cpu",
+            fix="add --backend gloo, with which ranks may share a GPU, or --device cpu",
         )
     local_device(spec.place.device, 1)

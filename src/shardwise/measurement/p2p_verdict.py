@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 SAME_NODE, ACROSS_NODES = "same node", "across nodes"
 _WHERE = {SAME_NODE: "in one node", ACROSS_NODES: "across nodes"}
 SLOW = 2.0
-"""A pair is slow from this multiple of the median of its kind,"""
+"""Minimum cost of a slow pair, as a multiple of the median of its kind."""
 _FAR = 5 * 1.4826
-"""and only if it is this many median absolute deviations above it: five standard deviations of normal noise."""
+"""Minimum distance of a slow pair from the median, in median absolute deviations: five sigma of normal noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,12 @@ class SlowLink:
     pairs: tuple[tuple[int, int], ...]
     """(source, target) of each."""
     factor: float
-    """Slowdown relative to the others of its kind."""
+    """Slowdown relative to the other pairs of its kind."""
     sentence: str
 
 
 def kind_of(places: tuple[RankPlace, ...], pair: tuple[int, int]) -> str:
-    """Return whether the two ranks are on one node."""
+    """Return "same node" or "across nodes" for a pair of ranks."""
     source, target = (places[rank].node for rank in pair)
     return SAME_NODE if source == target else ACROSS_NODES
 
@@ -54,7 +54,7 @@ def find_slow(pairs: Pairs) -> tuple[SlowLink, ...]:
 
 
 def verdict_sentences(pairs: Pairs) -> list[str]:
-    """Return sentences about wrong bytes and slow links, or that all links are alike."""
+    """Return sentences about wrong bytes and slow links; or a sentence that all links are alike."""
     size = len(pairs.places)
     sentences = []
     for cell in pairs.timings:
@@ -74,13 +74,13 @@ def _slow_of_kind(costs: Costs, kind: str, quantity: str, pairs: Pairs) -> list[
     found = []
 
     def slow_link(subject: str, slow: Iterable[tuple[int, int]], usual: float, rest: Costs) -> SlowLink:
-        there = tuple(sorted(slow))
-        cost = statistics.median(rest[pair] for pair in there)
+        slow_pairs = tuple(sorted(slow))
+        cost = statistics.median(rest[pair] for pair in slow_pairs)
         sentence = (
             f"{subject}: {quantity} {_shown(quantity, cost)}, {cost / usual:.3g} times as slow as the"
             f" {_shown(quantity, usual)} of the others {_WHERE[kind]}"
         )
-        return SlowLink(quantity=quantity, pairs=there, factor=cost / usual, sentence=sentence)
+        return SlowLink(quantity=quantity, pairs=slow_pairs, factor=cost / usual, sentence=sentence)
 
     nodes = {rank: place.node for rank, place in enumerate(pairs.places)}
     rest = dict(costs)
@@ -103,7 +103,7 @@ def _slow_of_kind(costs: Costs, kind: str, quantity: str, pairs: Pairs) -> list[
 
 
 def _slow_member(costs: Costs, member_of: Mapping[int, int]) -> int | None:
-    """Return the worst host or rank whose pairs are alike and all slower than the pairs without it; None if none is.
+    """Return the slowest host or rank if all its pairs are slow compared with the other pairs, else None.
 
     With few hosts, the pairs of a slow host are the majority, so the median of all pairs would be theirs.
     """
@@ -120,7 +120,7 @@ def _slow_member(costs: Costs, member_of: Mapping[int, int]) -> int | None:
 
 
 def _slow_pairs(costs: Costs) -> tuple[set[tuple[int, int]], float]:
-    """Return the pairs that are far above the median, and the median; of two pairs, the lower one is the median."""
+    """Return the pairs whose cost is far above the median, and the median (the lower one of two middle costs)."""
     if not costs:
         return set(), 0.0
     usual = statistics.median_low(costs.values())

@@ -1,4 +1,4 @@
-"""A few steps under torch's profiler: the kernels that take the time, hidden communication, and a trace file."""
+"""Profiles a few steps with torch.profiler: the longest kernels, exposed communication, and a trace file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ProfileSpec:
 
     steps: int = 3
     trace: Path | None = None
-    """One file; with several ranks, one file per rank next to it."""
+    """Path of the trace; with several ranks, each rank inserts .rankN into the file name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,37 +58,37 @@ class StepProfile:
     """"kernels" of a GPU, or "operators" of a CPU."""
     steps: int
     seconds: float
-    """From the start of one step to the start of the next."""
+    """Time from the start of one step to the start of the next."""
     compute_s: float
-    """Time with compute."""
+    """Time in which compute runs."""
     communication_s: float
-    """Time with communication."""
+    """Time in which communication runs."""
     exposed_s: float
-    """Time with communication and without compute."""
+    """Time in which communication runs and compute does not."""
     top: tuple[Kernel, ...]
-    """By self time, longest first."""
+    """Kernels by self time, longest first."""
     trace: str | None = None
     """Path of this rank's trace."""
 
     @property
     def idle_s(self) -> float:
-        """Time without compute and communication: the host was too slow, or waited for data."""
+        """Time without compute and communication, because the host was too slow or waited for data."""
         return max(0.0, self.seconds - self.compute_s - self.exposed_s)
 
 
 def check_trace_path(path: Path) -> None:
-    """Refuse a path to which a trace cannot be written; call it before measuring."""
+    """Raise InputError if a trace cannot be written to `path`; call this before measuring."""
     if not path.name.endswith(_TRACES):
         raise InputError(
-            f"--trace {path} has an unknown extension",
+            f"--trace must be a .json or .json.gz file, got {path}",
             code="bench.trace-extension",
-            fix="use .json or .json.gz",
+            fix="use --trace trace.json",
         )
     if not path.parent.is_dir():
         raise InputError(
-            f"the folder {path.parent} of the trace does not exist",
+            f"the directory {path.parent} of the trace does not exist",
             code="cli.output-folder-missing",
-            fix=f"mkdir -p {path.parent}",
+            fix=f"run mkdir -p {path.parent}",
         )
 
 
@@ -112,7 +112,7 @@ def profiler_ranges() -> Ranges:
 
 
 def profile_steps(run: Callable[[], object], device: torch.device, *, steps: int, trace: Path | None) -> StepProfile:
-    """Profile `steps` calls of `run` after one warm-up call; called on every rank at once."""
+    """Profile `steps` calls of `run` after one warm-up call; call on every rank at the same time."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     seconds = 0.0
@@ -147,7 +147,7 @@ def profile_steps(run: Callable[[], object], device: torch.device, *, steps: int
 
 @dataclass(frozen=True, kw_only=True)
 class _Summary:
-    """The events of a profiler, in seconds."""
+    """Compute, communication and self times from the events of a profiler, in seconds."""
 
     compute: Sequence[Interval]
     communication: Sequence[Interval]
@@ -156,7 +156,7 @@ class _Summary:
 
 
 def summarize(events: Iterable[Any], *, on_gpu: bool) -> _Summary:
-    """Divide a profiler's events into compute and communication, without user annotations."""
+    """Split profiler events into compute and communication; user annotations are ignored."""
     compute: list[Interval] = []
     communication: list[Interval] = []
     own: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
@@ -180,7 +180,7 @@ def summarize(events: Iterable[Any], *, on_gpu: bool) -> _Summary:
 
 
 def _exposed(found: _Summary) -> float:
-    """Return the time of communication that does not overlap with compute, in seconds."""
+    """Return the seconds of communication that do not overlap with compute."""
     return _length([*found.compute, *found.communication]) - _length(found.compute)
 
 

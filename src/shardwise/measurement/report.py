@@ -31,15 +31,15 @@ class BenchReport(Report, frozen=True, kw_only=True):
         write_report(self.findings(), path)
 
 
-# The report as Markdown: the same text and tables, a few points of each plot, all values of bars and heat maps.
+# The Markdown report has the text and tables of the HTML report, some points of each plot, and all other values.
 
 
 _MAX_POINTS = 9
-"""Maximum number of points of a plot."""
+"""Maximum number of points of a series in Markdown."""
 
 
 def markdown_of(findings: Findings) -> str:
-    """Return the whole document, in GitHub's flavour."""
+    """Return the report as GitHub-flavored Markdown."""
     blocks = [f"# {_escape(findings.title)}", f"**{_prose(findings.verdict)}**"]
     for section in findings.sections:
         blocks += _section(section)
@@ -73,7 +73,7 @@ def _caption(title: str, unit: str) -> str:
 
 
 def _plot(plot: Plot) -> str:
-    """Return a table of a few x values at which most of the series have a point."""
+    """Return a table of the values at some x, where most of the series have a point."""
     values = [dict(one.points) for one in plot.series]
     seen = Counter(x for line in values for x in line)
     most = max(seen.values(), default=0)
@@ -127,21 +127,21 @@ _WRITERS = {".html": html_of, ".md": markdown_of}
 
 
 def check_report_path(path: Path) -> None:
-    """Refuse a path to which a report cannot be written; call it before measuring."""
+    """Raise InputError if a report cannot be written to `path`; call this before measuring."""
     if path.suffix not in _WRITERS:
         raise InputError(
-            f"a report named {path.name} is of no known kind",
+            f"the report must be a .html or .md file, got {path.name}",
             code="bench.report-extension",
-            fix="end its name with .html or .md",
+            fix=f"use {path.stem}.html or {path.stem}.md",
         )
     if not path.parent.is_dir():
         raise InputError(
-            f"the folder {path.parent} of the report does not exist",
+            f"the directory {path.parent} of the report does not exist",
             code="cli.output-folder-missing",
-            fix=f"mkdir -p {path.parent}",
+            fix=f"run mkdir -p {path.parent}",
         )
     if path.is_dir():
-        raise InputError(f"{path} is a folder", code="cli.output-is-folder", fix="name a file")
+        raise InputError(f"report {path} is a directory", code="cli.output-is-folder", fix="pass the path of a file")
 
 
 def write_report(findings: Findings, path: Path) -> None:
@@ -153,5 +153,5 @@ def write_report(findings: Findings, path: Path) -> None:
         raise InputError(
             f"the report {path} cannot be written ({error.strerror})",
             code="cli.output-write-failed",
-            fix="name another place",
+            fix="pass another path",
         ) from error

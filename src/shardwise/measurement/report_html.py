@@ -24,7 +24,7 @@ _LEAST_SPREAD = 0.2
 
 
 def html_of(findings: Findings) -> str:
-    """Return the complete page."""
+    """Return the report as a complete HTML page."""
     parts = [
         f"<header><h1>{escape(findings.title)}</h1>",
         f'<p class="verdict">{_prose(findings.verdict)}</p></header>',

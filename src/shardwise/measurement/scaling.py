@@ -49,11 +49,11 @@ _TURNS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingPoint:
-    """The measurement of one number of ranks."""
+    """The throughput measured on one number of ranks."""
 
     ranks: int
     per_s: float
-    """Samples per second of the world; for a script, the printed throughput or how often its work is done."""
+    """Samples per second of all ranks; for a script, the printed throughput or completed runs per second."""
     spread: float | None
     """Half the interquartile range, as a fraction of `per_s`; None for a single measurement."""
     batch_size: int | None = None
@@ -71,13 +71,13 @@ class ScalingCurve:
     mode: str
     unit: str
     points: tuple[ScalingPoint, ...]
-    """In ascending order of ranks; the first is the reference of the others."""
+    """In ascending order of ranks; the first point is the baseline of the efficiency."""
     note: str = ""
     """A remark about the measurement."""
 
     @property
     def title(self) -> str:
-        """The title of the curve."""
+        """The title of the curve in reports."""
         return f"{self.mode} scaling" if self.mode in MODES else self.mode
 
     def efficiency(self, point: ScalingPoint) -> float:
@@ -119,7 +119,7 @@ def plan_for(
 ) -> Plan:
     """Return the plan of `ranks` ranks: strong scaling keeps the global batch size, weak the batch size per rank.
 
-    A plan file is refitted; weak scaling keeps the batch size of each of its data-parallel ranks.
+    A plan from a file is refitted to `ranks`; weak scaling keeps the batch size of each data-parallel rank.
     """
     if not spec.endswith(".toml"):
         wanted = batch_size * ranks if mode == "weak" else batch_size
@@ -145,7 +145,7 @@ def measure_job(
     opening: Mapping[str, str | None],
     predict: Callable[[Job, Plan], float | None],
 ) -> list[ScalingCurve]:
-    """Measure a job on new ranks of this machine, alternating numbers of ranks; `opening` has the world's arguments.
+    """Measure a job on new ranks of this machine, alternating numbers of ranks; `opening` has the arguments of `world`.
 
     `predict` returns the predicted seconds of a step, or None.
     """
@@ -178,7 +178,7 @@ def measure_job(
 
 @contextlib.contextmanager
 def fork_parent(preload: tuple[str, ...] = PRELOAD) -> Iterator[Starter]:
-    """Start the process that forks the ranks of many launches, so that no measured time includes imports."""
+    """Start a process that forks the ranks of several launches, so that measured times exclude imports."""
     spec = LocalLaunch(target=Module("shardwise.launcher.local.call"), nproc=1, preload=preload)
     environ = base_environment(local_world_size=1, cores=usable_cores())
     with starter_for(spec, environ, lambda _: None) as starter:
@@ -186,7 +186,7 @@ def fork_parent(preload: tuple[str, ...] = PRELOAD) -> Iterator[Starter]:
 
 
 def _measure_rank(reference: JobReference, plans: list[Plan], opening: dict[str, Any]) -> list[list[MeasuredTurns]]:
-    """Measure the job under each plan, called on every rank; return the turns of each rank by plan."""
+    """Measure the job under each plan and return the turns by plan and rank; communicates, call on every rank."""
     with world(**opening) as opened:
         here, job, found = SwitchedWorld.around(opened), load_job(reference), []
         for plan in plans:
@@ -214,25 +214,25 @@ def _point(
     )
 
 
-# Throughput of a script on increasing numbers of ranks: the printed value, or from its duration.
+# Throughput of a script on increasing numbers of ranks, from its output or from its duration.
 
 
 _EMPTY = """import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.destroy_process_group()
 """
-"""A script that only starts: ranks join a process group and exit. It is empty for a script that does not use torch."""
+"""Script whose duration is the start-up time: ranks join a process group and exit. Without torch, it is empty."""
 
 
 def read_pattern(text: str) -> re.Pattern[str]:
-    """Return the pattern that finds a throughput in the output of a script: its single group is the number."""
+    """Compile the regular expression of --pattern, whose single group matches the throughput in the output."""
     try:
         pattern = re.compile(text)
     except re.error as error:
         raise InputError(
             f"--pattern {text!r} is not a regular expression ({error})",
             code="bench.pattern-not-regex",
-            fix="escape special characters",
+            fix="escape special characters with a backslash",
         ) from None
     if pattern.groups != 1:
         raise InputError(
@@ -244,7 +244,7 @@ def read_pattern(text: str) -> re.Pattern[str]:
 
 
 def find_rates(pattern: re.Pattern[str], text: str) -> list[float]:
-    """Return the numbers that the pattern finds; of three or more, the first is dropped as warm-up."""
+    """Return the numbers that the pattern matches; if there are three or more, the first is dropped as warm-up."""
     found = []
     for number in pattern.findall(text):
         try:
@@ -263,8 +263,8 @@ def measure_script(
 ) -> ScalingCurve:
     """Launch a script on each number of ranks of this machine, alternating, and return its throughput.
 
-    Without a pattern, the throughput is the inverse of the wall time minus the start-up time of an empty script. The
-    work counts once for all ranks in strong scaling, once for each rank in weak scaling.
+    Without a pattern, the throughput is the inverse of the wall time minus the start-up time of an empty script. A run
+    counts once in strong scaling, and once per rank in weak scaling.
     """
     values: dict[int, list[float]] = {number: [] for number in ranks}
     startup: dict[int, list[float]] = {number: [] for number in ranks}
@@ -306,7 +306,7 @@ def _script_point(ranks: int, seconds: Sequence[float], *, work: int) -> Scaling
 
 
 def _rates(pattern: re.Pattern[str], output: list[str], script: Script, ranks: int) -> list[float]:
-    """Return the throughputs of the first rank that printed any."""
+    """Return the throughputs in the output of the first rank that printed one."""
     for text in output:
         rates = [rate for rate in find_rates(pattern, text) if rate > 0]
         if rates:
@@ -314,7 +314,7 @@ def _rates(pattern: re.Pattern[str], output: list[str], script: Script, ranks: i
     raise InputError(
         f"--pattern {pattern.pattern!r} matches no number above 0 in the output of {script.path} on {ranks} ranks",
         code="bench.pattern-unmatched",
-        fix=f"check its output: shardwise launch --nproc {ranks} {script.path}",
+        fix=f"check the output of shardwise launch --nproc {ranks} {script.path}",
     )
 
 

@@ -57,7 +57,7 @@ PARTS = {
     "idle": "waiting for the slowest rank",
 }
 JOB_METHOD = (
-    "Ranks are new processes with the number of threads of a training; numbers of ranks alternate.",
+    "Ranks are new processes with as many threads as in training; measurements alternate between numbers of ranks.",
     "Strong scaling keeps the global batch size, weak scaling keeps the batch size per rank.",
     "Throughput is that of steps that read their data.",
     "The same steps are timed again on data in memory, and once more with every collective skipped.",
@@ -67,13 +67,13 @@ JOB_METHOD = (
     "predicted: the prediction of `shardwise plan` for the same plan on this machine.",
 )
 SCRIPT_METHOD = (
-    "The script is started as by `shardwise launch`, from a process with torch imported; numbers of ranks alternate.",
+    "`shardwise launch` starts the script, with torch already imported; numbers of ranks alternate.",
     "efficiency = throughput / (ranks x throughput of one); medians, with half the interquartile range of both.",
 )
 
 
 def scaling_table(curve: ScalingCurve) -> Table:
-    """Return one row for each number of ranks."""
+    """Return a table of throughput and efficiency with one row for each number of ranks."""
     has_parts = any(point.parts is not None for point in curve.points)
     has_batch = any(point.batch_size is not None for point in curve.points)
     has_predicted = any(point.predicted_per_s is not None for point in curve.points)
@@ -96,7 +96,7 @@ def scaling_table(curve: ScalingCurve) -> Table:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedResources:
-    """The resources of this machine that ranks share."""
+    """Cores, threads and GPUs of this machine, which ranks may share."""
 
     cores: int | None = None
     """Cores of the CPU on which ranks compute; None for ranks on GPUs."""
@@ -105,24 +105,24 @@ class SharedResources:
     gpus: int = 0
 
     def contention(self, ranks: int, first: int) -> str:
-        """Return the resources that `ranks` ranks share and the `first` ranks did not; empty without contention."""
+        """Return text about cores or GPUs that `ranks` ranks share, or ""; `first` is the number of baseline ranks."""
         if self.cores is None:
             return f"they share {counted(self.gpus, 'GPU')}" if ranks > self.gpus else ""
         if self.threads is None:
-            return f"they share {self.cores} cores, which {counted(first, 'rank')} had before"
+            return f"they share the {self.cores} cores that {counted(first, 'rank')} used"
         if ranks * self.threads <= self.cores:
             return ""
         return f"they share {self.cores} cores, with {counted(self.threads, 'thread')} each"
 
 
 def limits(curve: ScalingCurve, shared: SharedResources) -> list[str]:
-    """Return a sentence about the limit of each number of ranks after the first."""
+    """Return a sentence about what limits the efficiency of each number of ranks after the first."""
     return [f"{point.ranks} ranks: {_limit(curve, point, shared)}" for point in curve.points[1:]]
 
 
 def _limit(curve: ScalingCurve, point: ScalingPoint, shared: SharedResources) -> str:
-    crowd = shared.contention(point.ranks, curve.points[0].ranks)
-    reasons = [crowd] if crowd else []
+    contention = shared.contention(point.ranks, curve.points[0].ranks)
+    reasons = [contention] if contention else []
     growth = curve.growth(point) or {}
     worst = max(growth, key=lambda name: growth[name], default=None)
     if (curve.efficiency_spread(point) or 0.0) > _TOO_NOISY:
@@ -198,16 +198,13 @@ def _throughput(curve: ScalingCurve) -> Plot:
     return Plot(title="Throughput", x_label="ranks", y_label=curve.unit, series=tuple(series))
 
 
-# The report.
-
-
 class ScalingReport(BenchReport, frozen=True, kw_only=True):
-    """Throughput over numbers of ranks, and the limit of each."""
+    """Throughput for each number of ranks, and what limits it."""
 
     title: str
     curves: tuple[ScalingCurve, ...]
     limits: tuple[tuple[str, ...], ...]
-    """By curve: a sentence for each number of ranks after the first."""
+    """For each curve, a sentence for each number of ranks after the first."""
 
     def to_json(self) -> str:
         """Return the curves with their efficiencies."""
@@ -215,7 +212,7 @@ class ScalingReport(BenchReport, frozen=True, kw_only=True):
         return msgspec.json.encode({"title": self.title, "curves": curves}).decode()
 
     def to_text(self) -> str:
-        """Return a table for each curve with its limits, and the verdict."""
+        """Return a table for each curve, sentences about its limits, and the verdict."""
         lines = [self.title]
         for curve, sentences in zip(self.curves, self.limits, strict=True):
             lines += ["", curve.title, *table_lines(scaling_table(curve))]
@@ -229,7 +226,7 @@ class ScalingReport(BenchReport, frozen=True, kw_only=True):
 
 
 def _plain(curve: ScalingCurve, sentences: Sequence[str]) -> dict[str, Any]:
-    """Return a curve as builtins, with the efficiencies of its points."""
+    """Return a curve as a JSON-compatible dict, with the efficiency of each point."""
     points = []
     for point in curve.points:
         derived = {"efficiency": curve.efficiency(point), "efficiency_spread": curve.efficiency_spread(point)}
@@ -247,12 +244,12 @@ def measure(spec: ScalingSpec) -> ScalingReport:
 
 
 def has_job(script: str) -> bool:
-    """Whether a file defines a Job, by its syntax, so that a script does not run."""
+    """Return whether a Python file assigns a variable `job`, without running the file."""
     path_text, colon, _ = script.partition(":")
     path = Path(path_text)
     if not path.is_file():
         raise InputError(
-            f"{path_text} does not exist", code="cli.file-not-found", fix="pass a Python file: a job or a script"
+            f"{path_text} does not exist", code="cli.file-not-found", fix="pass a Python file with a job, or a script"
         )
     if colon:
         return True
@@ -260,7 +257,7 @@ def has_job(script: str) -> bool:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         raise InputError(
-            f"{path_text} is not Python", code="cli.not-python", fix="pass a Python file: a job or a script"
+            f"{path_text} is not valid Python", code="cli.not-python", fix="pass a Python file with a job, or a script"
         ) from None
     assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
     assigned = [target for node in assignments for target in node.targets]
@@ -268,20 +265,20 @@ def has_job(script: str) -> bool:
 
 
 def _read_ranks(spec: ScalingSpec) -> tuple[int, ...]:
-    """Return the numbers of ranks in ascending order."""
+    """Parse --ranks and --nproc, and return the numbers of ranks in ascending order."""
     text, nproc = spec.ranks, spec.nproc
     if text is None:
         return powers_of_two(nproc or len(probe_gpus()) or usable_cores())
     if nproc is not None:
         raise InputError(
-            f"--ranks {text} and --nproc {nproc} both set the ranks", code="cli.options-conflict", fix="use one of them"
+            f"--ranks {text} conflicts with --nproc {nproc}", code="cli.options-conflict", fix="omit --ranks or --nproc"
         )
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise InputError(
             f"--ranks must be a list of positive integers, got {text!r}",
             code="cli.number-list-invalid",
-            fix="use numbers of ranks, such as 1,2,4",
+            fix="use comma-separated numbers, such as --ranks 1,2,4",
         )
     return tuple(sorted({int(part) for part in parts}))
 
@@ -306,7 +303,7 @@ def _measure_job(spec: ScalingSpec) -> tuple[list[ScalingCurve], bool, str]:
 
 
 def _predictor() -> Callable[[Job, Plan], float | None]:
-    """Return a function that predicts the seconds of a step; the reason of a failure is printed once."""
+    """Return a function that predicts the seconds of a step; it prints each reason for a missing prediction once."""
     reported: set[str] = set()
 
     def predict(job: Job, plan: Plan) -> float | None:
@@ -323,21 +320,21 @@ def _predictor() -> Callable[[Job, Plan], float | None]:
 
 def _measure_script(spec: ScalingSpec) -> tuple[list[ScalingCurve], bool, str]:
     """Return the curve of a script, whether it runs on the CPU, and a title."""
-    of_a_job = {"--plan": spec.plan, "--set": spec.settings}
-    of_a_job |= {"--backend": spec.place.backend, "--device": spec.place.device}
-    for option, value in of_a_job.items():
+    job_options = {"--plan": spec.plan, "--set": spec.settings}
+    job_options |= {"--backend": spec.place.backend, "--device": spec.place.device}
+    for option, value in job_options.items():
         if value:
             raise InputError(
                 f"{option} applies to a job, but {spec.script} is run as a script",
                 code="cli.option-not-applicable",
-                fix="pass it after the script",
+                fix=f"omit {option}, or pass it after the script",
             )
     pattern = read_pattern(spec.pattern) if spec.pattern is not None else None
     if pattern is not None and spec.mode:
         raise InputError(
-            f"--mode {spec.mode} applies to wall times, but --pattern reads a throughput",
+            f"--mode {spec.mode} applies to wall times, but --pattern reads the throughput from the output",
             code="cli.options-conflict",
-            fix="use one of them",
+            fix="omit --mode or --pattern",
         )
     ranks, cores, gpus = _read_ranks(spec), usable_cores(), len(probe_gpus())
     read_nproc(str(max(ranks)), num_gpus=gpus, num_cores=cores)

@@ -1,4 +1,4 @@
-"""`bench` as a function, its Specs (one per benchmark, with the default and help of every option), and its ranks."""
+"""The function `bench`, the Spec of each benchmark with its options and defaults, and functions that start ranks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class CommSpec(Spec, frozen=True, kw_only=True):
     """Processes to start (default: one per GPU, 2 on a CPU)."""
     place: PlaceSpec = PlaceSpec()
     compare: Path | None = None
-    """JSON of an earlier run to compare with; slower measurements are reported."""
+    """JSON file of an earlier run to compare with; slower measurements are reported."""
 
 
 class P2pSpec(Spec, frozen=True, kw_only=True):
@@ -148,7 +148,7 @@ class ScalingSpec(Spec, frozen=True, kw_only=True):
 
 
 class StepPlaceSpec(PlaceSpec, frozen=True, kw_only=True):
-    """The device and the backend of the ranks; several ranks may share the first GPU."""
+    """The device and the backend of the ranks; with cuda:0, all ranks share the first GPU."""
 
     device: Literal["cpu", "cuda", "cuda:0"] | None = None  # type: ignore[assignment]
     """Device of the ranks (default: cuda if available); ranks share cuda:0."""
@@ -163,7 +163,7 @@ class StepSpec(Spec, frozen=True, kw_only=True):
     nproc: Nproc = None
     """Processes to start (default: 1)."""
     fake_world: PositiveInt | None = None
-    """World size of a fake world, of which one rank runs."""
+    """World size of a fake world, in which only one rank runs."""
     rank: NonNegativeInt = 0
     """The rank of the fake world that runs."""
     steps: PositiveInt = 5
@@ -207,16 +207,16 @@ def bench(part: str | Spec, *arguments: Any, **options: Any) -> BenchReport | No
             report: BenchReport | None = importlib.import_module(module).measure(spec)
             return report
     raise InputError(
-        f"{type(spec).__name__} is not a Spec of bench",
+        f"{type(spec).__name__} is not the Spec of a benchmark",
         code="bench.unknown-part",
         fix=f"use one of {', '.join(kind.__name__ for kind, _ in _PARTS.values())}",
     )
 
 
 PRELOAD = ("torch", DYNAMO)
-"""Modules that every rank would import: torch, and the imports of the first DDP model."""
+"""Modules to import before ranks are forked: torch, and dynamo, which the first DDP model imports."""
 _LOADING_S = 60.0
-"""Time limit for the start of an MPI library."""
+"""Timeout in seconds for loading an MPI library."""
 
 
 def rank_zero(fn: Callable[..., Any], nproc: int | None, *args: Any, backend: str | None = None) -> Any:
@@ -240,10 +240,10 @@ def rank_zero(fn: Callable[..., Any], nproc: int | None, *args: Any, backend: st
 
 
 def require_backend(backend: str) -> None:
-    """Refuse a CPU backend that this machine does not have, before any rank starts; imports torch for the check.
+    """Raise an error if a CPU backend is not available on this machine, before any rank starts; imports torch.
 
-    An MPI library is tried in a fork. Open MPI 5 leaves 16 MiB in /dev/shm for each process that mpirun did not start,
-    so the fork does not use shared memory.
+    The MPI library is loaded in a forked process. That process does not use shared memory, since Open MPI 5 leaves
+    16 MiB in /dev/shm for each process that mpirun did not start.
     """
     import torch
 
@@ -265,8 +265,8 @@ def on_ranks(
 ) -> list[Any]:
     """Run `fn(*args)` on `nproc` new ranks of this machine, and return its results by rank.
 
-    The ranks have the threads and variables of a training, and share nothing with this process, which may have used
-    CUDA or threads. `fn` must be importable by its name. The exception of the first failing rank is raised here.
+    The ranks have the thread count and environment variables of a training run, and share nothing with this process,
+    which may have used CUDA or threads. `fn` must be importable by its name. The first exception of a rank is raised.
     `starter` is a fork parent for several calls; by default a new one is started. mpirun starts ranks of backend "mpi".
     """
     if backend_row(backend).starts_by_mpirun:
@@ -274,18 +274,18 @@ def on_ranks(
     return run_fresh(partial(fn, *args), nproc, preload=PRELOAD, starter=starter)
 
 
-# Helpers of benchmarks of a job.
+# Functions for benchmarks of a job.
 
 
 def bench_device(place: PlaceSpec, nproc: int) -> tuple[LocalDevice, str]:
-    """Return the device for settling a plan, and the device that ranks open: gloo ranks may share one GPU."""
+    """Return the device to resolve a plan for, and the device that ranks open; gloo ranks may share one GPU."""
     shares = place.backend == "gloo"
     where = local_device(place.device, 1 if shares else nproc)
     return where, "cuda:0" if shares and where.kind == "cuda" else where.kind
 
 
 def load_torch_job(reference: JobReference) -> Job:
-    """Load a job with a torch model; other jobs are refused."""
+    """Load a job; raise an error if its model is not a torch module."""
     job = load_job(reference)
     fix = "use shardwise train, which reports samples per second"
     engine_named(job.engine).require_torch_model(reference.name, "bench measures torch modules", fix=fix)

@@ -35,7 +35,7 @@ class MeasuredTurn:
     """Seconds per step of one rank, from blocks of one or a few steps, measured one after the other."""
 
     trained: float | None
-    """Reading data and training on it; None if it was not requested."""
+    """Loading data and training on it; None if it was not requested."""
     whole: float
     """Training on data in memory."""
     compute: float | None
@@ -52,23 +52,23 @@ class MeasuredTurns:
     collectives: int
     """Number of collectives of one step."""
     num_bytes: int
-    """Their bytes, counted like the sizes of `bench comm`."""
+    """Bytes of these collectives, counted like the sizes of `bench comm`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The seconds of a step on the slowest rank, and their parts."""
+    """Seconds of a step on the slowest rank, split into compute, communication, data and idle time."""
 
     period: Timing
-    """From one step to the next, with data if it was requested."""
+    """Time from one step to the next, including data loading if it was requested."""
     step: Timing
     """The step without data."""
     compute: Timing | None
-    """The step of the slowest rank without communication."""
+    """The step of the slowest rank without communication; None for pipeline stages."""
     communication: Timing
-    """The communication alone."""
+    """The collectives of a step alone."""
     exposed: tuple[float, ...]
-    """By turn: additional time of the step over its compute."""
+    """Exposed communication of each turn: time of the step minus time of its compute."""
     parts: dict[str, float] | None
     """Mean over ranks of compute, communication (exposed), data, idle; up to noise they add up to the period."""
     collectives: int
@@ -99,9 +99,9 @@ class Split:
 
 
 def measure_turns(job: Job, plan: Plan, here: SwitchedWorld, *, turns: int, reads: bool) -> MeasuredTurns:
-    """Train a few steps of `job` under `plan` and measure `turns` turns; communicates, on every rank.
+    """Train a few steps of `job` under `plan` and measure `turns` turns; communicates, call on every rank.
 
-    `reads` also times steps that read their data, as training does.
+    If `reads`, also time steps that load their data, as training does.
     """
     can_switch = plan.layout.pp == 1
     # The outputs of skipped collectives have uninitialized values.
@@ -123,22 +123,22 @@ def measure_turns(job: Job, plan: Plan, here: SwitchedWorld, *, turns: int, read
     calls = here.switch.record(lambda: step(batch))
     once_s = max(here.gather(clock(lambda: step(batch))))
     steps = max(1, min(_MOST_STEPS, round(_LEAST_S / once_s)))
-    ways = _Ways(step=step, play=replay(calls) if calls else None, clock=clock, steps=steps, here=here)
+    timer = _StepTimer(step=step, play=replay(calls) if calls else None, clock=clock, steps=steps, here=here)
     found = []
     for _ in range(turns):
         kept: list[StepBatch] = [batch] * (0 if reads else steps)
-        trained = ways.train(_keep(batches, kept, steps)) if reads else None
-        whole = ways.train(kept)
+        trained = timer.train(_keep(batches, kept, steps)) if reads else None
+        whole = timer.train(kept)
         compute = whole if can_switch else None
         if can_switch and calls:
-            compute = ways.compute(kept)
-        found.append(MeasuredTurn(trained=trained, whole=whole, compute=compute, communication=ways.communicate()))
+            compute = timer.compute(kept)
+        found.append(MeasuredTurn(trained=trained, whole=whole, compute=compute, communication=timer.communicate()))
     return MeasuredTurns(turns=tuple(found), collectives=len(calls), num_bytes=sum(call.num_bytes for call in calls))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ways:
-    """Ways to run a few steps, each returning seconds per step; all communicate, on every rank."""
+class _StepTimer:
+    """Times a few steps, in seconds per step; all methods communicate, call them on every rank."""
 
     step: Step
     play: Callable[[], None] | None
@@ -170,13 +170,13 @@ def _keep(batches: Iterator[StepBatch], kept: list[StepBatch], number: int) -> I
 
 
 class _Clock:
-    """Times work that all ranks start together, until this rank's device has finished it."""
+    """Times work that all ranks start at the same time, until the device of this rank has finished it."""
 
     def __init__(self, here: World) -> None:
         self._here = here
 
     def __call__(self, work: Callable[[], object]) -> float:
-        """Return the seconds of `work`; communicates before it, on every rank."""
+        """Return the seconds of `work` after a barrier; communicates, call on every rank."""
         wait_for(self._here.device)
         self._here.barrier()
         began = time.perf_counter()
@@ -186,7 +186,7 @@ class _Clock:
 
 
 def pool(rounds: Sequence[Sequence[MeasuredTurns]]) -> list[MeasuredTurns]:
-    """Return the turns of each rank over all rounds; `rounds` is by round and rank."""
+    """Concatenate the turns of each rank over all rounds; `rounds` is indexed by round, then by rank."""
     return [
         dataclasses.replace(parts[0], turns=tuple(turn for part in parts for turn in part.turns))
         for parts in zip(*rounds, strict=True)
@@ -194,7 +194,7 @@ def pool(rounds: Sequence[Sequence[MeasuredTurns]]) -> list[MeasuredTurns]:
 
 
 def split(ranks: Sequence[MeasuredTurns]) -> Split:
-    """Return the times of a step from the turns of all ranks."""
+    """Return the time of a step and its parts from the turns of all ranks."""
     rows = list(zip(*(rank.turns for rank in ranks), strict=True))
     step = [max(turn.whole for turn in row) for row in rows]
     period = [max(turn.whole if turn.trained is None else turn.trained for turn in row) for row in rows]

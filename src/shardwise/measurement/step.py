@@ -1,4 +1,4 @@
-"""Measurement of a training step under a plan: time by phase, throughput, utilization and memory, or on fake ranks."""
+"""Measures training steps of a plan on real or fake ranks: time by phase, throughput, utilization and memory."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ if TYPE_CHECKING:
 
 
 WARM_UP = 3
-"""Warm-up steps: the first has additional checks of gradients, the second fills the allocator's cache, and a compiled
-step may compile twice."""
+"""Warm-up steps: the first also checks gradients, the second fills the cache of the allocator, and a compiled step may
+compile twice."""
 _MEMORY_STEPS = 2
-"""On a CPU, steps whose tensors are counted: the first finds the storages, the second has the peak."""
+"""Steps in which live tensors are counted on a CPU: the first finds the storages, the second measures the peak."""
 _TOP = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasurement:
-    """The measurements of one rank over a few steps."""
+    """The measurements of a few training steps on one rank."""
 
     plan: str
     rank: int
     world_size: int
     backend: str
-    """"fake" if the other ranks were fake, so that communication cost nothing."""
+    """"fake" if the other ranks were fake, so that communication took no time."""
     device: str
     step: Timing
-    """From the first forward pass to the end of the optimizer step."""
+    """Time from the first forward pass to the end of the optimizer step."""
     phases: dict[str, float]
     """Median seconds of data, forward, backward (with gradient sync) and optimizer."""
     samples_per_s: float
-    """Of the world, with the time for data."""
+    """Throughput of all ranks, including the time to load data."""
     tokens_per_s: float | None
-    """None if samples are not rows of integers."""
+    """None if samples are not sequences of integers."""
     peak_bytes: int
     """Peak of allocated memory in a step."""
     first_peak_bytes: int
@@ -79,7 +79,7 @@ class StepMeasurement:
     """Profile of a few more steps, if it was requested."""
 
     def figures(self) -> dict[str, float]:
-        """Return the values that can be predicted, by name; the names contain the units."""
+        """Return all nonzero measurements by name; the names end with the units."""
         found = {
             "step_s": self.step.median_s,
             **{f"{phase}_s": seconds for phase, seconds in self.phases.items()},
@@ -96,17 +96,19 @@ class StepMeasurement:
 def rehearse(
     job: Job, plan: Plan, *, rank: int = 0, steps: int = 5, device: str = "cpu", profile: ProfileSpec | None = None
 ) -> StepMeasurement:
-    """Run `rank` of the plan's world for a few steps on `device`; the other ranks are fake."""
+    """Measure a few steps of one rank in a fake world, whose other ranks do not run."""
     size = plan.layout.world_size
     if not 0 <= rank < size:
         raise InputError(
-            f"--rank {rank} is not in a world of {size}", code="bench.rank-out-of-range", fix=f"use 0 to {size - 1}"
+            f"--rank must be below the world size of {size}, got {rank}",
+            code="bench.rank-out-of-range",
+            fix=f"use --rank 0 to {size - 1}",
         )
     if plan.layout.pp > 1:
         raise PlanError(
-            f"plan {plan.layout} has pipeline stages, whose messages a fake world cannot answer",
+            f"plan {plan.layout} has {plan.layout.pp} pipeline stages, but fake ranks do not send activations",
             code="bench.fake-world-pipeline",
-            fix=f"use a plan without pp, or real ranks: --nproc {size}",
+            fix=f"use a plan without pp, or replace --fake-world with --nproc {size}",
         )
     with fake_world(size, rank, device) as here:
         return measure_step(job, plan, here, steps=steps, profile=profile)
@@ -121,7 +123,7 @@ def measure_ranks(
     backend: str | None = None,
     profile: ProfileSpec | None = None,
 ) -> list[StepMeasurement]:
-    """Run a few steps on the plan's ranks, and return the measurements of each rank.
+    """Run a few steps of a job on all ranks of the plan, and return the measurements of each rank.
 
     The ranks are started on this machine. In a world that torchrun, srun or `shardwise launch` started, this process
     is one of the ranks, and ranks other than 0 return an empty list.
@@ -137,7 +139,7 @@ def _measure_world(
     steps: int,
     profile: ProfileSpec | None,
 ) -> list[StepMeasurement]:
-    """Measure as one rank of the world, over which it communicates; `where` is device and backend."""
+    """Measure steps on `where`, a device and a backend; communicates over the world, call on every rank."""
     device, backend = where
     with world(device=device, backend=backend) as here:
         found: list[StepMeasurement] = here.gather(
@@ -149,7 +151,7 @@ def _measure_world(
 def measure_step(
     job: Job, plan: Plan, here: World, *, steps: int = 5, profile: ProfileSpec | None = None
 ) -> StepMeasurement:
-    """Train a few steps of `job` and measure them; called on every rank of the world, over which it communicates."""
+    """Train a few steps of `job` and measure them; communicates over the world, call on every rank."""
     on_gpu = here.device.type == "cuda"
     here.barrier()  # so that ranks that share cores or a GPU measure at the same time
     rate = matmul_rate(here.device, plan.precision.compute)
@@ -204,11 +206,11 @@ def measure_step(
 
 
 def _build(job: Job, plan: Plan, here: World, clock: PhaseClock) -> Step:
-    """Build the step with the clock as its listener; called on every rank."""
+    """Build the training step and record its phases with `clock`; call on every rank."""
     made: list[Step] = []
 
     def settle() -> None:
-        clock.mark("settle", made[0].number)  # not a phase of a step
+        clock.mark("settle", made[0].number)  # ends the backward phase and is not counted
         settle_gradients(made[0])
 
     before_update = settle if here.backend == "fake" else None
@@ -217,16 +219,16 @@ def _build(job: Job, plan: Plan, here: World, clock: PhaseClock) -> Step:
 
 
 def _profile(step: Step, batches: Iterator[StepBatch], here: World, spec: ProfileSpec) -> StepProfile:
-    """Profile a few steps, with their phases as ranges in the trace; called on every rank."""
+    """Profile a few steps and record their phases as ranges in the trace; call on every rank."""
     num_files = 1 if here.backend == "fake" else here.size
     trace = None if spec.trace is None else trace_path(spec.trace, here.rank, num_files)
-    unwatched, ranges = step.mark, profiler_ranges()
-    step.mark = combine_marks(unwatched, ranges)
+    own_mark, ranges = step.mark, profiler_ranges()
+    step.mark = combine_marks(own_mark, ranges)
     try:
         return profile_steps(lambda: step(next(batches)), here.device, steps=spec.steps, trace=trace)
     finally:
         ranges.close()
-        step.mark = unwatched
+        step.mark = own_mark
 
 
 def _peak(device: torch.device) -> int:
@@ -266,7 +268,7 @@ def _describe(memory: LiveMemory) -> str:
 
 
 def settle_gradients(step: Step) -> None:
-    """Make gradients finite: without communication they may have any value, and NaN would skip the optimizer."""
+    """Fill gradients with a constant; without communication they may be NaN, which would skip the optimizer step."""
     for _, parameter in step.named_parameters():
         if parameter.grad is not None:
             grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -274,7 +276,7 @@ def settle_gradients(step: Step) -> None:
 
 
 def _tokens_per_sample(batch: StepBatch) -> int | None:
-    """Return the length of rows of integers, None if the batch has none."""
+    """Return the sequence length of the first 2D integer tensor of a batch, or None."""
     found = batch.micro_batches[0].batch
     values = found.values() if isinstance(found, dict) else found
     rows = (value for value in values if isinstance(value, torch.Tensor) and value.ndim == 2)
@@ -300,7 +302,7 @@ class PhaseClock:
         self._marks: list[tuple[str, int, Any]] = []
 
     def mark(self, phase: str, step: int) -> None:
-        """End the previous phase and begin this one; phases that are not in PHASES are not counted."""
+        """Record the end of the previous phase and the start of `phase`; only phases in PHASES are counted."""
         if self._device.type != "cuda":
             self._marks.append((phase, step, time.perf_counter()))
             return
@@ -323,7 +325,7 @@ class PhaseClock:
         return list(steps.values())
 
 
-# Utilization: the share of the device's matrix multiplication rate that a step reaches.
+# Utilization: the FLOP/s of a step as a fraction of the matmul rate of the device.
 
 
 _WIDTHS = {"cuda": 8192, "cpu": 512}
@@ -331,9 +333,9 @@ _WIDTHS = {"cuda": 8192, "cpu": 512}
 
 
 def matmul_rate(device: torch.device, compute: DType) -> float:
-    """Time a large square matrix product; return FLOP/s.
+    """Return the FLOP/s of a large square matrix product in a dtype.
 
-    fp32 uses tf32 if torch is set to. Call it on every rank at once, since ranks may share a device.
+    fp32 uses TF32 if torch allows it. Call this on every rank at the same time, since ranks may share a device.
     """
     width = _WIDTHS[device.type] // (2 if compute == "fp64" else 1)  # many GPUs have few units for fp64
     x, y = (torch.randn(width, width, device=device).to(DTYPES[compute]) for _ in range(2))
@@ -346,14 +348,14 @@ def training_flops(shape: ModelShape) -> float:
 
 
 def _part_flops(part: Part) -> float:
-    """Return the FLOPs of a part: in backward each product needs one for its input, and one for a trained weight."""
+    """Return the FLOPs of a part; backward has a product for each input gradient and each trained weight's gradient."""
     trained = sum(weight.numel for weight in part.weights if weight.trained) / max(1, part.numel)
     products = sum(item.flops for item in part.work.matmuls)
     return (2 + trained) * products + 3 * sum(item.flops for item in part.work.attentions)
 
 
 def utilisation(found: Sequence[StepMeasurement], flops_per_sample: float) -> float:
-    """Return the share of the measured matmul rate that the steps of the world reach.
+    """Return the model FLOPs utilization: the FLOP/s of a step as a fraction of the measured matmul rate.
 
     `found` has the measurements of all ranks, or of the one rank of a fake world.
     """

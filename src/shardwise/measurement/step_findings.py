@@ -63,13 +63,13 @@ def slowest(found: Sequence[StepMeasurement]) -> StepMeasurement:
 
 
 def label(name: str) -> str:
-    """Return the label of a value."""
+    """Return the label of a measurement in reports."""
     stem = name.removesuffix("_bytes").removesuffix("_s").removesuffix("_per")
     return _LABELS.get(stem, stem)
 
 
 def shown(name: str, value: float) -> str:
-    """Return a value in the unit that its name ends with."""
+    """Format a value in the unit that its name ends with."""
     unit, size = next((unit, size) for ending, size, unit in _UNITS if name.endswith(ending))
     return f"{value / size:,.2f} {unit}"
 
@@ -81,7 +81,7 @@ def step_findings(
     used: float | None,
     facts: tuple[tuple[str, str], ...],
 ) -> Findings:
-    """Return the content of the report; `used` is the share of the matmul rate, if it is known."""
+    """Return the content of the report; `used` is the utilization, or None if it is unknown."""
     worst = slowest(found)
     sections = [_time(found, worst), _figures(worst, predicted, used), *_memory(worst)]
     if worst.profile is not None:
@@ -122,7 +122,7 @@ def _figures(worst: StepMeasurement, predicted: Mapping[str, float] | None, used
         rows.append(("utilisation", shown("utilisation", used), ""))
     return Section(
         title=f"Measurements of rank {worst.rank}",
-        text="This is the slowest rank, for which the others wait.",
+        text="This is the slowest rank; the other ranks wait for it.",
         parts=(Table(header=("name", "measured", "predicted"), rows=tuple(rows)),),
     )
 
@@ -165,7 +165,7 @@ def _method(worst: StepMeasurement) -> tuple[str, ...]:
     if on_cpu:
         clock = "by the host's clock"
         memory = "Memory is the bytes of live tensors, counted at every operator in two more steps."
-    fake = ("The other ranks were fake, so communication cost nothing.",) if worst.backend == "fake" else ()
+    fake = ("The other ranks were fake, so communication took no time.",) if worst.backend == "fake" else ()
     return (
         f"After {WARM_UP} warm-up steps, {worst.step.repeats} steps are timed {clock}, without synchronization.",
         "Backward includes gradient synchronization; the time of a step excludes data, throughput includes it.",
@@ -180,9 +180,9 @@ def _method(worst: StepMeasurement) -> tuple[str, ...]:
 
 
 def predict_step(job: Job, plan: Plan, describe: Callable[[Job, DType], Model], *, processes: int) -> dict[str, float]:
-    """Return the predictions for one rank on this machine, which runs `processes` ranks; 1 in a fake world.
+    """Predict the seconds of a step and the peak memory of one rank on this machine, which runs `processes` ranks.
 
-    Waiting for communication is left out in a fake world, which does not communicate.
+    In a fake world, `processes` is 1, and the prediction excludes the time of communication.
     """
     cluster = this_machine(processes)
     shape = describe(job, plan.precision.compute).for_plan(plan)
@@ -195,11 +195,8 @@ def predict_step(job: Job, plan: Plan, describe: Callable[[Job, DType], Model], 
     return {"step_s": seconds, "peak_bytes": memory.peak}
 
 
-# The report.
-
-
 class StepBenchReport(BenchReport, frozen=True, kw_only=True):
-    """The measurements of each rank, the planner's predictions, and the share of the matmul rate."""
+    """The measurements of each rank, the planner's predictions, and the utilization."""
 
     measured: tuple[StepMeasurement, ...]
     predicted: dict[str, float] | None
@@ -250,7 +247,7 @@ def _profile_lines(profile: StepProfile) -> list[str]:
 
 
 def measure(spec: StepSpec) -> StepBenchReport | None:
-    """Run a few steps of a job under a plan; None on ranks other than 0 of an existing world."""
+    """Measure a few steps of a job under a plan; return None on ranks other than 0 of an existing world."""
     me = identify()
     _check(me, spec)
     profile = None
@@ -281,30 +278,30 @@ def measure(spec: StepSpec) -> StepBenchReport | None:
 
 def _check(me: Identity, spec: StepSpec) -> None:
     if me.world_size > 1 and (spec.nproc or spec.fake_world):
-        asked = f"--nproc {spec.nproc}" if spec.nproc else f"--fake-world {spec.fake_world}"
+        option = f"--nproc {spec.nproc}" if spec.nproc else f"--fake-world {spec.fake_world}"
         raise InputError(
-            f"{asked} cannot be used inside a world of {me.world_size} ranks that {me.source} started",
+            f"{option} cannot be used inside a world of {me.world_size} ranks that {me.source} started",
             code="cli.option-inside-world",
-            fix="omit it, or run the command outside of the world",
+            fix=f"omit {option}, or run the command outside of the world",
         )
     if spec.fake_world and spec.nproc:
         raise InputError(
             f"--fake-world {spec.fake_world} runs in one process, but --nproc is {spec.nproc}",
             code="cli.options-conflict",
-            fix="use one of them",
+            fix="omit --fake-world or --nproc",
         )
     if spec.rank and not spec.fake_world:
         raise InputError(
-            f"--rank {spec.rank} applies to a fake world", code="cli.option-not-applicable", fix="add --fake-world N"
+            f"--rank {spec.rank} requires --fake-world", code="cli.option-not-applicable", fix="add --fake-world N"
         )
 
 
 def _expected(
     job: Job, plan: Plan, found: list[StepMeasurement], *, processes: int
 ) -> tuple[dict[str, float] | None, float | None]:
-    """Return the planner's predictions and the share of the matmul rate; None if unknown.
+    """Return the planner's predictions and the utilization; None if unknown.
 
-    Several nodes have no prediction, since the links between them are unknown.
+    There is no prediction for several nodes, since the links between them are unknown.
     """
     try:
         model = describe_job(job, plan.precision.compute)

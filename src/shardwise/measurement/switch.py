@@ -29,7 +29,7 @@ _METHODS = (
     "allreduce_coalesced",
     "allgather",
     "_allgather_base",
-    "all_gather_single",  # torch 2.13's name for the one above
+    "all_gather_single",  # _allgather_base in torch 2.13
     "allgather_coalesced",
     "allgather_into_tensor_coalesced",
     "reduce_scatter",
@@ -45,7 +45,7 @@ _METHODS = (
     "scatter",
     "barrier",
 )
-"""Methods of a process group, without send and recv: a rank cannot continue without the received data."""
+"""Process group methods that can be skipped. send and recv are not among them, since ranks need the received data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +59,18 @@ class SwitchedCall:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the largest tensors of the call: the gathered, scattered or reduced tensor."""
+        """Bytes of the largest argument of the call: the gathered, scattered or reduced tensor."""
         sizes = [_bytes(arg) for arg in self.args]
         return max(sizes, default=0)
 
 
 @dataclass(kw_only=True)
 class CommunicationSwitch:
-    """Whether the collectives of a switched world run, and whether they are recorded."""
+    """Turns the collectives of a `SwitchedWorld` on or off, and records them."""
 
     on: bool = True
     calls: list[SwitchedCall] | None = None
-    """The list of recorded calls, None if calls are not recorded."""
+    """Recorded calls; None if calls are not recorded."""
 
     def record(self, step: Callable[[], object]) -> list[SwitchedCall]:
         """Return the collectives that `step` calls, in order."""
@@ -84,7 +84,7 @@ class CommunicationSwitch:
 
 
 class SwitchedWorld(World):
-    """A world whose groups and meshes have a switch, except the host groups and the world's own group.
+    """A world whose collectives can be turned off, except those on host groups and on the default group.
 
     The switch costs about 10 us per collective in Python, whether it is on or off.
     """
@@ -95,7 +95,7 @@ class SwitchedWorld(World):
 
     @classmethod
     def around(cls, here: World) -> SwitchedWorld:
-        """Return a wrapper of `here`, switched on; the caller closes `here`."""
+        """Wrap the world `here`, with collectives turned on; the caller closes `here`."""
         if _BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
         values = {part.name: getattr(here, part.name) for part in dataclasses.fields(World) if part.init}
@@ -105,7 +105,7 @@ class SwitchedWorld(World):
         return switched
 
     def axis_group(self, layout: Layout, axes: Sequence[str], *, on_host: bool = False) -> dist.ProcessGroup | None:
-        """Communicate, called on every rank: return the group of the ranks that differ only along `axes`."""
+        """Return the group of the ranks that differ only along `axes`; communicates, call on every rank."""
         group = super().axis_group(layout, axes, on_host=on_host)
         if group is None or on_host:
             return group
@@ -120,7 +120,7 @@ class SwitchedWorld(World):
         return self._groups[key]
 
     def mesh(self, layout: Layout) -> DeviceMesh:
-        """Communicate, called on every rank: return the named mesh of `layout` with switched groups."""
+        """Return the device mesh of `layout` with switched groups; communicates, call on every rank."""
         split = [axis for axis, degree in zip(AXES, layout.degrees, strict=True) if degree > 1]
         groups: list[Any] = [self.axis_group(layout, (axis,)) for axis in split]
         ranks = torch.arange(self.size).reshape([getattr(layout, axis) for axis in split])
@@ -134,14 +134,14 @@ class SwitchedWorld(World):
 
 
 def replay(calls: Sequence[SwitchedCall]) -> Callable[[], None]:
-    """Return a function that repeats the collectives one after the other; it communicates, on every rank.
+    """Return a function that runs recorded collectives one after the other; it communicates, call it on every rank.
 
-    Calls share tensors of the same shape and argument position, so that they need the memory of one call per shape.
+    Calls share the tensors of each shape and argument position, to save memory.
     """
     buffers: dict[Any, Tensor] = {}
 
-    def again(position: int) -> Callable[[Any], Any]:
-        def like(leaf: Any) -> Any:
+    def allocate(position: int) -> Callable[[Any], Any]:
+        def tensor_for(leaf: Any) -> Any:
             if not isinstance(leaf, _Shape):
                 return leaf
             key = (position, leaf)
@@ -149,12 +149,12 @@ def replay(calls: Sequence[SwitchedCall]) -> Callable[[], None]:
                 buffers[key] = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
             return buffers[key]
 
-        return like
+        return tensor_for
 
     ready = [
         (
             getattr(call.group, call.method),
-            [tree_map(again(position), arg) for position, arg in enumerate(call.args)],
+            [tree_map(allocate(position), arg) for position, arg in enumerate(call.args)],
             call.kwargs,
         )
         for call in calls
@@ -176,7 +176,7 @@ class _Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class _Inside:
-    """The options of a switched group."""
+    """Process group options of a switched group: the wrapped group and the switch."""
 
     group: dist.ProcessGroup
     switch: CommunicationSwitch
@@ -233,7 +233,7 @@ def _create(options: Any, inside: _Inside) -> _SwitchedGroup:
 
 
 def _done(args: tuple[Any, ...]) -> Any:
-    """Return completed work whose result is the unchanged first argument, which DDP takes for the sum."""
+    """Return completed work whose result is the unchanged first argument, which DDP uses as the reduced bucket."""
     result = args[0] if args and isinstance(args[0], list | torch.Tensor) else []
     devices = {leaf.device for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.is_cuda}
     future: Future[Any] = Future(devices=list(devices))

@@ -1,4 +1,4 @@
-"""Timing of repeated calls on the device's clock, and rates of the operators of a training."""
+"""Times repeated calls on a device, and measures the rates of operators and collectives for calibration."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _LEAST_SAMPLE_S = 1e-4
 _FILLER = 8192
 """Width of the matrix product, of over a millisecond, that keeps a GPU busy while the host queues the timed calls."""
 _MOST_QUEUED = 50
-"""Number of calls that the host can queue during the filler."""
+"""Maximum number of calls that the host queues while the GPU computes the filler product."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds of one call, over repeats."""
+    """Statistics of the seconds of one call over repeats."""
 
     median_s: float
     min_s: float
@@ -138,10 +138,10 @@ def measure_collective(
     budget_s: float = 0.1,
     most: int = 30,
 ) -> CollectiveTiming:
-    """Communicate over `group`, called on all its ranks: time a collective in about `budget_s` seconds.
+    """Time a collective in about `budget_s` seconds; communicates over `group`, call on all its ranks.
 
-    `send` goes from the group's first rank to its second and back, and its time is half of that. Sizes are rounded
-    down to whole elements on every rank, at least 1.
+    The time of `send` is half a round trip between the first two ranks of the group. Sizes are rounded down to whole
+    elements on every rank, at least 1.
     """
     collective = prepare(CollectiveSpec(name=name, num_bytes=num_bytes, dtype=dtype), group, device)
     return CollectiveTiming(
@@ -154,9 +154,10 @@ def measure_collective(
 
 
 def time_collective(collective: Collective, together: dist.ProcessGroup, *, budget_s: float, most: int = 30) -> Timing:
-    """Communicate over `together`, called on all its ranks: time a collective on each of their groups at once.
+    """Time a collective on several groups at the same time; communicates over `together`, call on all its ranks.
 
-    A sample is the mean time of a call in a block on the slowest rank; there are at least three samples.
+    `together` contains all groups. A sample is the mean time of a call in a block on the slowest rank; there are at
+    least three samples.
     """
     device, call = collective.device, collective.call
     call()
@@ -174,7 +175,7 @@ def time_collective(collective: Collective, together: dist.ProcessGroup, *, budg
 
 
 def calls_in_block(once_s: float) -> int:
-    """Return the number of calls of a block if one call takes `once_s` seconds."""
+    """Return the number of calls per block if one call takes `once_s` seconds."""
     least = _FEW if _FEW * once_s <= _FEW_S else 1
     return max(least, min(1000, round(_LEAST_BLOCK_S / once_s)))
 
@@ -190,7 +191,7 @@ def time_block(call: Callable[[], object], times: int, device: torch.device) -> 
 
 
 def slowest(seconds: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Communicate over `group`, called on all its ranks: return the element-wise maximum over the ranks."""
+    """Return the element-wise maximum over the ranks; communicates over `group`, call on all its ranks."""
     largest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     found: list[float] = largest.tolist()
@@ -280,7 +281,7 @@ def attention_points(
 
 
 def memory_bandwidth(numels: Iterable[int], device: torch.device, *, low: torch.dtype, budget_s: float) -> Figure:
-    """Time the memory-bound operators of transformers in forward (sums, gates, casts, norms); bytes per second."""
+    """Return the bytes per second of memory-bound forward operators of transformers: sums, gates, casts, norms."""
     moved, seconds, rates = 0.0, 0.0, []
     for numel in numels:
         wide = torch.randn(numel // 1024, 1024, device=device)
@@ -309,14 +310,14 @@ def _uncertainty(deviations: Sequence[float]) -> float:
 
 
 def kernel_seconds(device: torch.device, *, budget_s: float) -> Figure:
-    """Time the smallest kernel on the device."""
+    """Return the seconds of the smallest kernel on the device."""
     one = torch.ones(1, device=device)
     timing = time_calls(lambda: one.add_(1.0), device, budget_s=budget_s, most=200)
     return measured(timing.median_s, max(LEAST_UNCERTAINTY, timing.spread))
 
 
 def operator_seconds(device: torch.device, *, repeats: int = 20) -> Figure:
-    """Time the host while it launches the operators of a tiny network, forward and backward; seconds per operator."""
+    """Return the host seconds to launch one operator, from forward and backward of a tiny network."""
     depth, width = 40, 16
     layers = torch.nn.Sequential(
         *(part for _ in range(depth) for part in (torch.nn.Linear(width, width, bias=False), torch.nn.SiLU()))
@@ -337,7 +338,7 @@ def operator_seconds(device: torch.device, *, repeats: int = 20) -> Figure:
 
 
 def optimizer_bandwidth(num_parameters: int, device: torch.device, *, budget_s: float) -> Figure:
-    """Time a fused AdamW step over fp32 tensors of a million elements each; bytes per second."""
+    """Return the bytes per second of a fused AdamW step over fp32 tensors of a million elements each."""
     tensor = 1 << 20
     parameters = [torch.nn.Parameter(torch.randn(tensor, device=device)) for _ in range(num_parameters // tensor)]
     for parameter in parameters:
@@ -349,12 +350,12 @@ def optimizer_bandwidth(num_parameters: int, device: torch.device, *, budget_s: 
 
 
 def copy_bandwidths(device: torch.device, *, budget_s: float) -> tuple[Figure, Figure]:
-    """Time pinned copies of 256 MiB to the host and from the host; bytes per second each."""
-    there = torch.ones(1 << 28, dtype=torch.uint8, device=device)
-    here = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
+    """Return the bytes per second of pinned 256 MiB copies to the host and from the host."""
+    on_device = torch.ones(1 << 28, dtype=torch.uint8, device=device)
+    on_host = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
     calls: tuple[Callable[[], object], ...] = (
-        lambda: here.copy_(there, non_blocking=True),
-        lambda: there.copy_(here, non_blocking=True),
+        lambda: on_host.copy_(on_device, non_blocking=True),
+        lambda: on_device.copy_(on_host, non_blocking=True),
     )
     timings = [time_calls(call, device, budget_s=budget_s) for call in calls]
     to_host, from_host = (

@@ -1,1 +1,1 @@
-"""Showing a run while it trains or after: in a terminal, on a local page, in experiment trackers."""
+"""Displays of a run during and after training: a terminal view, a local web page and experiment trackers."""

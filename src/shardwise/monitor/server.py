@@ -64,7 +64,7 @@ class PageServer(ThreadingHTTPServer):
         self.state = state
         self.token = token
         self.lock = threading.Lock()
-        """Locked while a chunk of the files is folded into the state, and while an answer is built from it."""
+        """Locked while a chunk of the files is folded into the state, and while a response is built from it."""
         self.wanted_at = time.monotonic()
         self._stop = threading.Event()
         self._refreshing = threading.Thread(target=self._refresh, name="refresh", daemon=True)
@@ -111,7 +111,7 @@ def page_server(state: RunState, port: int | None) -> PageServer:
     raise InputError(
         f"cannot listen on port {port} ({reason})",
         code="watch.listen-failed",
-        fix="choose another --port, or omit it",
+        fix="use another --port, or omit --port",
     )
 
 
@@ -124,7 +124,7 @@ def _remembered(run: Path) -> Address | None:
 
 
 def _remember(run: Path, address: Address) -> None:
-    """Store the address so that only its owner can read it; without write access it is not stored."""
+    """Store the address in a file that only its owner can read; without write access it is not stored."""
     path = run / "watch.json"
     try:
         path.touch(mode=0o600)
@@ -140,11 +140,11 @@ class _PageRequests(BaseHTTPRequestHandler):
     timeout = 30  # ends the thread of an idle connection
 
     def do_GET(self) -> None:
-        """Answer requests for the page and its files, for an increment of the state, and for the log of a rank."""
+        """Serve the page and its files, increments of the state, and the logs of a rank."""
         parts = urlsplit(self.path)
         token, _, name = parts.path.removeprefix("/").partition("/")
         if not self._is_allowed(token):
-            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"wrong token: open the complete printed address\n")
+            self._respond(HTTPStatus.FORBIDDEN, "text/plain", b"wrong token: open the complete printed address\n")
             return
         self.server.wanted_at = time.monotonic()
         query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
@@ -153,18 +153,18 @@ class _PageRequests(BaseHTTPRequestHandler):
         if name == "state":
             with self.server.lock:
                 found = increment(self.server.state, query.get("since", ""))
-            self._answer(HTTPStatus.OK, "application/json", msgspec.json.encode(found))
+            self._respond(HTTPStatus.OK, "application/json", msgspec.json.encode(found))
         elif name == "log" and rank.isascii() and rank.isdigit():
-            self._answer(HTTPStatus.OK, "application/json", msgspec.json.encode(self._logs(int(rank))))
+            self._respond(HTTPStatus.OK, "application/json", msgspec.json.encode(self._logs(int(rank))))
         elif file in _FILES:
             content = resources.files("shardwise.monitor").joinpath("page", file).read_bytes()
             kind = _KINDS[file.rpartition(".")[2]]
-            self._answer(HTTPStatus.OK, f"{kind}; charset=utf-8", content)
+            self._respond(HTTPStatus.OK, f"{kind}; charset=utf-8", content)
         else:
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"this page does not exist\n")
+            self._respond(HTTPStatus.NOT_FOUND, "text/plain", b"this page does not exist\n")
 
     def _is_allowed(self, token: str) -> bool:
-        """Whether the token is right and the request names this machine, which prevents DNS rebinding."""
+        """Return whether the token is correct and the Host header is this machine, which prevents DNS rebinding."""
         port = self.server.server_port
         is_here = self.headers.get("Host", "") in {f"{HOST}:{port}", f"localhost:{port}"}
         return hmac.compare_digest(token.encode(), self.server.token.encode()) and is_here
@@ -177,7 +177,7 @@ class _PageRequests(BaseHTTPRequestHandler):
             "error": _traceback(run.error(rank)),
         }
 
-    def _answer(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+    def _respond(self, status: HTTPStatus, kind: str, content: bytes) -> None:
         self.send_response(status)
         for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
@@ -199,7 +199,7 @@ def _traceback(path: Path) -> str:
         return ""
 
 
-# Increments of the state: a page receives everything at first, then the changes since its cursor.
+# Increments of the state: a page first receives the complete state, then the changes since its cursor.
 
 
 class CurveIncrement(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,18 +212,18 @@ class CurveIncrement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Increment(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer to a page."""
+    """The response to a page that requests the state."""
 
     cursor: str
     whole: bool
-    """Whether this is the complete state, which replaces everything that the page has."""
+    """Whether this is the complete state, which replaces all data of the page."""
     status: RunStatus
     curves: dict[str, CurveIncrement]
     entries: list[Entry]
 
 
 class _Cursor(msgspec.Struct, frozen=True, kw_only=True):
-    """What a page has received: the identity of the state, and the length of each curve and of the history."""
+    """Position of a page in the state: its identity, and the length of each curve and of the history."""
 
     identity: str
     curves: dict[str, tuple[int, int]]
@@ -231,7 +231,7 @@ class _Cursor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def increment(state: RunState, cursor: str) -> Increment:
-    """Return the changes in `state` since `cursor`; everything if the cursor is empty or belongs to another state."""
+    """Return the changes in `state` since `cursor`, or the complete state if the cursor is empty or of another run."""
     known = _read(cursor)
     is_whole = known is None or known.identity != state.identity
     if known is None or is_whole:

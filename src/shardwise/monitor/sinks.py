@@ -1,4 +1,4 @@
-"""Mirroring a run into an experiment tracker, from its files and in a separate process, at no cost for the training."""
+"""Mirrors a run into an experiment tracker from its files, in a separate process that does not slow the training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 INTERVAL_S = 1.0
 """Seconds between two reads of the run, which writes events about once a second."""
 TARGETS = {"tensorboard": "DIR", "wandb": "PROJECT", "mlflow": "EXPERIMENT"}
-"""Trackers, and the target after the colon."""
+"""Tracker -> metavariable of the target after the colon."""
 _SINKS: dict[str, type[TensorboardSink | WandbSink | MlflowSink]] = {
     "tensorboard": TensorboardSink,
     "wandb": WandbSink,
@@ -55,7 +55,7 @@ class Sink(Protocol):
         """Replace the notes of the run by `notes`, which has all notes so far."""
 
     def finish(self, state: str, result: Mapping[str, Any]) -> None:
-        """Record how the run ended ("finished", "failed", "stopped", "lost") and its result."""
+        """Record the final state ("finished", "failed", "stopped" or "lost") and the result of the run."""
 
     def close(self) -> None:
         """Close the connection to the tracker; a later sink may continue the run."""
@@ -73,7 +73,7 @@ class SinkSpec:
 
 
 def parse_sink(text: str) -> SinkSpec:
-    """Parse KIND:TARGET; refuse an unknown tracker, a missing target, and a tracker that is not installed."""
+    """Parse KIND:TARGET; raise an error for an unknown or uninstalled tracker, or a missing target."""
     kind, _, target = text.partition(":")
     if kind not in TARGETS:
         raise InputError(f"sink {kind!r} does not exist", code="watch.unknown-sink", fix=nearest(kind, TARGETS))
@@ -91,7 +91,7 @@ def parse_sink(text: str) -> SinkSpec:
 def mirror(run: RunDirectory, spec: SinkSpec, note: Callable[[str], None], *, interval_s: float = INTERVAL_S) -> None:
     """Mirror a run into a tracker until the run ends, from the step at which an earlier mirror stopped.
 
-    A second mirror of a run into the same target is refused. Exceptions of the tracker become a ShardwiseError.
+    Raise InputError if another process mirrors the run into the same target, and ShardwiseError if the tracker fails.
     """
     check_run(run.path)
     state = RunState(run)
@@ -116,7 +116,7 @@ def mirror(run: RunDirectory, spec: SinkSpec, note: Callable[[str], None], *, in
 
 
 def _wait_for_start(state: RunState, interval_s: float) -> bool:
-    """Wait for the start of the training; return False if the run ends before."""
+    """Wait for the start of the training; return False if the run ends before it starts."""
     state.refresh_all()
     while not state.training.start and not _is_over(state):
         time.sleep(interval_s)
@@ -142,7 +142,7 @@ def _follow(run: RunDirectory, sink: Sink, mirrored: MirrorState, interval_s: fl
             ended = feed.state.status().state
             sink.finish(ended, read_result(run))
             return ended
-        is_over = _is_over(feed.state)  # after the end, one more read gets everything that the run wrote before it
+        is_over = _is_over(feed.state)  # one more read gets the events that the run wrote before its end
         if not is_over:
             time.sleep(interval_s)
 
@@ -152,7 +152,7 @@ def _is_over(state: RunState) -> bool:
     return state.is_over or state.status().state == "silent"
 
 
-# The stored progress of a mirror, from which the next one continues; a lock admits one process at a time.
+# The stored progress of a mirror, from which the next mirror continues. A lock allows one process at a time.
 
 
 class _Sent(msgspec.Struct, kw_only=True):
@@ -182,20 +182,20 @@ class MirrorState:
 
     @property
     def last_steps(self) -> Mapping[str, int]:
-        """The last step that was sent of each curve."""
+        """The last step of each curve that was sent to the tracker."""
         return self._sent.last_steps
 
     @property
     def last_step(self) -> int:
-        """The last step that was sent of any curve."""
+        """The last step of any curve that was sent to the tracker."""
         return max(self._sent.last_steps.values(), default=0)
 
     def clear(self) -> None:
-        """Forget the sent steps, for a tracker that has no data of this run."""
+        """Reset the last steps, for a tracker that has no data of this run."""
         self._sent.last_steps = {}
 
     def record(self, last_steps: Mapping[str, int]) -> None:
-        """Store the last steps that the tracker has."""
+        """Store the last step of each curve that the tracker has."""
         self._sent.last_steps = dict(last_steps)
         self._write()
 
@@ -207,7 +207,7 @@ class MirrorState:
 
 @contextlib.contextmanager
 def lock_mirror(run: RunDirectory, kind: str, sink: str) -> Iterator[MirrorState]:
-    """Lock the mirror into `sink` for this process and yield its state; refuse while another process has the lock."""
+    """Lock the mirror into `sink` and yield its state; raise InputError if another process has the lock."""
     stem = run.sinks / f"{kind}-{zlib.crc32(sink.encode()):08x}"
     run.sinks.mkdir(exist_ok=True)
     lock = os.open(stem.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
@@ -218,7 +218,7 @@ def lock_mirror(run: RunDirectory, kind: str, sink: str) -> Iterator[MirrorState
             raise InputError(
                 f"another process already mirrors {run.path} to {sink}",
                 code="watch.already-mirrored",
-                fix="wait until that process exits, or end it",
+                fix="wait until that process exits, or stop it",
             ) from None
         yield MirrorState(stem.with_suffix(".json"), sink)
     finally:

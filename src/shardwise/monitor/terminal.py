@@ -1,4 +1,4 @@
-"""A run in a terminal: values, curves, a table of ranks and the history, printed once or live until the run ends."""
+"""Shows a run in a terminal: values, curves, a table of ranks and the history, once or live until the run ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REFRESH_S = 0.5
 LATE_S = 1.0
 """Lag in seconds from which a rank counts as late; less is the jitter of a normal step."""
 PIPE = (80, 50)
-"""Columns and lines without a terminal."""
+"""Columns and lines of the output without a terminal."""
 _STATES = {"running": "bold blue", "finished": "bold green", "done": "green"}
 _MOODS = {"good": "green", "warn": "yellow", "bad": "red"}
 _CHART_LINES = 5
@@ -43,12 +43,12 @@ _NOTHING = "-"
 
 
 class WatchReport(Report, frozen=True, kw_only=True):
-    """A run at one time: its status, its curves and its history."""
+    """A snapshot of a run: its status, curves and history."""
 
     status: RunStatus
     curves: dict[str, list[Row]]
     entries: list[Entry]
-    """The newest entries in the order of time."""
+    """The newest entries of the history, in chronological order."""
 
     def to_text(self) -> str:
         """Return the report as text without colors."""
@@ -98,7 +98,7 @@ def _console() -> Console:
 
 
 def picture(report: WatchReport, console: Console) -> RenderableType:
-    """Return the report for a console, if possible in no more lines than the console has."""
+    """Render the report for a console, if possible within its height."""
     status = report.status
     braille = console.encoding.lower().startswith("utf")
     num_rows_of_charts = 1 if console.height < _TALL else 2
@@ -172,7 +172,7 @@ Chart = tuple[str, list[Row], str, bool]
 
 
 def named_charts(curves: dict[str, list[Row]]) -> list[Chart]:
-    """Return the curves that have something to draw, the most wanted first."""
+    """Return a chart for each curve with at least two points, the most important first."""
     charts: list[Chart] = [
         ("loss", curves["loss"], "blue", False),
         ("samples/s", curves["throughput"], "cyan", True),
@@ -186,21 +186,23 @@ def named_charts(curves: dict[str, list[Row]]) -> list[Chart]:
 
 
 def per_row(width: int) -> int:
-    """Return how many charts stand beside each other."""
+    """Return the number of charts in a row of `width` columns."""
     return max(1, width // _CHART_COLUMNS)
 
 
 def draw_charts(charts: list[Chart], width: int, *, braille: bool, alike: bool = False) -> list[RenderableType]:
-    """Return the charts in rows that fit into `width` columns; `alike` draws all with the scale of them together."""
+    """Return the charts in rows that fit into `width` columns; `alike` draws all over the same steps and values."""
     num = min(per_row(width), len(charts))
     parts: list[RenderableType] = []
-    all_rows = [row for _, rows, _, _ in charts for row in rows]
+    all_rows = [row for _, rows, _, _ in charts for row in rows] if alike else []
+    numbers = [row[0] for row in all_rows]
+    steps = (min(numbers), max(numbers)) if numbers else None
     for start in range(0, len(charts), num or 1):
         grid = Table.grid(padding=(0, 2))
         cells = []
         for title, rows, style, from_zero in charts[start : start + num]:
-            low, high = bounds(all_rows if alike else rows, from_zero=from_zero)
-            lines = draw_curve(rows, width // num - 12, _CHART_LINES, low, high, braille=braille)
+            low, high = bounds(all_rows or rows, from_zero=from_zero)
+            lines = draw_curve(rows, width // num - 12, _CHART_LINES, low, high, braille=braille, steps=steps)
             gutter = [format_number(high), *[""] * (_CHART_LINES - 2), format_number(low)]
             text = Text(f"{title}\n", "dim")
             for label, line in zip(gutter, lines, strict=True):
@@ -213,9 +215,9 @@ def draw_charts(charts: list[Chart], width: int, *, braille: bool, alike: bool =
 
 
 _CHART_COLUMNS = 38
-"""Columns that a chart needs at least, its labels included."""
+"""Minimum width of a chart in columns, including its labels."""
 _TALL = 40
-"""Lines of a terminal from which on two rows of charts are drawn."""
+"""Minimum height of a terminal in lines for two rows of charts."""
 
 
 _NUMBERS = ("for", "step", "behind", "memory")
@@ -285,7 +287,7 @@ class RankGroup:
     host: str
     device: str
     memory_bytes: float | None
-    """The highest of the group."""
+    """The highest memory of a rank in the group."""
     label: str = ""
     """Text in place of the ranks, for the last row if not all rows fit."""
 
@@ -293,11 +295,11 @@ class RankGroup:
 def fold_ranks(ranks: Sequence[RankRow], most: int) -> list[RankGroup]:
     """Return at most `most` rows: one per rank if they fit, otherwise one per group, the worst first."""
     if len(ranks) <= most:
-        return [_together([rank]) for rank in ranks]
+        return [_group_of([rank]) for rank in ranks]
     groups: dict[tuple[object, ...], list[RankRow]] = {}
     for rank in ranks:
         groups.setdefault((rank.state, rank.message, rank.phase, rank.step), []).append(rank)
-    rows = sorted((_together(group) for group in groups.values()), key=_badness, reverse=True)
+    rows = sorted((_group_of(group) for group in groups.values()), key=_badness, reverse=True)
     if len(rows) <= most:
         return rows
     rest = rows[most - 1 :]
@@ -306,13 +308,13 @@ def fold_ranks(ranks: Sequence[RankRow], most: int) -> list[RankGroup]:
 
 
 def _badness(row: RankGroup) -> tuple[bool, int, float, int]:
-    """Order failed ranks before late ones, these by steps and then by time, and small groups before large ones."""
+    """Return a sort key: failed ranks are worst, then late ranks by steps and seconds, then smaller groups."""
     worst = row.worst
     has_failed = worst.state in {"failed", "gone"}
     return has_failed, worst.lag_steps or 0, worst.lag_s or 0.0, -len(row.ranks)
 
 
-def _together(group: Sequence[RankRow]) -> RankGroup:
+def _group_of(group: Sequence[RankRow]) -> RankGroup:
     hosts = sorted({rank.host for rank in group})
     devices = sorted({rank.device for rank in group})
     memory = [rank.memory_bytes for rank in group if rank.memory_bytes is not None]

@@ -50,7 +50,7 @@ class TensorboardSink:
             self._write_text("run", as_markdown({"run": about.path, **about.config}), step=0)
 
     def log(self, points: Sequence[MetricPoint]) -> None:
-        """Append scalars."""
+        """Write the points as scalars."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for point in points:
@@ -198,7 +198,7 @@ class MlflowSink:
         self._client.set_tag(self.tracker_id, "shardwise.restarts", str(restarts))
 
     def finish(self, state: str, result: Mapping[str, Any]) -> None:
-        """Set the result as tags, and the status."""
+        """Set the result as tags, and the final status of the run."""
         from mlflow.entities import RunTag
 
         tags = [RunTag(f"result.{name}", str(value)) for name, value in result.items()]
@@ -250,13 +250,13 @@ class TrackerFeed:
     """
 
     def __init__(self, run: RunDirectory, last_steps: Mapping[str, int]) -> None:
-        """`last_steps`: the last step of each curve that the tracker already has."""
+        """Start after `last_steps`, the last step of each curve that the tracker has."""
         self.last_steps = dict(last_steps)
-        self.state = RunState(run, listener=self._take, all_ranks=True)
+        self.state = RunState(run, listener=self._add_points, all_ranks=True)
         self._points: list[MetricPoint] = []
 
     def read(self) -> list[MetricPoint]:
-        """Return the new points in the next chunks of the files; empty once all was read."""
+        """Return the new points in the next chunks of the files; empty once all files are read."""
         while self.state.refresh() and not self._points:
             pass
         points, self._points = self._points, []
@@ -266,7 +266,7 @@ class TrackerFeed:
         """Return all notes so far, oldest first."""
         return [entry for entry in self.state.history.since(0) if entry.kind in _NOTED]
 
-    def _take(self, writer: str, event: dict[str, Any]) -> None:
+    def _add_points(self, writer: str, event: dict[str, Any]) -> None:
         for point in _points_of(writer, event):
             if point.step > self.last_steps.get(point.name, -1):
                 self.last_steps[point.name] = point.step
@@ -308,7 +308,7 @@ def _training(event: Mapping[str, Any]) -> Iterator[MetricPoint]:
 
 
 def _values(event: Mapping[str, Any], prefix: str) -> Iterator[MetricPoint]:
-    """Yield the values of an evaluation, or those that a callback logged."""
+    """Yield the values of an `evaluation` event, or of a `log` event."""
     for name, value in event["values"].items():
         yield MetricPoint(prefix + name, int(event["step"]), _number(value), float(event["at"]))
 
@@ -337,7 +337,7 @@ class About:
 
 
 def describe_run(state: RunState) -> About:
-    """Return job, plan and world of a run, without files that are missing or invalid."""
+    """Return the configuration of a run: job, plan and world; missing or invalid files are ignored."""
     run, start = state.run, state.training.start
     ranks = start.get("ranks", [])
     facts = {
@@ -361,7 +361,7 @@ def read_result(run: RunDirectory) -> dict[str, str | int | float | bool]:
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
-    """Yield dotted names with plain values; lists become text, None and empty values are left out."""
+    """Yield dotted names and scalar values; lists become text, None and empty values are omitted."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from flat(value, f"{before}{name}.")

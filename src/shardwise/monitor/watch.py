@@ -35,18 +35,18 @@ class WatchSpec(Spec, frozen=True, kw_only=True):
     run: Annotated[Path | None, argument("[RUN]")] = None
     """The run directory (default: the newest in runs/)."""
     once: bool = False
-    """Print the current status once and exit, as without a terminal."""
+    """Print the current status once and exit (default without a terminal)."""
     web: bool = False
     """Serve a page on this machine and print its address."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
-    """Port of that page (default: the last port of this run, or any free port)."""
+    """Port of the page (default: the last port of this run, or any free port)."""
     predict: bool = False
     """Also compute the memory that the planner predicts."""
     sink: Annotated[str | None, option(metavar="KIND:PLACE")] = None
     """Mirror the run into a tracker until it ends, instead of showing it: tensorboard:DIR, wandb:PROJECT or
     mlflow:EXPERIMENT."""
     compare: Annotated[Path | None, option(metavar="RUN")] = None
-    """Print it beside another run: settings that differ, results, losses at the same steps."""
+    """Compare with another run: print settings that differ, results, and losses at the same steps."""
 
 
 @spec_function(WatchSpec)
@@ -79,7 +79,7 @@ def _find_run(path: Path | None) -> RunDirectory:
     found = path or newest_run(Path("runs"))
     if found is None:
         raise InputError(
-            "runs/ of the current directory has no run", code="run.not-found", fix="name a run directory: watch RUN"
+            "runs/ contains no run directory", code="run.not-found", fix="pass a run directory: shardwise watch RUN"
         )
     check_run(found)
     return RunDirectory(found)
@@ -101,7 +101,7 @@ def _serve(state: RunState, port: int | None) -> None:
 
 @contextlib.contextmanager
 def _predicting(run: RunDirectory, *, wanted: bool) -> Iterator[subprocess.Popen[bytes] | None]:
-    """Predict in a separate process, which ends with this context, unless the run has a prediction."""
+    """Predict memory in a child process, unless the run has a prediction; the child ends with this context."""
     if not wanted or read_predicted(run).peak_bytes is not None:
         yield None
         return

@@ -1,4 +1,4 @@
-"""The ordered model transforms that parallelize a module under a plan, and the mesh context that they receive."""
+"""The ordered model transforms that parallelize a module under a plan, and the mesh context of a rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def norm_batches(module: nn.Module, plan: Plan, context: MeshContext, _: MetaMod
         raise JobError(
             f"custom batch norm classes cannot be synchronized over ranks: {', '.join(foreign)}",
             code="support.batch-norm-class",
-            fix="use torch.nn.BatchNorm, or --set batch_norm=local",
+            fix="use torch.nn.BatchNorm, or pass --set batch_norm=local",
         )
     replaced = replace_batch_norms(module, context.dp_group if plan.batch_norm == "sync" else None)
     every = plan.communication.sync_every
@@ -61,13 +61,13 @@ def norm_batches(module: nn.Module, plan: Plan, context: MeshContext, _: MetaMod
         raise JobError(
             f"synchronized batch norms communicate in every forward pass, but replicas synchronize every {every} steps",
             code="support.batch-norm-sync-every",
-            fix="use --set batch_norm=local, or sync_every = 1",
+            fix="pass --set batch_norm=local, or set communication.sync_every=1",
         )
     return replaced
 
 
 def guard_convolutions(module: nn.Module, plan: Plan, context: MeshContext, _: MetaModel) -> nn.Module:
-    """Compute bf16 convolutions in fp32 on CPUs for the shapes whose weight gradient torch does not fully write."""
+    """Compute bf16 convolutions in fp32 on CPUs for shapes whose weight gradient torch computes incompletely."""
     if plan.precision.compute == "bf16" and context.device.type == "cpu":
         guard_narrow_convolutions(module)
     return module
@@ -148,7 +148,7 @@ def materialize(module: nn.Module, plan: Plan, context: MeshContext, meta_model:
 
 
 def finish_sharding(module: nn.Module, plan: Plan, context: MeshContext, meta_model: MetaModel) -> None:
-    """Set up prefetching and one all-gather order for the sharded units; call on every rank."""
+    """Set up prefetching and a fixed all-gather order of the FSDP2 units; call on every rank."""
     for parameter in unshardable(module):
         parameter.data = parameter.data.to(context.device)
     submodules = dict(module.named_modules())
@@ -179,7 +179,7 @@ TRANSFORMS = (
     split_sequences,  # before recompute, which must recompute attention over the full sequences
     recompute,  # before compile, so that the recomputed region is compiled
     compile_blocks,  # before sharding, so that the FSDP hooks stay outside the graphs
-    materialize,  # after every transform that reads whole meta parameters; it materializes and shards them
+    materialize,  # after every transform that reads full meta parameters; it materializes and shards them
     replicate_parameters,  # last: it must see the final parameters
 )
 
@@ -239,7 +239,7 @@ class MeshContext:
         return self.layout.coordinate(self.rank)
 
     def axis(self, *names: str) -> DeviceMesh | None:
-        """Return the sub-mesh of those `names` whose degree is greater than 1; None if every degree is 1."""
+        """Return the sub-mesh of the axes in `names` with a degree above 1; None if every degree is 1."""
         used = tuple(name for name in names if getattr(self.layout, name) > 1)
         if not used or self.mesh is None:
             return None

@@ -1,4 +1,4 @@
-"""Batch norm that is exact under data parallelism, and bf16 convolutions that CPUs compute in fp32."""
+"""Batch norm that is exact with data parallelism, and bf16 convolutions that CPUs compute in fp32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BatchNorm(BatchNormBase):
-    """Batch norm with statistics over the real rows of all ranks in `group`, or of this rank if `group` is None.
+    """Batch norm with statistics over the unpadded rows of all ranks in `group`, or of this rank if `group` is None.
 
     torch's SyncBatchNorm rejects CPU modules and includes padding rows in its statistics. This class supports CPU
     modules and excludes padding rows.
@@ -29,9 +29,9 @@ class BatchNorm(BatchNormBase):
     group: dist.ProcessGroup | None = None
     name: str = "a batch norm"
     rows: tuple[int, int] | None = None
-    """(real, padded) number of rows of the next input, real rows first; None if all rows are real.
+    """(without padding, with padding): numbers of rows of the next input, in which padding rows are last.
 
-    Set before forward.
+    None without padding. Set before forward.
     """
     tracks: bool = True
     """Whether to update the running statistics; False while a forward pass is recomputed."""
@@ -50,9 +50,9 @@ class BatchNorm(BatchNormBase):
             rows, filled = self.rows
         if input.shape[0] != filled:
             raise JobError(
-                f"{self.name} received {input.shape[0]} rows in a step that is padded to {filled} rows",
+                f"{self.name} must receive the {filled} rows of the padded micro-batch, got {input.shape[0]} rows",
                 code="support.batch-norm-filled-rows",
-                fix="use a batch_size that divides the dataset, or a norm that does not reduce over rows",
+                fix="set a batch_size that divides the dataset size, or use a norm without statistics over rows",
             )
         if self.group is None and rows == filled:
             return self._by_torch(input)
@@ -66,8 +66,7 @@ class BatchNorm(BatchNormBase):
     def _by_torch(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
         """Normalize with torch's kernel, with weight and bias cast to the dtype of the running statistics.
 
-        CUDA kernels require the same dtype for both. Sharded units pass weights in the compute dtype, but buffers keep
-        theirs.
+        CUDA kernels require the same dtype for both. FSDP2 casts weights to the compute dtype, but not buffers.
         """
         running = self.running_mean
         if running is None or self.weight is None or self.weight.dtype == running.dtype:
@@ -89,7 +88,7 @@ class BatchNorm(BatchNormBase):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
-        """Update the running statistics unless no rank has a real row; the variance is unbiased, as in torch."""
+        """Update the running statistics unless all ranks have only padding; the variance is unbiased, as in torch."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         seen = count > 0
@@ -102,14 +101,14 @@ class BatchNorm(BatchNormBase):
 
 
 class _SharedNorm(torch.autograd.Function):
-    """Normalize with statistics over the real rows of a group: one all_gather forward, one all_reduce backward."""
+    """Normalizes over the unpadded rows of all ranks, with an all-gather in forward and an all-reduce in backward."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd functions accept no keyword arguments
         ctx: Any, value: Tensor, weight: Tensor, bias: Tensor, eps: float, rows: int, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mean, var, count = _statistics(value[:rows], group)
-        # Sharded units may pass weights in a lower precision than the statistics, but the operator requires one dtype.
+        # FSDP2 may cast weights to a lower precision than the statistics, but the operator requires one dtype.
         scale, shift = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
         output = functional.batch_norm(value, mean, var, scale, shift, training=False, eps=eps)
         ctx.save_for_backward(value, weight, mean, torch.rsqrt(var + eps), count)
@@ -141,7 +140,7 @@ class _SharedNorm(torch.autograd.Function):
 
 
 def _statistics(real: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, biased variance and count per channel over a group; communicates over `group`.
+    """Return mean, biased variance and count of each channel over all ranks; communicates over `group`.
 
     Each rank contributes the mean and variance of its rows. Chan's formula combines them without cancellation of large
     sums.
@@ -160,7 +159,7 @@ def _statistics(real: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, 
     stacked = torch.stack(gathered)
     means, variances, counts = stacked.split([len(mean), len(var), 1], dim=1)
     total = counts.sum(0)
-    divisor = total.clamp(min=1)  # a micro-batch may have no real row on any rank
+    divisor = total.clamp(min=1)  # a micro-batch may have only padding on all ranks
     mean = (counts * means).sum(0) / divisor
     var = (counts * (variances + (means - mean).square())).sum(0) / divisor
     return mean, var, total
@@ -179,7 +178,7 @@ _TORCHS_OWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def replace_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    """Replace every torch batch norm by `BatchNorm` with the same parameters, buffers and names.
+    """Replace every torch batch norm with a `BatchNorm` that has the same parameters, buffers and names.
 
     Subclasses of torch's classes may define their own forward and are not replaced; see `foreign_batch_norms`.
     """
@@ -194,7 +193,7 @@ def replace_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> n
 
 
 def foreign_batch_norms(module: nn.Module) -> list[str]:
-    """Return the names of custom batch norms; padding rows would enter their statistics."""
+    """Return the names of custom batch norms, whose statistics would include padding rows."""
     return [
         name
         for name, child in module.named_modules()
@@ -215,7 +214,7 @@ def _like(norm: Any, group: dist.ProcessGroup | None, name: str) -> BatchNorm:
 
 
 def batch_norms(module: nn.Module) -> Iterable[BatchNorm]:
-    """Return every `BatchNorm` inside a module."""
+    """Return all `BatchNorm` modules inside `module`."""
     return [child for child in module.modules() if isinstance(child, BatchNorm)]
 
 

@@ -22,7 +22,7 @@ _Placements = tuple["Placement", "Placement"]
 
 
 def gather_flat(everyone: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
-    """Gather `mine` of every rank into `everyone`, concatenated in rank order; communicates over `group`."""
+    """All-gather `mine` of every rank into `everyone`, concatenated in rank order; communicates over `group`."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(everyone, mine, group=group)
 
@@ -63,7 +63,7 @@ def sum_scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def exchanged(tensors: Sequence[Tensor], split: int, join: int, group: dist.ProcessGroup) -> list[Tensor]:
     """Scatter each tensor by rank along `split` and concatenate along `join`; communicates over `group`.
 
-    One all-to-all serves all tensors. They must have one dtype, and the group size must divide their `split` dimension.
+    One all-to-all exchanges all tensors, which must have the same dtype. The group size must divide their `split` dim.
     """
     size = dist.get_world_size(group)
     shards = [x.unflatten(split, (size, -1)).movedim(split, 0) for x in tensors]
@@ -79,7 +79,7 @@ def exchanged(tensors: Sequence[Tensor], split: int, join: int, group: dist.Proc
 
 
 def own_shard(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's shard of a full tensor along `dim`, split as by torch.chunk; no communication."""
+    """Return this rank's shard of a full tensor along `dim`, as torch.chunk splits it; does not communicate."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     longest = -(-x.shape[dim] // size)
     first = min(x.shape[dim], rank * longest)
@@ -99,10 +99,10 @@ def convert(
 
 
 class _Move(torch.autograd.Function):
-    """Convert between placements in forward and backward.
+    """Autograd function that converts an activation between placements in forward and its gradient in backward.
 
-    DTensor's redistribution would also work, but it takes 0.1 ms of Python per call, returns views, about which FSDP2
-    warns when a sharded module returns them, and crashes on gloo with CUDA tensors (torch 2.11).
+    DTensor's redistribution takes 0.1 ms of Python per call, returns views, about which FSDP2 warns if a sharded module
+    returns them, and crashes on gloo with CUDA tensors (torch 2.11).
     """
 
     @staticmethod
@@ -131,7 +131,7 @@ def _move(x: Tensor, mesh: DeviceMesh, placements: _Placements, width: int | Non
     return own_shard(x, target.dim, group)  # type: ignore[attr-defined]
 
 
-# Buckets: many small tensors in few collectives.
+# Buckets combine many small tensors into few collectives.
 
 
 BUCKET_BYTES = 25 << 20
@@ -178,8 +178,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 def full_values(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return full tensors in host memory on rank 0 and {} on other ranks; communicates over the world.
 
-    Call on every rank with the tensors of that rank; shards are DTensors. The first rank that has a tensor of another
-    pipeline stage sends it.
+    Call on every rank with the tensors of that rank; shards are DTensors. Tensors that rank 0 does not have, such as
+    those of other pipeline stages, are sent by the first rank that has them.
     """
     mine = dict(named)
     rank, size = 0, 1
@@ -219,7 +219,7 @@ def own_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole(value: DTensor) -> Tensor:
-    """Gather a DTensor one mesh axis at a time, the innermost split first; communicates over the mesh."""
+    """Return the full tensor of a DTensor, gathered one mesh axis at a time; communicates over the mesh."""
     for axis in range(value.device_mesh.ndim):
         placements = [*(Replicate(),) * (axis + 1), *value.placements[axis + 1 :]]
         value = value.redistribute(placements=placements)
@@ -227,7 +227,7 @@ def _whole(value: DTensor) -> Tensor:
 
 
 def _owners(names: list[str], size: int) -> dict[str, int]:
-    """Return the first rank that has each name, in the same order on every rank; communicates over the world."""
+    """Return the first rank that has a tensor of each name, ordered equally on every rank; communicates."""
     if size == 1:
         return dict.fromkeys(names, 0)
     everyone: list[list[str]] = [[] for _ in range(size)]
@@ -240,7 +240,7 @@ def _owners(names: list[str], size: int) -> dict[str, int]:
 
 
 def _pass_to_first(value: Tensor | None, owner: int, rank: int, device: torch.device) -> Tensor | None:
-    """Send a tensor from `owner` to rank 0; communicates between the two."""
+    """Send a tensor from rank `owner` to rank 0 and return it there; the two ranks communicate."""
     if value is not None and rank == owner:
         dist.send_object_list([value.dtype, tuple(value.shape)], dst=0)
         dist.send(value.contiguous(), dst=0)

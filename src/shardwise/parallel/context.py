@@ -1,9 +1,9 @@
-"""Context parallelism: sequences are sharded over ranks, and attention uses an all-to-all over heads.
+"""Context parallelism, which shards sequences over ranks and uses an all-to-all over heads for attention.
 
 Each rank runs the model on its slice of the tokens. Only attention reads other tokens. Before each call of
-scaled_dot_product_attention an all-to-all exchanges the slice of all heads for all tokens of some heads, and another
-all-to-all reverses this afterwards (DeepSpeed-Ulysses, Jacobs et al. 2023). Parameters are replicated or sharded over
-these ranks as over data-parallel ranks.
+scaled_dot_product_attention an all-to-all exchanges this rank's tokens of all heads for all tokens of some heads, and
+another all-to-all reverses the exchange (DeepSpeed-Ulysses, Jacobs et al. 2023). Parameters are replicated or sharded
+over these ranks as over data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def context_parallel(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 @dataclass
 class AttentionSwitch:
-    """A switch between running the model on slices (on) and on full sequences without communication (off)."""
+    """A switch between a model on slices with communication (on) and on full sequences without it (off)."""
 
     is_on: bool = True
 
 
 class _NoAttention(TorchFunctionMode):
-    """A mode that rejects attention outside the blocks, which would only see this rank's tokens."""
+    """A function mode that rejects attention outside the blocks, which would only see this rank's tokens."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -77,15 +77,15 @@ class _NoAttention(TorchFunctionMode):
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _ATTENTIONS:
             raise JobError(
-                f"cp needs attention inside repeated blocks by sdpa, but {self._name} calls {function.__name__}",
+                f"cp supports attention in repeated blocks only, but {self._name} calls {function.__name__}",
                 code="support.cp-attention-outside-blocks",
-                fix="call scaled_dot_product_attention in the repeated blocks only, or use cp 1",
+                fix="call scaled_dot_product_attention in the repeated blocks only, or set cp=1",
             )
         return function(*args, **(kwargs or {}))
 
 
 def _with_positions(module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
-    """Return the module's forward with the slice's `position_ids` passed unless the batch contains them."""
+    """Return a forward that passes the `position_ids` of this rank's slice unless the batch contains them."""
     inner, index, size = module.forward, dist.get_rank(group), dist.get_world_size(group)
     context = getattr(getattr(module, "config", None), "context", None)
     no_attention = _NoAttention(type(module).__name__)
@@ -98,7 +98,7 @@ def _with_positions(module: nn.Module, group: dist.ProcessGroup) -> Callable[...
                 raise JobError(
                     f"sequences have {length * size} tokens, but the decoder's context is {context}",
                     code="model.context-exceeded",
-                    fix=f"use context={length * size} or shorter sequences",
+                    fix=f"set context={length * size}, or use shorter sequences",
                 )
             kwargs["position_ids"] = torch.arange(index * length, (index + 1) * length, device=tokens.device)[None]
         with no_attention:
@@ -115,7 +115,7 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _attending(
     inner: Callable[..., Any], name: str, group: dist.ProcessGroup, switch: AttentionSwitch
 ) -> Callable[..., Any]:
-    """Return a block's forward with attention over full sequences; it raises if the block calls no attention."""
+    """Return a block's forward with attention over full sequences; it raises JobError if the block has no attention."""
     attention = _Attention(group)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -126,9 +126,9 @@ def _attending(
             output = inner(*args, **kwargs)
         if not attention.found:
             raise JobError(
-                f"cp needs torch's scaled_dot_product_attention, but {name} did not call it",
+                f"cp requires torch's scaled_dot_product_attention, but {name} did not call it",
                 code="support.cp-without-sdpa",
-                fix='call it (transformers: attn_implementation="sdpa"), or use cp 1',
+                fix='call scaled_dot_product_attention (transformers: attn_implementation="sdpa"), or set cp=1',
             )
         return output
 
@@ -136,7 +136,7 @@ def _attending(
 
 
 class _Attention(TorchFunctionMode):
-    """A mode that intercepts a block's attention calls, in the forward pass and during recomputation."""
+    """A function mode that intercepts a block's attention calls, in the forward pass and during recomputation."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -162,25 +162,25 @@ def full_attention(  # noqa: PLR0917 - torch's signature
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend over full sequences, given slices [rows, heads, tokens, width].
+    """Compute attention over full sequences from this rank's slices [rows, heads, tokens, width].
 
     Communicates over `group` in forward and backward. Key and value heads are repeated until the group size divides
-    their number, which keeps the grouping of query heads.
+    their number, which preserves the grouping of query heads.
     """
     size = dist.get_world_size(group)
     if attn_mask is not None:
         raise JobError(
             "cp does not support attention masks, but the model passes one",
             code="support.cp-attention-mask",
-            fix="remove attention_mask from the batch, or use cp 1",
+            fix="remove attention_mask from the batch, or set cp=1",
         )
     heads = query.shape[HEADS]
     if heads % size:
         valid = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
         raise PlanError(
-            f"cp={size} does not divide {heads} attention heads",
+            f"cp={size} does not divide the {heads} attention heads",
             code="plan.cp-heads-not-divisible",
-            fix=f"use cp {' or '.join(valid)}",
+            fix=f"set cp to {' or '.join(valid)}",
         )
     repeats = math.lcm(key.shape[HEADS], size) // key.shape[HEADS]
     if repeats > 1:
@@ -215,17 +215,17 @@ class _Exchange(torch.autograd.Function):
         return None, None, None, *exchanged(grads, ctx.join, ctx.split, ctx.group)
 
 
-# Rules of context parallelism: which models can run on slices of their sequences.
+# Checks whether a model can run on slices of its sequences.
 
 
 _HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
-_WITHOUT = "or use cp 1"
+_WITHOUT = "or set cp=1"
 
 
 def check_context(module: nn.Module, layout: Layout, *, own_loss: bool) -> None:
-    """Reject a model whose output on slices would differ from its output on full sequences.
+    """Raise JobError or PlanError if the model's output on slices would differ from its output on full sequences.
 
-    `own_loss` is True if the model returns its loss. Properties that only a forward pass reveals are checked there.
+    `own_loss` is True if the model returns its loss. The forward pass checks further properties.
     """
     if "position_ids" not in inspect.signature(module.forward).parameters:
         raise JobError(
@@ -238,20 +238,20 @@ def check_context(module: nn.Module, layout: Layout, *, own_loss: bool) -> None:
             raise JobError(
                 f"cp splits sequences, but {name} computes positions from the padding of a full sequence",
                 code="support.cp-positions-from-padding",
-                fix="use cp 1",
+                fix="set cp=1",
             )
         if isinstance(child, ConvolutionBase | nn.RNNBase):
             raise JobError(
                 f"cp splits sequences, but {name}, a {type(child).__name__}, reads neighbouring tokens",
                 code="support.cp-mixes-tokens",
-                fix="use cp 1",
+                fix="set cp=1",
             )
-    for name, config in _configs(module):  # last: models without attention may have such a config
+    for name, config in _configs(module):  # last, because models without attention may have such a config
         _check_heads(name, config, layout)
         _check_config(name, config)
     if own_loss and getattr(module, "loss_type", None) != "ForCausalLM":
         raise JobError(
-            f"cp needs a loss that sums over slices, but {type(module).__name__} computes its own loss",
+            f"cp requires a loss that is a sum over slices, but {type(module).__name__} computes its own loss",
             code="support.cp-loss-inside-model",
             fix=f"return logits and use sw.losses.token_cross_entropy, {_WITHOUT}",
         )
@@ -275,9 +275,9 @@ def _check_heads(name: str, config: Any, layout: Layout) -> None:
             if layout.tp > 1:
                 split += f" x tp={layout.tp}"
             valid = [str(degree) for degree in range(1, heads + 1) if heads % (degree * layout.tp) == 0]
-            fix = "use a smaller tp"
+            fix = "set a smaller tp"
             if valid:
-                fix = f"use cp {' or '.join(valid)}"
+                fix = f"set cp to {' or '.join(valid)}"
             raise PlanError(
                 f"{split} does not divide the {heads} attention heads of {name}",
                 code="plan.cp-heads-not-divisible",
@@ -286,7 +286,7 @@ def _check_heads(name: str, config: Any, layout: Layout) -> None:
 
 
 def _check_config(name: str, config: Any) -> None:
-    """Reject configs of transformers models with an attention kernel or pattern that cp does not support."""
+    """Raise JobError for a transformers config with an attention kernel or pattern that cp does not support."""
     kernel = getattr(config, "_attn_implementation", None)
     if kernel not in {None, "sdpa"}:
         raise JobError(
@@ -300,7 +300,7 @@ def _check_config(name: str, config: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "attention"}
     if kinds or window or getattr(config, "attention_chunk_size", None):
         kind = ", ".join(sorted(kinds)) or "sliding_window"
-        fix = "use cp 1"
+        fix = "set cp=1"
         if not kinds:
             fix = f"set config.sliding_window = None if sequences are shorter than the window, {_WITHOUT}"
         raise JobError(

@@ -1,9 +1,9 @@
-"""Counter-based dropout: masks that depend on sample index and module, not on rank or micro-batch.
+"""Counter-based dropout, with masks that depend on sample index and module but not on rank or micro-batch.
 
-torch's dropout modules are replaced by `CounterDropout`, which is equally fast: its mask is a hash of (sample index,
+torch's dropout modules are replaced by `CounterDropout`, which is equally fast. Its mask is a hash of (sample index,
 module name, call, element), see `counter_random`. The invariant: a sample gets the same mask on any rank, in any
 micro-batch and after any resume. Other random operators of the forward pass (stochastic depth, noise, attention
-dropout) are intercepted one by one. A job enables it with `masks="keyed"`.
+dropout) are intercepted one by one. A job enables counter-based dropout with `masks="keyed"`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _CHANNELS = {nn.Dropout1d: 3, nn.Dropout2d: 4, nn.Dropout3d: 5}
-"""torch's channel dropouts, with the number of dimensions of a batch for each."""
+"""torch's channel dropout classes, mapped to the number of dimensions of their batched input."""
 
 
 class CounterDropout(nn.Dropout):
@@ -53,10 +53,10 @@ class CounterDropout(nn.Dropout):
     calls: int = 0
     """Calls in the current forward pass of the model; each call has its own mask."""
     is_sharded: bool = False
-    """Whether the input is sharded over ranks; the module cannot compute its mask then."""
+    """Whether the input is sharded over ranks, in which case the mask cannot be computed."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
-        """Drop elements of [rows, ...] or [rows * n, ...] and scale the remaining ones; no communication."""
+        """Drop elements of a tensor [rows, ...] or [rows * n, ...] and scale the others; does not communicate."""
         if not self.training or self.p == 0:
             return input
         keys, calls = self._checked(input), self.calls
@@ -68,46 +68,46 @@ class CounterDropout(nn.Dropout):
         return input.masked_fill(~keep, 0) * dropout_scale(self.p)
 
     def _checked(self, value: Tensor) -> Tensor:
-        """Return the keys of the input's rows; raise if the input is not [rows, ...] of a known micro-batch."""
+        """Return the keys of the input's rows; raise JobError if rows cannot be assigned to samples."""
         if self.is_sharded:
             raise JobError(
-                f"keyed masks need full activations, but tensor parallelism shards the input of {self.name}",
+                f"counter-based dropout requires full activations, but the input of {self.name} is sharded over tp",
                 code="support.keyed-masks-tp",
-                fix=f"use tp = 1 or remove this dropout, {DEFAULT_FIX}",
+                fix=f"set tp=1 or remove this dropout, {DEFAULT_FIX}",
             )
         if self.keys is None:
             raise JobError(
-                f"keyed masks need sample indices, but {self.name} received samples of a stream or outside a step",
+                f"counter-based dropout requires sample indices from a training step, but {self.name} received none",
                 code="support.keyed-masks-no-index",
                 fix=f"use a map-style dataset, {DEFAULT_FIX}",
             )
         rows = self.keys.shape[1]
         if value.ndim == 0 or value.shape[0] % rows or (self.channels or value.ndim) != value.ndim:
             raise JobError(
-                f"keyed masks require a first dimension of {rows} rows, but {self.name} received {list(value.shape)}",
+                f"{self.name} received shape {list(value.shape)}, but masks='keyed' requires a dim 0 of {rows} rows",
                 code="support.keyed-masks-rows-first",
-                fix=f"move the batch dimension first, {DEFAULT_FIX}",
+                fix=f"move the batch dimension to the front, {DEFAULT_FIX}",
             )
         return self.keys
 
 
 @torch.no_grad()
 def dropout_mask(keys: Tensor, salt: str, elements: int, p: float) -> Tensor:
-    """Return the elements to keep, bool [rows, elements], each with probability 1 - p; `keys` is int32 [2, rows]."""
+    """Return a bool mask [rows, elements] that keeps elements with probability 1 - p; `keys` is int32 [2, rows]."""
     return counter_bits(keys, salt, elements) >= min(round(p * 2**32) - 2**31, 2**31 - 1)
 
 
 def replace_dropouts(module: nn.Module, *, staged: bool) -> None:
-    """Replace torch's dropout modules by counter-based ones; `staged` if a pipeline will split the model.
+    """Replace torch's dropout modules with CounterDropout; pass `staged` if a pipeline will split the model.
 
-    Alpha dropouts, subclasses of torch's classes and functional dropout are not replaced. `CounterMasks` intercepts
+    Alpha dropout, subclasses of torch's classes and functional dropout are not replaced. `CounterMasks` intercepts
     them.
     """
     for prefix, parent in list(module.named_modules()):
         for name, child in own_modules(parent).items():
             if type(child) is nn.Dropout or type(child) in _CHANNELS:
-                # One module for each name, even if the model registers a module several times: the mask depends on the
-                # name.
+                # One module for each name, even if the model registers a module several times, because the mask
+                # depends on the name.
                 own_modules(parent)[name] = _like(child, f"{prefix}.{name}" if prefix else name)
     if staged:
         submodules = module.named_modules(remove_duplicate=False)
@@ -117,7 +117,7 @@ def replace_dropouts(module: nn.Module, *, staged: bool) -> None:
                 raise JobError(
                     f"{dropout.name} is in a module registered {num_uses} times, possibly on two pipeline stages",
                     code="support.keyed-masks-shared-module",
-                    fix=f"register a separate module for each use, use pp = 1, {DEFAULT_FIX}",
+                    fix=f"register a separate module for each use, set pp=1, {DEFAULT_FIX}",
                 )
     name_modules(module, staged=staged)
 
@@ -130,7 +130,7 @@ def _like(dropout: Any, name: str) -> CounterDropout:
 
 
 def counter_dropouts(module: nn.Module) -> list[CounterDropout]:
-    """Return every counter-based dropout inside a module."""
+    """Return all CounterDropout modules inside `module`."""
     return [child for child in module.modules() if isinstance(child, CounterDropout)]
 
 
@@ -146,7 +146,7 @@ class ShardedRegion:
         self._mark(is_sharded=True)
 
     def leave(self) -> None:
-        """End the region; calling it outside a region has no effect."""
+        """End the region; has no effect outside a region."""
         self._mark(is_sharded=False)
 
     def _mark(self, *, is_sharded: bool) -> None:
@@ -156,7 +156,7 @@ class ShardedRegion:
 
 
 def sharded_region(module: nn.Module) -> ShardedRegion | None:
-    """Return the sharded region of a model with keyed masks; None for other models."""
+    """Return the sharded region of a model with counter-based dropout; None for other models."""
     random = random_of(module)
     if random is None:
         return None
@@ -202,15 +202,15 @@ class CounterMasks:
     """The counter-based random numbers of a model, keyed by the samples of each micro-batch."""
 
     def __init__(self, model: nn.Module, device_type: str) -> None:
-        """`device_type` is the type of the device on which forward runs."""
+        """Create the masks of `model`, whose forward runs on a device of type `device_type`."""
         self._dropouts = counter_dropouts(model)
         self._device = torch.device(device_type)
         self._samples: dict[int, bool] = {}
-        """Whether each module called random operators in its first forward pass, by the module's id."""
+        """Module id -> whether the module called random operators in its first forward pass."""
 
     @contextmanager
     def of(self, module: nn.Module, keys: npt.NDArray[np.uint64] | None, filled: int) -> Iterator[None]:
-        """Wrap a forward pass of `module`: `keys` has one key per real row, or is None if indices are unknown."""
+        """Return a context for a forward pass; `keys` has a key per unpadded row, or is None if indices are unknown."""
         rows = None if keys is None else self._on_device(keys, filled)
         for dropout in self._dropouts:
             dropout.keys, dropout.calls = rows, 0
@@ -226,7 +226,7 @@ class CounterMasks:
 
     @contextmanager
     def _intercepted(self, module: nn.Module, start: RandomContext) -> Iterator[None]:
-        """Intercept the random operators of `module`; after its first pass, raise if it used a torch generator."""
+        """Intercept the random operators of `module`; raise JobError if its first pass advanced a torch generator."""
         random = random_of(module)
         if random is None:  # the model was not prepared by `replace_dropouts`
             yield
@@ -251,7 +251,7 @@ class CounterMasks:
                 raise random_error(first_pass.sampled[0])
 
     def _on_device(self, keys: npt.NDArray[np.uint64], filled: int) -> Tensor:
-        """Return keys as int32 [2, filled]; padding rows have the keys of the rows that they repeat, or 0."""
+        """Return keys as int32 [2, filled] on the device; padding rows have the keys of the rows they repeat, or 0."""
         halves = torch.zeros(2, filled, dtype=torch.int32)
         if len(keys):
             halves = torch.from_numpy(keys.view("int32").reshape(-1, 2)).T[:, torch.arange(filled) % len(keys)]
@@ -263,7 +263,7 @@ class FirstPass:
 
     def __init__(self, module: nn.Module, random: CounterRandom) -> None:
         self.sampled: list[str] = []
-        """Names of the innermost modules that ran when a generator advanced."""
+        """Names of the innermost modules that were running when a generator advanced."""
         self._states = generator_states()
         self._random = random
         self._hooks = follow_modules(module, self._check)
@@ -277,7 +277,7 @@ class FirstPass:
             self.sampled.append(self._random.path[-1])
 
     def end(self, *, keeps_hooks: bool = False) -> bool:
-        """Check the generators once more and return `keeps_hooks`, whether the module hooks stay registered."""
+        """Check the generators a last time and return `keeps_hooks`, whether the module hooks stay registered."""
         self._check()
         self._is_over = True
         self._random.checks = False

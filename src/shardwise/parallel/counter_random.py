@@ -1,7 +1,7 @@
-"""Counter-based random numbers: functions of sample index, module, call and element.
+"""Counter-based random numbers, which are functions of sample index, module, call and element.
 
 A generator returns the next numbers of a stream, so the noise of a sample depends on the samples that the rank
-processed before it. Here every torch operator that samples from the default generator is intercepted below autograd,
+processed earlier. Here every torch operator that samples from the default generator is intercepted below autograd,
 and its result is a hash of (seed, epoch, sample index, module, call in this forward pass, element). The invariant: the
 numbers of a sample are the same on any rank, in any micro-batch and after any resume. The idea is from Salmon et al.,
 "Parallel random numbers: as easy as 1, 2, 3" (2011), with a cheaper hash.
@@ -25,8 +25,8 @@ from shardwise.torch_private.dispatch import TorchDispatchMode, schema_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-DEFAULT_FIX = 'or Job(masks="drawn")'
-"""The alternative that every error message ends with."""
+DEFAULT_FIX = 'or set Job(masks="drawn")'
+"""End of the fix of every error: use torch's generators instead of counters."""
 COUNTER = "counter_random"
 """Attribute of every prepared module: a tuple of its model's `CounterRandom` and the module's name."""
 _MIX_A = 0x85EBCA6B - (1 << 32)  # the 32-bit finaliser of MurmurHash3 (public domain, Austin Appleby), as int32
@@ -42,7 +42,7 @@ def counter_bits(keys: Tensor, salt: str, elements: int) -> Tensor:
     # int32 wraps around on overflow; right shifts extend the sign, so their upper bits are masked off.
     bits = (keys[0] ^ first)[:, None] + torch.arange(elements, dtype=torch.int32, device=keys.device)
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_A)
-    # The second key enters half-way: two samples share numbers, or a shift of them, only if 64 bits agree, not 32.
+    # The second key is added half-way, so that two samples share numbers or shifted numbers only if 64 bits agree.
     bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).add_((keys[1] ^ second)[:, None]).mul_(_MIX_B)
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_A)
     return bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF))
@@ -62,7 +62,7 @@ class CounterRandom:
     """The counters that all modules of one model share; one forward pass runs at a time."""
 
     shared: frozenset[str] = frozenset()
-    """Modules registered several times in a model that a pipeline splits: a stage cannot count all their calls."""
+    """Modules registered several times in a pipeline-parallel model, whose calls a single stage cannot count."""
     keys: Tensor | None = None
     """int32 [2, rows]: two keys for every row of the micro-batch. Set before each forward."""
     is_sharded: bool = False
@@ -74,11 +74,11 @@ class CounterRandom:
     is_on: bool = False
     """Whether random operators are intercepted now."""
     checks: bool = True
-    """Whether to check operators that may sample; only in a first pass, since a check synchronizes with the GPU."""
+    """Whether to check operators that may sample; only in the first pass, since a check synchronizes with the GPU."""
 
     @contextmanager
     def intercepting(self, position: RandomContext) -> Iterator[None]:
-        """Compute random operators inside the context from the counters, continuing from `position`."""
+        """Return a context in which random operators are computed from the counters, starting at `position`."""
         before, was_on = self.position(), self.is_on
         self._restore(position)
         self.is_on = True
@@ -90,7 +90,7 @@ class CounterRandom:
             self.is_on = was_on
 
     def position(self) -> RandomContext:
-        """Return a copy of the current counters, from which the following numbers can be repeated."""
+        """Return a copy of the current counters, with which the next random numbers can be repeated."""
         return RandomContext(self.keys, Counter(self.calls), tuple(self.path))
 
     def _restore(self, position: RandomContext) -> None:
@@ -106,38 +106,38 @@ class CounterRandom:
         return [counter_bits(keys, f"{salt}:{index}", elements) for index in range(num_samples)]
 
     def _checked(self, name: str, shape: Sequence[int], operator: str) -> Tensor:
-        """Return the keys of the rows of a random tensor; raise if its elements cannot be assigned to samples."""
+        """Return the keys of a random tensor's rows; raise JobError if its elements cannot be assigned to samples."""
         if self.is_sharded:
             raise JobError(
-                f"keyed masks need full activations, but {name} calls {operator} on activations that tensor parallelism"
-                " shards",
+                f"counter-based random numbers require full activations, but {name} calls {operator} on activations"
+                " that tensor parallelism shards",
                 code="support.keyed-draws-tp",
-                fix=f"use tp = 1, {DEFAULT_FIX}",
+                fix=f"set tp=1, {DEFAULT_FIX}",
             )
         if name in self.shared:
             raise JobError(
-                f"{name} calls {operator} and is registered several times, possibly on two pipeline stages",
+                f"{name}, which calls {operator}, is registered several times, possibly on two pipeline stages",
                 code="support.keyed-draws-shared-module",
-                fix=f"register a separate module for each use, use pp = 1, {DEFAULT_FIX}",
+                fix=f"register a separate module for each use, set pp=1, {DEFAULT_FIX}",
             )
         if self.keys is None:
             raise JobError(
-                f"keyed masks need sample indices, but {name} calls {operator} on samples of a stream",
+                f"counter-based random numbers require sample indices, but {name} calls {operator} without them",
                 code="support.keyed-draws-no-index",
                 fix=f"use a map-style dataset, {DEFAULT_FIX}",
             )
         rows = self.keys.shape[1]
         if not shape or shape[0] % rows:
             raise JobError(
-                f"keyed masks require a first dimension of {rows} rows, but {name} samples {list(shape)} by {operator}",
+                f"{name} calls {operator} with shape {list(shape)}, but masks='keyed' requires a dim 0 of {rows} rows",
                 code="support.keyed-draws-rows-first",
-                fix=f"sample a tensor [rows, ...], {DEFAULT_FIX}",
+                fix=f"sample a tensor of shape [rows, ...], {DEFAULT_FIX}",
             )
         return self.keys
 
 
 def name_modules(module: nn.Module, *, staged: bool) -> None:
-    """Attach the module's name and the shared counters to every module; `staged` if a pipeline splits the model."""
+    """Attach the shared counters and its name to every module; pass `staged` if a pipeline splits the model."""
     names: dict[nn.Module, list[str]] = {}
     for name, submodule in module.named_modules(remove_duplicate=False):
         names.setdefault(submodule, []).append(name)
@@ -160,7 +160,7 @@ def random_of(module: nn.Module) -> CounterRandom | None:
 
 
 def follow_modules(module: nn.Module, on_change: Callable[[], None]) -> list[Any]:
-    """Register hooks that maintain the `path` of `random_of(module)`, and return them.
+    """Register and return hooks that maintain the `path` of `random_of(module)`.
 
     `on_change` is called before each change of the path.
     """
@@ -185,12 +185,12 @@ def follow_modules(module: nn.Module, on_change: Callable[[], None]) -> list[Any
 
 
 def _memo() -> set[nn.Module]:
-    """Return an empty memo for `named_modules`; pipeline stages reject calls without a memo as a user's."""
+    """Return an empty memo for `named_modules`; pipeline stages treat calls without a memo as user calls and raise."""
     return set()
 
 
 class _Interception(TorchDispatchMode):
-    """A mode that computes random operators from counters and runs all other operators unchanged."""
+    """A dispatch mode that computes random operators from counters and runs all other operators unchanged."""
 
     def __init__(self, random: CounterRandom) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -210,14 +210,14 @@ class _Interception(TorchDispatchMode):
         if isinstance(arguments.get("self"), nn.Parameter):
             name = self._random.path[-1] or "the model"
             raise JobError(
-                f"keyed masks need activations, but {name} calls {operator} on a parameter",
+                f"counter-based random numbers require activations, but {name} calls {operator} on a parameter",
                 code="support.keyed-draws-parameter",
-                fix=f"sample a tensor [rows, ...], {DEFAULT_FIX}",
+                fix=f"sample a tensor of shape [rows, ...], {DEFAULT_FIX}",
             )
         return _RULES[operator](self._random, operator, arguments)
 
     def _unruled(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operator: str) -> Any:
-        """Run an operator that samples only for some arguments, such as attention; raise if a generator advanced."""
+        """Run an operator that may sample, such as attention; raise JobError if it advances a generator."""
         if not self._random.checks:
             return func(*args, **kwargs)
         before = generator_states()
@@ -236,22 +236,22 @@ def generator_states() -> list[Tensor]:
 
 
 def random_error(name: str, operator: str = "") -> JobError:
-    """Return the error for a module whose random numbers cannot be computed from counters."""
+    """Return the JobError for a module whose random numbers cannot be computed from counters."""
     how = ""
     if operator:
-        how = f" by {operator}"
-    fix = "use torch.nn.Dropout, torch.rand, torch.randn or bernoulli there"
+        how = f" with {operator}"
+    fix = "use torch.nn.Dropout, torch.rand, torch.randn or torch.bernoulli in this module"
     if "attention" in operator:  # a fused kernel with internal dropout
         fix = "call it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or set its dropout_p to 0"
     return JobError(
-        f"keyed masks need counter-based operators, but {name or 'the model'} samples from torch's generator{how}",
+        f"masks='keyed' requires counter-based operators, but {name or 'the model'} uses torch's generator{how}",
         code="support.keyed-draws-operator",
         fix=f"{fix}, {DEFAULT_FIX}",
     )
 
 
 def _uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return fp64 numbers in [0, 1) with the number of digits of `dtype`, so that rounding does not return 1."""
+    """Return fp64 numbers in [0, 1) with the precision of `dtype`, so that a cast does not round them to 1."""
     digits = 32
     if dtype.is_floating_point:
         digits = min(32, 1 - round(math.log2(torch.finfo(dtype).eps)))
@@ -285,7 +285,7 @@ def _sample_uniform(random: CounterRandom, operator: str, given: Mapping[str, An
 
 
 def _sample_normal(random: CounterRandom, operator: str, given: Mapping[str, Any]) -> Tensor:
-    """Compute normal numbers by the Box-Muller transform of two uniform numbers each."""
+    """Fill a tensor with normal numbers, each the Box-Muller transform of two uniform numbers."""
     mean, std = given.get("mean", 0.0), given.get("std", 1.0)
     if operator == "normal_":
         out = given["self"]
@@ -329,7 +329,7 @@ def dropout_scale(p: float) -> float:
 
 
 def _drop(random: CounterRandom, operator: str, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the output of dropout and the mask for its backward."""
+    """Return the output of dropout, and the mask for the backward pass."""
     source, rate = given["input"], given["p"]
     if given["train"] is False:
         return source.clone(), torch.ones_like(source, dtype=torch.bool)

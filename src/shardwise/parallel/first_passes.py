@@ -1,10 +1,10 @@
-"""Checks in the first steps: parameters that the forward pass changes, and batches of model-parallel ranks.
+"""Checks in the first steps that forward does not change parameters and that model-parallel ranks get equal batches.
 
 A forward pass may write to parameters: momentum teachers, clamped weights, unit norms. If every rank stores full
 parameters (DDP, ZeRO-1), all ranks write the same values. FSDP2 frees the gathered copy together with the values that
 forward wrote to it, a pipeline runs further micro-batches before backward, and a CPU-offloaded optimizer overwrites the
-values. The first two are rejected, and for the third the optimizer copies the parameters before each step. With
-gradient accumulation, forward may only repeat a write without effect (a clamp), not accumulate (a moving average).
+values. FSDP2 and pipelines are rejected, and an offloaded optimizer copies the parameters before each step. With
+gradient accumulation, a repeated write must have no further effect (a clamp, not a moving average).
 
 The first two steps compare checksums of all parameters before and after each forward pass, two reductions per
 parameter. Version counters would not detect writes through `.data`.
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 _STEPS = 2
 """Number of checked steps: a teacher initialized as a copy of its student first changes in the second step."""
 _ROUNDINGS = 64
-"""Rounding errors by which repeating a write may change a value, such as a norm that is scaled to 1 again."""
+"""Number of rounding errors by which a repeated write may change a value, such as a norm that is scaled to 1 again."""
 _CHUNK = 1 << 22
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 Checksums = dict[str, tuple[Tensor, int]]
-"""Sum and norm of each parameter, and the address of its memory."""
+"""Parameter name -> its sum and norm, and the address of its memory."""
 
 
 def watch_forward(stages: Sequence[nn.Module], plan: Plan, optimized: Optimized) -> None:
-    """Check the first two steps for a forward pass that changes parameters; call on every rank.
+    """Check in the first two steps whether forward changes parameters; call on every rank.
 
-    If the optimizer runs on the host, the changed values are copied to it; otherwise unsupported changes raise an
-    error. A compiled forward is not checked, because the hooks would be compiled too.
+    If the optimizer runs on the host, the changed values are copied to it; otherwise unsupported changes raise
+    JobError. A compiled forward is not checked, because the hooks would be compiled too.
     """
     if plan.compile != "none":
         return
@@ -78,7 +78,7 @@ class _WriteCheck:
         self._refreshes_host = False
 
     def attach(self, name: str, module: nn.Module) -> None:
-        """Check every forward pass of a unit; FSDP2 gathers before the first hook and frees after the second."""
+        """Check every forward pass of a unit; FSDP2 all-gathers before the first hook and frees after the second."""
 
         def before(submodule: nn.Module, *_: Any) -> None:
             if submodule.training and torch.is_grad_enabled():
@@ -112,11 +112,11 @@ class _WriteCheck:
         plan = self._plan
         names = some_of(f"{unit}.{name}" if unit else name for name in changed)
         if plan.zero >= 2:
-            raise _write_error(names, f"zero = {plan.zero} gathers them for forward and frees that copy")
+            raise _write_error(names, f"zero = {plan.zero} gathers parameters for forward and frees the changed copy")
         if plan.layout.pp > 1:
             raise _write_error(names, "a pipeline runs forward of other micro-batches before backward")
         if number > 1:
-            raise _write_error(names, f"again in each of the {plan.accumulation} forward passes of a step")
+            raise _write_error(names, f"each of the {plan.accumulation} forward passes of a step changes them again")
         trained = {name for name, _ in self._optimized.named}
         moved = []
         for name in trained.intersection(changed):
@@ -125,7 +125,7 @@ class _WriteCheck:
                 moved.append(name)
         on_host = plan.offload.optimizer != "none"
         if plan.zero == 1 and moved and not on_host:
-            raise _write_error(some_of(moved), "by new memory (`.data = ...`), but zero = 1 updates the old memory")
+            raise _write_error(some_of(moved), "zero = 1 updates the memory from before an assignment to `.data`")
         if on_host and not self._refreshes_host:
             self._refreshes_host = True
             self._optimized.optimizer.register_step_pre_hook(lambda *_: self._optimized.refresh())
@@ -133,7 +133,7 @@ class _WriteCheck:
 
 def _write_error(names: str, fact: str) -> JobError:
     return JobError(
-        f"forward changes the values of {names}: {fact}",
+        f"forward changes the values of {names}, but {fact}",
         code="support.forward-changes-weights",
         fix="do not write to parameters in forward, or use --plan ddp with accumulation = 1",
     )
@@ -141,10 +141,10 @@ def _write_error(names: str, fact: str) -> JobError:
 
 @torch.no_grad()
 def written_parameters(module: nn.Module, forward: Callable[[nn.Module], object]) -> list[str]:
-    """Return the parameters of a meta model that a forward pass writes to, in eval or training mode.
+    """Return the names of the meta model's parameters to which forward writes in eval or training mode.
 
-    Version counters detect writes to tensors without values. The result is empty for a model that fails on meta
-    tensors; the first training step checks it again.
+    Version counters detect writes to meta tensors. The result is empty for a model whose forward fails on meta
+    tensors; the first training step checks such a model.
     """
     versions = {name: parameter._version for name, parameter in module.named_parameters()}  # noqa: SLF001 - documented
     was_training = module.training
@@ -170,7 +170,7 @@ def _checksums(module: nn.Module) -> Checksums:
 
 
 def _sum_and_norm(value: Tensor) -> Tensor:
-    """Return both in fp64, one chunk at a time, because torch casts the input of a reduction into a copy."""
+    """Return the sum and the norm in fp64, computed in chunks because torch copies the input of a casting reduction."""
     chunks = value.reshape(-1).split(_CHUNK)
     sums = torch.stack([chunk.sum(dtype=torch.float64) for chunk in chunks])
     norms = torch.stack([torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks])
@@ -178,7 +178,7 @@ def _sum_and_norm(value: Tensor) -> Tensor:
 
 
 def _is_shard(parameter: nn.Parameter) -> bool:
-    """Return whether `parameter` is a shard of FSDP2: it is in another unit, and writes to shards persist."""
+    """Return whether `parameter` is an FSDP2 shard, which belongs to another unit and to which writes persist."""
     if not isinstance(parameter, DTensor):
         return False
     return bool({"shard", "replicate"} & set(parameter.device_mesh.mesh_dim_names or ()))
@@ -200,7 +200,7 @@ def _changed(before: Checksums, after: Checksums, *, roundings: int) -> list[str
     return changed
 
 
-# Inputs of model-parallel ranks: ranks that share one model must receive the same batch.
+# Inputs of model-parallel ranks, which must receive the same batch because they share one model.
 #
 # Tensor-parallel ranks sum partial results of the same rows. With different rows or labels, they train on a mixture,
 # and their replicated parameters drift apart without an error. The first passes are compared on all ranks of the group,
@@ -208,30 +208,30 @@ def _changed(before: Checksums, after: Checksums, *, roundings: int) -> list[str
 
 
 CHECKED_PASSES = 3
-"""Ranks that read different streams differ in the first batch; the next two detect streams that diverge later."""
+"""Number of checked passes: different streams differ in the first batch, and streams that diverge later soon after."""
 
 _CLOSE = 1e-3
-"""Relative tolerance: gradients of tensor-parallel ranks may differ by summation order, which is far smaller."""
+"""Relative tolerance of gradients; differences by summation order between tensor-parallel ranks are far smaller."""
 
 
 def check_equal(what: str, mine: Any, group: dist.ProcessGroup, *, code: str, fix: str) -> None:
-    """Raise on every rank of `group` unless `mine` is equal on all of them; communicates over `group`."""
+    """Raise JobError on every rank of `group` unless `mine` is equal on all ranks; communicates over `group`."""
     (first, value), *rest = gathered(mine, group)
     different = [rank for rank, theirs in rest if theirs != value]
     reject_ranks(different, f"{what} than rank {first}", code=code, fix=fix)
 
 
 def reject_ranks(ranks: list[int], what: str, *, code: str, fix: str) -> None:
-    """Raise if `ranks` is not empty; call with the same `ranks` on every rank of their group."""
+    """Raise JobError if `ranks` is not empty; call with the same `ranks` on every rank of their group."""
     if ranks:
         named = f"ranks {', '.join(map(str, ranks))}"
         if len(ranks) == 1:
             named = f"rank {ranks[0]}"
-        raise JobError(f"{named} got {what}, but these ranks share one model", code=code, fix=fix)
+        raise JobError(f"{named} received {what}, but these ranks share one model", code=code, fix=fix)
 
 
 def gathered(mine: Any, group: dist.ProcessGroup) -> list[tuple[int, Any]]:
-    """Return (rank, value) for every rank of `group`; communicates over `group`, on the host."""
+    """Return (rank, value) for every rank of `group`, in host memory; communicates over `group`."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, mine, group=group)
     return list(zip(dist.get_process_group_ranks(group), values, strict=True))
@@ -240,8 +240,8 @@ def gathered(mine: Any, group: dist.ProcessGroup) -> list[tuple[int, Any]]:
 def watch_inputs(module: nn.Module, group: dist.ProcessGroup, after_backward: Callable[[], None]) -> None:
     """Compare the inputs of `module` and the gradients of its outputs over `group` in the first passes.
 
-    This check is for tensor parallelism in a user's training loop, which reads the batches itself. Forward and backward
-    of these passes communicate over `group`, on the host. `after_backward` is called after the first backward.
+    This check is for tensor parallelism in a custom training loop, which reads batches itself. Forward and backward
+    of these passes communicate over `group`, a host group. `after_backward` is called after the first backward.
     """
     passes: Counter[bool] = Counter()
     waiting = [after_backward]
@@ -280,7 +280,7 @@ _FIX = (
 
 
 def _compare_gradient(gradient: Tensor, group: dist.ProcessGroup) -> None:
-    """Raise if the gradients of an output differ, which happens if ranks compute losses from different labels."""
+    """Raise JobError if the gradients of an output differ, because ranks compute losses from different labels."""
     rows = gradient.detach().double()
     norms = rows.flatten(1).norm(dim=1) if rows.ndim > 1 else rows.flatten().abs()
     (first, value), *rest = gathered(norms.cpu(), group)

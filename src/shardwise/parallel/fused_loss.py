@@ -1,4 +1,4 @@
-"""Fused loss: the output head returns its input, and cross entropy computes the logits in chunks of tokens."""
+"""Fused loss, in which the output head returns its input and cross entropy computes logits in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from shardwise.torch_private.dispatch import register_pytree_node, tree_map
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-_OFF = "--set fused_loss=false"
+_OFF = "pass --set fused_loss=false"
 
 
 @dataclass(frozen=True, eq=False)
 class DeferredLogits:
     """A placeholder for logits [..., vocabulary] that stores the hidden states and the head instead.
 
-    It supports the operations of a loss before cross entropy (indexing or flattening rows and tokens, casting to float)
-    and torch's cross entropy. Any other operation raises an error.
+    It supports indexing or flattening rows and tokens, casting to float, and torch's cross entropy. Any other operation
+    raises JobError.
     """
 
     hidden: Tensor
@@ -50,15 +50,15 @@ class DeferredLogits:
         return self.hidden.device
 
     def size(self, dim: int | None = None) -> int | torch.Size:
-        """Return the size of one dimension of the logits, or of all."""
+        """Return the size of dimension `dim` of the logits, or their shape if `dim` is None."""
         return self.shape if dim is None else self.shape[dim]
 
     def float(self) -> DeferredLogits:
-        """Return self: cross entropy is computed in fp32 or wider."""
+        """Return self, because cross entropy is computed in fp32 or fp64 anyway."""
         return self
 
     def contiguous(self) -> DeferredLogits:
-        """Return self: the logits have no memory format."""
+        """Return self, because deferred logits have no memory format."""
         return self
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DeferredLogits:
@@ -88,7 +88,7 @@ class DeferredLogits:
         return logits
 
     def entropy_sum(self, target: Tensor, ignore: int) -> Tensor:
-        """Return the sum of cross entropies of [rows, vocabulary]; communicates over the tp axis."""
+        """Return the sum of the cross entropies of logits [rows, vocabulary]; communicates over the tp axis."""
         weight: Any = self.head.weight
         bias: Any = self.head.bias
         return linear_cross_entropy(
@@ -145,17 +145,17 @@ def _cross_entropy(  # noqa: PLR0917 - torch's signature
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute torch's function of this name for class indices as targets; communicates over the tp axis."""
+    """Compute `torch.nn.functional.cross_entropy` for targets that are class indices; communicates over the tp axis."""
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
     if not isinstance(input, DeferredLogits):
-        raise _touched("them in cross_entropy as targets")
+        raise _touched("logits in cross_entropy as targets")
     if not plain or reduction not in {"sum", "mean"} or target.is_floating_point():
         raise _touched("cross_entropy with class weights, smoothing or reduction='none'")
     if input.ndim != 2 or target.shape != input.shape[:-1]:
         raise JobError(
-            f"cross entropy needs [N, C] and [N], got logits {list(input.shape)} and targets {list(target.shape)}",
+            f"cross entropy requires logits [N, C] and targets [N], got {list(input.shape)} and {list(target.shape)}",
             code="loss.logits-targets-mismatch",
-            fix="flatten both to [tokens, vocabulary] and [tokens]",
+            fix="flatten logits to [tokens, vocabulary] and targets to [tokens]",
         )
     total = input.entropy_sum(target, ignore_index)
     return total if reduction == "sum" else total / (target != ignore_index).sum()
@@ -197,30 +197,30 @@ def fuse_head(module: nn.Module) -> None:
         return  # the head is on another stage
     if isinstance(head.weight, DTensor) and head.weight.placements not in {(Shard(0),), (Replicate(),)}:
         raise JobError(
-            "fused_loss needs a head that is sharded by its outputs, but a tensor rule shards it by its inputs",
+            "fused_loss requires an output head that is sharded by outputs, but a tensor rule shards it by inputs",
             code="support.fused-loss-split-head",
-            fix=f'use the rule "column_gathered" for it, or {_OFF}',
+            fix=f'set the tensor rule of the head to "column_gathered", or {_OFF}',
         )
     head.forward = _Deferring(head)  # type: ignore[assignment]
 
 
 def find_head(module: nn.Module) -> nn.Linear:
-    """Return the linear layer that computes the logits: `head`, or the output embeddings of transformers models."""
+    """Return the linear layer that computes logits: get_output_embeddings() of transformers models, or `head`."""
     getter = getattr(module, "get_output_embeddings", None)
     head = getter() if callable(getter) else getattr(module, "head", None)
     if type(head) is not nn.Linear:
-        found = "has none"
+        found = "has neither"
         if head is not None:
             found = f"has a {type(head).__name__}"
         raise JobError(
-            "fused_loss needs a model whose last linear layer is `head` or get_output_embeddings(), but"
+            "fused_loss requires an nn.Linear output head, named `head` or returned by get_output_embeddings(), but"
             f" {type(module).__name__} {found}",
             code="support.fused-loss-no-head",
-            fix=f"name it `head`, or {_OFF}",
+            fix=f"name the output layer `head`, or {_OFF}",
         )
     if has_adapter(head):
         raise JobError(
-            "fused_loss would ignore the adapter of the head",
+            "fused_loss does not support an output head with a LoRA adapter",
             code="support.fused-loss-adapted-head",
             fix=_OFF,
         )
@@ -228,14 +228,14 @@ def find_head(module: nn.Module) -> nn.Linear:
 
 
 def deferring_heads(module: nn.Module) -> list[_Deferring]:
-    """Return the forwards of the fused heads in a model; empty without fused_loss."""
+    """Return the replaced forwards of the fused heads in a model; empty without fused_loss."""
     forwards = (child.__dict__.get("forward") for child in module.modules())
     return [forward for forward in forwards if isinstance(forward, _Deferring)]
 
 
 @contextmanager
 def deferred_in_evaluation(heads: Sequence[_Deferring]) -> Iterator[None]:
-    """Make fused heads defer their logits in evaluation too."""
+    """Return a context in which fused heads defer their logits in evaluation too."""
     for head in heads:
         head.in_evaluation = True
     try:
@@ -246,7 +246,7 @@ def deferred_in_evaluation(heads: Sequence[_Deferring]) -> Iterator[None]:
 
 
 def with_logits(output: Any) -> Any:
-    """Return a model's output with deferred logits replaced by computed ones."""
+    """Return a model's output with deferred logits replaced by the computed logits."""
     return tree_map(_computed, output, is_leaf=lambda leaf: isinstance(leaf, DeferredLogits))
 
 

@@ -25,58 +25,58 @@ if TYPE_CHECKING:
 
 
 class GradSync(Protocol):
-    """The protocol for summing gradients over data-parallel ranks."""
+    """Protocol for objects that sum gradients over data-parallel ranks."""
 
     gain: int
-    """Factor of the loss so that gradients are sums: dp_size if the collective averages, otherwise 1."""
+    """Factor by which to multiply the loss to obtain summed gradients: dp_size if the collective averages, else 1."""
 
     def accumulate(self) -> AbstractContextManager[object]:
-        """Return a context for forward and backward of every micro-batch except the last, in which sync is deferred."""
+        """Return a context that defers sync, for forward and backward of every micro-batch except the last."""
 
     def no_sync(self) -> AbstractContextManager[object]:
-        """Return a context for a forward and backward in which some ranks may compute no gradient for a parameter."""
+        """Return a context without sync, for passes in which some ranks may compute no gradient for a parameter."""
 
     def finish_deferred(self) -> None:
         """Sum the gradients that `no_sync` deferred; communicates over the group, call on every rank."""
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank's backward computed a gradient; call in the first step, before `finish_deferred`."""
+        """Return whether this rank computed a gradient; call in the first step, before `finish_deferred`."""
 
     def finish(self) -> None:
         """Sum the remaining gradients; call once per step on every rank after the last backward, communicates."""
 
     def finish_step(self, number: int) -> None:
-        """Synchronize independently trained replicas if step `number` ends a round; communicates then."""
+        """Synchronize independently trained replicas if step `number` ends a round; communicates in that case."""
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint must contain to resume."""
 
 
 class NoSync:
-    """No synchronization: one data-parallel rank, whose gradient is the full gradient."""
+    """No synchronization, for a single data-parallel rank, whose gradient is the full gradient."""
 
     gain = 1
 
     def accumulate(self) -> AbstractContextManager[object]:
-        """Return an empty context: this rank synchronizes nothing."""
+        """Return an empty context, because gradients are not synchronized."""
         return nullcontext()
 
     def no_sync(self) -> AbstractContextManager[object]:
-        """Return an empty context: this rank synchronizes nothing."""
+        """Return an empty context, because gradients are not synchronized."""
         return nullcontext()
 
     def finish_deferred(self) -> None:
-        """Do nothing: `no_sync` deferred nothing."""
+        """Do nothing, because `no_sync` deferred no gradients."""
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Return whether `parameter.grad` is set."""
         return parameter.grad is not None
 
     def finish(self) -> None:
-        """Do nothing: the gradient is complete."""
+        """Do nothing, because the gradient is complete."""
 
     def finish_step(self, number: int) -> None:
-        """Do nothing: there are no replicas."""
+        """Do nothing, because there are no replicas."""
 
     def state(self) -> dict[str, Tensor]:
         """Return an empty dict."""
@@ -87,7 +87,7 @@ class ReplicaSync(NoSync):
     """Gradient averaging by DDP, which communicates during every backward outside `no_sync`."""
 
     def __init__(self, model: DistributedDataParallel, *, every: bool) -> None:
-        """With `every`, gradients are averaged after each micro-batch instead of once per step."""
+        """Synchronize a DDP model; with `every`, average gradients after each micro-batch instead of once per step."""
         self._model = model
         self._every = every
         self.gain = dist.get_world_size(model.process_group)
@@ -123,7 +123,7 @@ class ReplicaSync(NoSync):
         return id(parameter) in self._reached
 
     def finish(self) -> None:
-        """Raise if this rank did not use a parameter: the other ranks wait for a bucket that it never sends."""
+        """Raise JobError if this rank did not use a parameter, because the other ranks wait for its bucket."""
         while self._watches:
             self._watches.pop().remove()
         if self._model.find_unused_parameters or self._model.static_graph:
@@ -136,15 +136,15 @@ class ReplicaSync(NoSync):
             return
         if len(unused) < len(self._parameters):  # a backward without any gradient communicates nothing
             raise JobError(
-                f"parameters with gradients in the first step have none on rank {dist.get_rank()}"
-                f" ({some_of(unused)}), but DDP on the other ranks waits for them",
+                f"rank {dist.get_rank()} computed no gradient for parameters that had one in the first step"
+                f" ({some_of(unused)}), but DDP on the other ranks waits for these gradients",
                 code="train.unused-parameters",
-                fix="use them in every step, or --set communication.find_unused_parameters=true",
+                fix="use the parameters in every step, or pass --set communication.find_unused_parameters=true",
             )
 
 
 class ShardSync(NoSync):
-    """Gradient reduce-scatter by FSDP2 during backward; without reduction, FSDP2 accumulates unsharded gradients."""
+    """Gradient reduce-scatter by FSDP2 during backward; in `accumulate`, FSDP2 accumulates unsharded gradients."""
 
     def __init__(
         self,
@@ -155,9 +155,9 @@ class ShardSync(NoSync):
         replicated: Sequence[nn.Parameter],
         group: dist.ProcessGroup | None,
     ) -> None:
-        """`every` reduces after each micro-batch, with less memory and more traffic.
+        """Synchronize `models`, the root FSDP2 units of this rank, and sum gradients of `replicated` over `group`.
 
-        `models` are the root units of this rank. The gradients of `replicated` parameters are summed over `group`.
+        `every` reduces gradients after each micro-batch, which needs less memory and more communication.
         """
         self._models = models
         self._reduced = reduced
@@ -166,7 +166,7 @@ class ShardSync(NoSync):
         self._group = group
 
     def accumulate(self) -> AbstractContextManager[object]:
-        """Return a context without reduction, or an empty one if gradients are reduced after every micro-batch."""
+        """Return a context without reduction, or an empty context if gradients are reduced after every micro-batch."""
         return nullcontext() if self._every else without_reduction(self._models)
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
@@ -174,7 +174,7 @@ class ShardSync(NoSync):
         return self._reduced.is_used(parameter) or (not isinstance(parameter, DTensor) and parameter.grad is not None)
 
     def finish(self) -> None:
-        """Remove gradients that no rank computed, and sum those of replicated parameters; communicates."""
+        """Remove gradients that no rank computed, and sum the gradients of replicated parameters; communicates."""
         self._reduced.finish()
         if self._replicated and self._group is not None:
             sum_gradients(self._replicated, self._group)
@@ -193,7 +193,7 @@ def without_reduction(models: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 class SummedSync(NoSync):
-    """One sum of all gradients after the last backward, for pipeline stages and tensor-parallel shards."""
+    """All-reduce of all gradients after the last backward, for pipeline stages and tensor-parallel shards."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._parameters = parameters
@@ -207,8 +207,8 @@ class SummedSync(NoSync):
 def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, divisor: int = 1) -> None:
     """Sum gradients over `group` in buckets and divide by `divisor`; communicates over `group`.
 
-    Call on every rank. A parameter without a gradient on any rank gets none, as in one process, so the optimizer skips
-    it.
+    Call on every rank. If no rank has a gradient for a parameter, its gradient stays None, so that the optimizer skips
+    the parameter as in one process.
     """
     device = local(parameters[0]).device
     users = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.float32, device=device)
@@ -256,10 +256,10 @@ class GradNorm:
         device: torch.device,
         copies: Iterable[nn.Parameter] = (),
     ) -> None:
-        """`group` contains the ranks that store one model together; None if this rank stores the full model.
+        """Create a norm over `group`, the ranks that share one model; None if this rank stores the full model.
 
-        `sharded_axes` are the mesh axes that may shard a parameter. `copies` are the parameters that a different rank
-        of the group counts.
+        `sharded_axes` are the mesh axes that may shard a parameter. `copies` are parameters that another rank of the
+        group counts.
         """
         self._parameters = parameters
         self._group = group
@@ -277,7 +277,7 @@ class GradNorm:
         return self._group is None
 
     def __call__(self) -> Tensor:
-        """Return the norm before clipping; communicates over the group, call on every rank."""
+        """Return the gradient norm before clipping; communicates over the group, call on every rank."""
         pieces: list[Tensor] = []
         shares: list[float] = []
         for parameter, share in zip(self._parameters, self._shares, strict=True):

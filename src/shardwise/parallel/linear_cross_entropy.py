@@ -1,4 +1,4 @@
-"""Cross entropy computed from hidden states, with the logits of one chunk of tokens at a time.
+"""Linear cross entropy, computed from hidden states with the logits of one chunk of tokens at a time.
 
 The forward pass computes both gradients while it has the logits of a chunk: (softmax - one_hot(target)) times the
 weight for the hidden states, and times the hidden states for the weight. Backward only multiplies them by the gradient
@@ -42,7 +42,7 @@ def linear_cross_entropy(
     shard: VocabularyShard | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Return the sum of cross entropies of the logits `hidden @ weight.T + bias`.
+    """Return the sum of the cross entropies of the logits `hidden @ weight.T + bias`.
 
     `hidden` is [..., width], `weight` [vocabulary, width], and `targets` [...]; targets equal to `ignore` do not
     contribute. `chunk` is the number of tokens per chunk. With `shard`, weight and bias are this rank's rows, the other
@@ -72,7 +72,7 @@ class _Options:
 
 
 class _Gradients:
-    """Gradients of the sum, accumulated chunk by chunk; None for inputs that require no gradient."""
+    """Gradients of the summed loss, accumulated chunk by chunk; None for inputs that require no gradient."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> None:
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -164,7 +164,7 @@ def _losses(
 def _log_probabilities(
     logits: Tensor, target: Tensor, kept: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities, the column of each target, and whether this rank has that column; both [rows, 1].
+    """Return log-probabilities and, as [rows, 1], the column of each target and whether this rank has that column.
 
     Communicates over the group of a sharded vocabulary. Ignored targets and targets on other ranks point to column 0.
     """
@@ -187,7 +187,7 @@ def _summed(values: Tensor, shard: VocabularyShard | None) -> Tensor:
 
 
 def _scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply in fp32 or wider: rounding `by` to bf16 would bias every gradient of the step in the same direction."""
+    """Return a gradient times `by`, computed in fp32 or fp64: rounding `by` to bf16 would bias all gradients alike."""
     if gradient.dtype in {torch.float32, torch.float64}:
         return gradient.mul_(by).to(dtype)
     return (gradient.float() * by).to(dtype)

@@ -1,4 +1,4 @@
-"""LoRA adapters: two low-rank linear modules in parallel with a frozen one, added before the model is sharded."""
+"""LoRA adapters, which add two low-rank linear modules to frozen linear modules before the model is sharded."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def adapt_meta_model(meta_model: MetaModel, lora: Lora, *, seed: int) -> MetaModel:
-    """Return the meta model with adapters on the meta device, and a source of their values."""
+    """Return the meta model with LoRA adapters on the meta device and a source of their values."""
     if meta_model.weights is None:
         raise JobError(
-            "LoRA needs a model that is built on the meta device",
+            "LoRA requires a model that is built on the meta device, got a model that was already built",
             code="job.lora-without-weights",
             fix="set Job.model to a function that returns the model",
         )
@@ -40,7 +40,7 @@ def adapt_meta_model(meta_model: MetaModel, lora: Lora, *, seed: int) -> MetaMod
 
 
 class AdapterWeights:
-    """Weights that read adapters from one source and all other parameters from another."""
+    """Weights that read adapters from `adapters` and all other parameters from `base`."""
 
     def __init__(self, base: Weights, adapters: Weights) -> None:
         self.description = f"{base.description}; adapters {adapters.description}"
@@ -49,13 +49,13 @@ class AdapterWeights:
         self._adapters = adapters
 
     def value(self, name: str, like: Tensor, device: torch.device, *, wanted: bool) -> Tensor | None:
-        """Return the value from the source of `name`; communicates if that source does."""
+        """Return the tensor `name` from its source; communicates if the source communicates."""
         source = self._adapters if is_adapter(name) else self._base
         return source.value(name, like, device, wanted=wanted)
 
 
 class LoadedAdapters:
-    """Values of adapters from a directory in peft's format; every rank reads the values that it needs."""
+    """Adapter weights from a directory in peft's format; every rank reads the tensors that it needs."""
 
     from_model = False
 
@@ -64,17 +64,17 @@ class LoadedAdapters:
         self._values = open_weights(folder / WEIGHTS)
 
     def names(self) -> set[str]:
-        """Return the names of all weights in the file, as the model names them."""
+        """Return the names of all tensors in the file, without peft's prefix."""
         return {name.removeprefix(PREFIX) for name in self._values}
 
     def value(self, name: str, like: Tensor, device: torch.device, *, wanted: bool) -> Tensor | None:
-        """Read the value if this rank needs it; no communication."""
+        """Read the tensor if it is `wanted`; does not communicate."""
         if not wanted:
             return None
         value = self._values[PREFIX + name]
         if value.shape != like.shape:
             raise JobError(
-                f"adapter {name} has shape {list(value.shape)} in the file but {list(like.shape)} in the model",
+                f"adapter {name} must have the shape {list(like.shape)}, got {list(value.shape)} in the file",
                 code="job.adapter-shape-mismatch",
                 fix="use adapters that were trained for this model",
             )
@@ -82,7 +82,7 @@ class LoadedAdapters:
 
 
 def _adapter_values(module: nn.Module, lora: Lora, seed: int) -> Weights:
-    """Return the initial values of adapters: loaded, or sampled by parameter name and so equal on every layout."""
+    """Return the initial adapter weights: loaded, or sampled by parameter name so that they are equal on any layout."""
     names = [name for name, _ in module.named_parameters() if is_adapter(name)]
     if lora.weights is None:
         return InitializedWeights({name: _recipe(name, module.get_parameter(name)) for name in names}, seed)
@@ -93,7 +93,7 @@ def _adapter_values(module: nn.Module, lora: Lora, seed: int) -> Weights:
             raise JobError(
                 f"adapters in {folder} have {key} {saved[key]:g}, but the job's Lora has {getattr(lora, key):g}",
                 code="job.adapter-option-mismatch",
-                fix=f"use --set lora.{key}={saved[key]:g}",
+                fix=f"pass --set lora.{key}={saved[key]:g}",
             )
     loaded = LoadedAdapters(folder)
     missing, extra = sorted(set(names) - loaded.names()), sorted(loaded.names() - set(names))
@@ -107,24 +107,24 @@ def _adapter_values(module: nn.Module, lora: Lora, seed: int) -> Weights:
 
 
 def _recipe(name: str, parameter: nn.Parameter) -> Recipe:
-    """Return the initialization of nn.Linear (kaiming_uniform_ with a = sqrt(5)) for A, and zeros for B."""
+    """Return the recipe of nn.Linear's initialization (kaiming_uniform_ with a = sqrt(5)) for A, and of zeros for B."""
     if name.endswith(f".{UP}.weight"):
         return (Write("zero_", ()),)
     bound = parameter.shape[1] ** -0.5
     return (Write("uniform_", (-bound, bound)),)
 
 
-# Adapters: two low-rank linear modules inside the module that they adapt.
+# An adapter consists of two low-rank linear modules, `NAME.lora_A` and `NAME.lora_B`, in the module that they adapt.
 #
-# An adapter is `NAME.lora_A` and `NAME.lora_B`. The names of all other parameters stay the same, so that files and
-# tensor rules apply, and every transform sees plain modules.
+# The names of all other parameters stay the same, so that weight files and tensor rules apply, and every transform sees
+# plain modules.
 
 
 def add_adapters(module: nn.Module, lora: Lora) -> None:
     """Freeze `module` and add a meta adapter to every linear module that `lora` selects.
 
-    Adapters are fp32, or fp64 if the model is. A target pattern that matches nothing raises an error, as does a module
-    whose forward is not a plain matrix product.
+    Adapters are fp32, or fp64 if the model is fp64. Raises JobError for a target pattern that matches no module, and
+    for a module whose forward is not a plain matrix product.
     """
     submodules = dict(module.named_modules())
     linears = {
@@ -140,12 +140,12 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
 
 
 def has_adapter(module: nn.Module) -> bool:
-    """Return whether this module has an adapter."""
+    """Return whether `module` has a LoRA adapter."""
     return isinstance(module.__dict__.get("lora"), Lora)
 
 
 def adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) of every module with an adapter."""
+    """Yield (name, module) for every submodule with a LoRA adapter."""
     return ((name, child) for name, child in module.named_modules() if has_adapter(child))
 
 
@@ -156,20 +156,20 @@ def adapter_output(module: Any, x: Tensor) -> Tensor:
 
 
 def _check_target(module: nn.Module, name: str) -> None:
-    """Reject a linear module whose weight is used without calling it, or that is not a plain matrix product."""
+    """Raise JobError if a LoRA target is not called, or is not a plain, untied, unquantized Linear without adapter."""
     child = module.get_submodule(name)
     above = module.get_submodule(name.rpartition(".")[0])
     if isinstance(child, NonDynamicallyQuantizableLinear) or isinstance(above, nn.TransformerEncoderLayer):
         raise JobError(
-            f"Lora target {name} is never called: {type(above).__name__} reads its weight directly",
+            f"Lora target {name} is never called, because {type(above).__name__} reads its weight directly",
             code="job.lora-target-not-called",
-            fix="remove it from the targets",
+            fix=f"remove {name} from Lora.targets",
         )
     if not is_plain_linear(child):
         raise JobError(
             f"Lora target {name} must be a plain Linear, got a {type(child).__name__} with its own forward",
             code="job.lora-target-not-linear",
-            fix="select plain Linear modules only",
+            fix="set Lora.targets to plain Linear modules only",
         )
     twin = None
     for other_name, other in module.named_modules():
@@ -178,15 +178,15 @@ def _check_target(module: nn.Module, name: str) -> None:
             break
     if twin is not None:
         raise JobError(
-            f"Lora target {name} shares its weight with {twin}, but an adapter would apply to one of them only",
+            f"Lora target {name} shares its weight with {twin}, but an adapter would apply to only one of the two",
             code="job.lora-target-tied",
-            fix="untie them (tie_head=False, tie_word_embeddings=False), or remove it from the targets",
+            fix=f"untie them (tie_head=False, tie_word_embeddings=False), or remove {name} from Lora.targets",
         )
     if has_adapter(child):
         raise JobError(
             f"Lora target {name} already has an adapter",
             code="job.lora-target-adapted",
-            fix="return the model without adapters from Job.model",
+            fix="return a model without adapters from Job.model",
         )
     if not child.weight.is_floating_point():  # type: ignore[operator]
         raise JobError(

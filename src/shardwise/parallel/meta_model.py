@@ -1,8 +1,8 @@
-"""The meta model: a model with parameters on the meta device, its units, and the source of its values.
+"""The meta model, with parameters on the meta device, its units, and the source of its initial values.
 
-No rank builds a large model in full. Values are streamed from a checkpoint, computed by `init_weights`, seeded by
-parameter name and run shard by shard, or computed by one real build and broadcast shard by shard. The invariant: every
-world size starts from the values of one process. torchtitan also builds its models on the meta device.
+No rank builds a large model in full. Values are read from a checkpoint, computed shard by shard with the operations of
+`init_weights` and a seed per parameter name, or computed by building the model on rank 0 and broadcasting shards. The
+invariant: every world size starts from the values of one process. torchtitan also builds models on the meta device.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from shardwise.parallel.weights import Weights
 
 Specs = tuple[tuple[str, Tensor], ...]
-"""(name, full tensor on the meta device), in the same order on every rank."""
+"""(name, full meta tensor) pairs, in the same order on every rank."""
 
 _HOST_SHARE = 0.25
-"""Share of the free host memory that the models built by all ranks of a host may use."""
+"""Share of the available host memory that the models built by all ranks of a host may use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Parameters that are materialized and sharded together: one repeated block, or (named "") all the rest."""
+    """Parameters that are materialized and sharded together: one repeated block, or all other parameters (name "")."""
 
     name: str
     parameters: Specs
@@ -45,15 +45,15 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class MetaModel:
-    """A model to be materialized and sharded over ranks."""
+    """A model whose parameters are materialized and sharded later."""
 
     module: nn.Module
     """The model; its parameters are on the meta device unless `weights` is None."""
     weights: Weights | None
-    """The source of the parameters' values; None if the module already has them, equal on every rank."""
+    """Source of the parameters' values; None if the module already has its values, equal on every rank."""
     units: tuple[Unit, ...]
     buffers: Specs
-    """Buffers whose values `weights` provides; all other buffers are real."""
+    """Buffers whose values `weights` provides; all other buffers already have their values."""
     tensor_rules: Mapping[str, str] = field(default_factory=dict)
     """Module name pattern -> tensor-parallel style; empty without tensor parallelism."""
 
@@ -71,10 +71,10 @@ def job_meta_model(
 ) -> MetaModel:
     """Return the meta model of a job, in fp64 if `double`; call on every rank.
 
-    Values come from a file, from recorded initialization, or from building the model. Every rank builds it if the host
-    has memory for the models of its `local_size` ranks; otherwise only rank 0 does. A model that would lose state on
-    the meta device is built for real, or rejected with the name of that state. `agree` communicates whether a condition
-    is true on all ranks.
+    Values come from a file, from recorded initialization, or from building the model. Every rank builds the model if
+    the host has enough memory for its `local_size` ranks; otherwise only rank 0 builds it. A model that would lose
+    state on the meta device is built in host memory, or raises JobError if it is too large. `agree` communicates and
+    returns whether a condition is true on all ranks.
     """
     found = structure(make_model, seed)
     module = found.module
@@ -95,10 +95,10 @@ def job_meta_model(
         return _built_for_real(make_model, seed, source, buffers, double=double)
     if lost:
         raise JobError(
-            f"the model has {num_bytes / 1e9:.1f} GB, too large to be built on every rank, but on the meta device it"
+            f"the model of {num_bytes / 1e9:.1f} GB is too large to build on every rank, but on the meta device it"
             f" loses {some_of(lost)}",
             code="model.meta-loses-state",
-            fix="create that state outside Job.model, register it as a buffer, or use a host with more memory",
+            fix="create this state outside Job.model, register it as a buffer, or use a host with more memory",
         )
     if source is None:
         source = StreamedWeights(lambda: _real_values(make_model, seed), num_bytes=num_bytes, rank=rank, size=size)
@@ -108,7 +108,7 @@ def job_meta_model(
 def _built_for_real(
     make_model: Callable[[], nn.Module], seed: int, source: Weights | None, buffers: Specs, *, double: bool
 ) -> MetaModel:
-    """Return the model built for real, including hooks, classes and the values sampled in its constructor."""
+    """Return the model built in host memory, with hooks, parameter classes and values sampled in its constructor."""
     module = build_model(make_model, seed)
     if double:
         module = module.double()
@@ -127,15 +127,15 @@ def _built_for_real(
 
 
 def build_model(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build the model with the job's function under the job's seed, in host memory."""
+    """Build the model in host memory with the job's function and seed."""
     seed_generators(seed)
     module = _checked(make_model())
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(tensor):
             raise JobError(
-                f"parameter {name} is uninitialized: its lazy module has not received an input",
+                f"parameter {name} is uninitialized, because its lazy module has not received an input",
                 code="model.lazy-parameter",
-                fix="run the model once on a sample inside Job.model",
+                fix="run the model once on a sample in Job.model",
             )
         if tensor.is_meta:
             raise JobError(
@@ -147,7 +147,7 @@ def build_model(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def _sampled(found: Skeleton, make_model: Callable[[], nn.Module], seed: int) -> list[str]:
-    """Return the attributes that the constructor samples besides weights: those that differ between two seeds."""
+    """Return the attributes, except weights, that the constructor samples, detected by building with two seeds."""
     if not found.sampled:
         return []
     seed_generators(seed + 1)
@@ -161,14 +161,14 @@ def built_meta_model(module: nn.Module) -> MetaModel:
 
 
 def find_units(module: nn.Module) -> tuple[Unit, ...]:
-    """Return one unit per repeated block, then a unit of all other parameters and of blocks that share one."""
+    """Return one unit per repeated block, then a unit of all other parameters and of blocks with tied parameters."""
     parameters = _specs(module.named_parameters())
-    holders: dict[int, set[str]] = {}
+    block_owners: dict[int, set[str]] = {}
     blocks = find_blocks(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), set()).add(block_of(name, blocks))
+        block_owners.setdefault(id(parameter), set()).add(block_of(name, blocks))
     shared: set[str] = set()
-    for owners in holders.values():
+    for owners in block_owners.values():
         if len(owners) > 1:
             shared |= owners
     own: dict[str, list[tuple[str, Tensor]]] = {block: [] for block in blocks if block not in shared}
@@ -190,7 +190,7 @@ def structure(make_model: Callable[[], nn.Module], seed: int) -> Skeleton:
     if found is not None:
         _checked(found.module)
         return found._replace(sampled=generator_states() != before)
-    # Some constructors read the weights. Then every rank builds the full model and discards its values.
+    # Some constructors read the weights. In this case every rank builds the full model and discards its values.
     module = build_model(make_model, seed)
     references = tuple(second_references(module))
     forgotten = {id(old): nn.Parameter(old.to("meta"), old.requires_grad) for old in module.parameters()}
@@ -236,7 +236,7 @@ def _from_file(path: Path, module: nn.Module, buffers: Specs) -> tuple[FileWeigh
         raise JobError(
             f"Job.weights {path} does not match the model: missing {missing}, unexpected {extra}",
             code="model.weights-keys-mismatch",
-            fix="use a state dict of this model",
+            fix="set Job(weights=...) to a state dict of this model",
         )
     return FileWeights(values, saved, path), tuple((name, spec) for name, spec in buffers if name in saved)
 

@@ -31,13 +31,13 @@ class Optimized:
 
     optimizer: Optimizer
     named: Named
-    """The parameters with their names in the model: the model's parameters, or this rank's rows of them."""
+    """(name, parameter) pairs that the optimizer updates: the model's parameters, or this rank's rows of them."""
     refresh: Callable[[], None] = lambda: None
-    """Copy the model's values to the optimizer's parameters, after something other than the optimizer changed them."""
+    """Copy the model's values to the optimizer's parameters; call it after other code changed the model."""
     groups: tuple[tuple[str, ...], ...] = ()
-    """Names of the parameters in each group, if the groups contain other tensors than `named`."""
+    """Parameter names of each group, for optimizers whose groups contain other tensors than `named`."""
     first_settings: tuple[dict[str, Any], ...] = field(init=False)
-    """Settings of each group as the factory returned them, to detect later changes by the optimizer."""
+    """Initial settings of each group, to detect later changes by the optimizer."""
 
     def __post_init__(self) -> None:
         first = [dict(group) for group in self.param_groups]
@@ -79,7 +79,7 @@ def make_optimizer(
 
     With `shard_mesh`, the optimizer updates this rank's rows of each parameter (ZeRO-1). With `on_host`, its parameters
     and states are on the CPU. In both cases every step writes the new full values to the model's parameters. If FSDP2
-    shards parameters over `replica_mesh`, those that it does not shard become replicated DTensors, because optimizers
+    shards parameters over `replica_mesh`, its unsharded parameters become replicated DTensors, because optimizers
     cannot mix tensors and DTensors.
     """
     pieces: dict[str, _Piece] = {}
@@ -111,7 +111,7 @@ class _Piece:
     def __init__(
         self, parameter: nn.Parameter, mesh: DeviceMesh | None, *, on_host: bool, is_sharded: bool = True
     ) -> None:
-        """With a `mesh`, the optimizer's parameter is a DTensor: sharded by rows, or replicated if not `is_sharded`."""
+        """Create the optimizer's parameter; with `mesh`, it is a DTensor, sharded by rows if `is_sharded`."""
         self.parameter = parameter
         self.is_sharded = mesh is not None and is_sharded
         self.on_host = on_host
@@ -142,12 +142,12 @@ class _Piece:
         return whole.narrow(0, self.first, self.num_rows)
 
     def take_values(self) -> None:
-        """Copy the parameter's rows to the optimizer's copy on the host, if there is one."""
+        """Copy the parameter's rows to the optimizer's parameter if that is in host memory."""
         if self.on_host:
             local(self.owned.detach()).copy_(local(self.mine(self.parameter.detach())))
 
     def take_gradient(self) -> None:
-        """Set the gradient of the optimizer's parameter to this rank's rows of the gradient."""
+        """Set the gradient of the optimizer's parameter to this rank's rows of the model's gradient."""
         if self.parameter.grad is None:
             self.owned.grad = None
             return
@@ -159,21 +159,21 @@ class _Piece:
         self.owned.grad = rows
 
     def write_back(self) -> None:
-        """Copy the optimizer's rows on the host to the parameter, if there is such a copy."""
+        """Copy the optimizer's parameter to the model's parameter if the former is in host memory."""
         self.owned.grad = None
         if self.on_host:
             local(self.mine(self.parameter.detach())).copy_(local(self.owned.detach()), non_blocking=True)
 
 
 def _distributed(shard: Tensor, mesh: DeviceMesh, placements: Sequence[Any], like: Tensor, *, on_host: bool) -> DTensor:
-    """Return the DTensor of the shape of `like` with this rank's `shard`; no communication."""
+    """Return a DTensor with the shape of `like` and this rank's `shard`; does not communicate."""
     if on_host:
         mesh = host_mesh(mesh)
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 class _Bridge:
-    """Optimizer step hooks that pass gradients to the pieces and distribute the updated parameters."""
+    """Optimizer step hooks that set the gradients of the pieces and all-gather the updated parameters."""
 
     def __init__(self, pieces: Sequence[_Piece], mesh: DeviceMesh | None) -> None:
         self._pieces = pieces
@@ -195,7 +195,7 @@ class _Bridge:
 
     @torch.no_grad()
     def _after(self, *_: Any) -> None:
-        """Gather the updated rows of all ranks; communicates over the shard axis."""
+        """All-gather the updated rows of all ranks; communicates over the shard axis."""
         for piece in self._pieces:
             piece.write_back()
         if self._group is None:
@@ -206,7 +206,7 @@ class _Bridge:
 
 
 def _gather_rows(pieces: Sequence[_Piece], group: dist.ProcessGroup) -> None:
-    """Gather the rows of all ranks in one collective for all pieces; communicates over `group`."""
+    """All-gather the rows of all ranks in one collective for all pieces; communicates over `group`."""
     size = dist.get_world_size(group)
     padded = []
     for piece in pieces:

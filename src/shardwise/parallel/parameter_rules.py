@@ -1,9 +1,9 @@
-"""Which parameters, optimizers and dtypes a plan supports, and the attributes of parameters.
+"""Checks of the parameters, optimizers and dtypes that a plan supports, and the attributes of parameters.
 
 Sharding replaces parameters: FSDP2 and tensor parallelism put DTensors into the module, and with ZeRO-1 or offload the
-optimizer sees shards. Attributes that users set (`_no_weight_decay`, `lr_scale`) are copied to the new object. A
-gradient hook would not run, a subclass of Parameter would be lost, and a second reference to the old object, such as in
-a plain list, would be a weight that is not trained. A plan that replaces parameters rejects those three.
+optimizer sees shards. Attributes that users set (`_no_weight_decay`, `lr_scale`) are copied to the new object. Gradient
+hooks would not run, a subclass of Parameter would be lost, and a second reference to the old object, such as in a plain
+list, would be a weight that is not trained. Plans that replace parameters raise JobError for these three cases.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 
 Attributes = dict[str, dict[str, Any]]
-"""Attributes of parameters by the parameter's name."""
+"""Parameter name -> attributes of the parameter."""
 
 
 def check_parameters(module: nn.Module, plan: Plan, references: Iterable[tuple[str, str]] | None = None) -> None:
-    """Reject parameters with hooks, classes or references that the plan would lose; call before applying it.
+    """Raise JobError for parameters with hooks, classes or references that the plan would lose.
 
-    `references` are the (parameter, attribute) pairs of a model before its parameters were moved to the meta device,
-    where they cannot be found. If None, they are searched in `module`.
+    `references` contains the (parameter, attribute) pairs of `second_references`, found before the parameters were
+    moved to the meta device. If None, `module` is searched for them. Call before applying the plan.
     """
     is_replaced = plan.zero >= 2 or plan.layout.tp > 1 or engine_named(plan.engine).replaces_parameters
-    # These schedules compute weight gradients separately by torch.autograd.grad, which does not run parameter hooks.
+    # These schedules compute weight gradients separately with torch.autograd.grad, which does not run parameter hooks.
     splits_backward = plan.layout.pp > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward
     is_hidden = is_replaced or plan.zero == 1 or plan.offload.optimizer != "none"
     for name, parameter in module.named_parameters():
@@ -55,7 +55,7 @@ def check_parameters(module: nn.Module, plan: Plan, references: Iterable[tuple[s
             )
         if has_accumulation_hooks(parameter) and plan.layout.world_size > 1:
             raise _unsupported(
-                f"parameter {name} has a hook that runs before its gradient is summed over ranks",
+                f"parameter {name} has a post-accumulate-grad hook, which runs before gradients are summed over ranks",
                 code="support.parameter-early-hook",
             )
         if type(parameter) is not nn.Parameter and is_hidden:
@@ -75,36 +75,36 @@ def check_parameters(module: nn.Module, plan: Plan, references: Iterable[tuple[s
 
 
 def check_dense(module: nn.Module) -> None:
-    """Reject complex parameters and sparse gradients, which the training step cannot clip, sum or check."""
+    """Raise JobError for complex parameters and sparse gradients, which the training step does not support."""
     for name, parameter in module.named_parameters():
         if parameter.is_complex():
             raise JobError(
                 f"complex parameters are not supported, but {name} is {parameter.dtype}",
                 code="model.complex-parameter",
-                fix="store it as real numbers (torch.view_as_real) and use torch.view_as_complex in forward",
+                fix="store real numbers (torch.view_as_real) and call torch.view_as_complex in forward",
             )
     for name, submodule in module.named_modules():
         if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
             raise JobError(
-                f"sparse gradients are not supported, but {name} has sparse = True",
+                f"sparse gradients are not supported, but {name or 'the model'} has sparse=True",
                 code="model.sparse-gradients",
-                fix="use sparse=False",
+                fix="set sparse=False",
             )
 
 
 def attributes_of(module: nn.Module) -> Attributes:
-    """Return the attributes that users set on parameters, by parameter name."""
+    """Return the attributes that users set on parameters, keyed by parameter name."""
     return {name: dict(vars(parameter)) for name, parameter in module.named_parameters() if vars(parameter)}
 
 
 def restore_attributes(module: nn.Module, attributes: Attributes) -> None:
-    """Set attributes on the parameters of the same names, without replacing existing ones."""
+    """Set attributes on the parameters with the same names, without overwriting existing attributes."""
     for name, parameter in module.named_parameters():
         copy_attributes(attributes.get(name, {}), parameter)
 
 
 def copy_attributes(attributes: dict[str, Any], parameter: nn.Parameter) -> None:
-    """Set the attributes that the parameter does not have."""
+    """Set attributes on a parameter, without overwriting existing attributes."""
     own = vars(parameter)
     for key, value in attributes.items():
         own.setdefault(key, value)
@@ -120,34 +120,34 @@ def _name(plan: Plan) -> str:
 
 
 def _unsupported(fact: str, *, code: str) -> JobError:
-    return JobError(fact, code=code, fix="use --plan ddp, or change the model")
+    return JobError(fact, code=code, fix="pass --plan ddp, or change the model")
 
 
-# Which parameters are trained, and which of them got no gradient in the first step, by rank.
+# Trainable parameters, and those without a gradient in the first step on each rank.
 
 
 def trainable_of(
     named: Iterable[tuple[str, nn.Parameter]], *, owner: str = "the model"
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that require gradients; raise if `owner` has none."""
+    """Return the parameters that require gradients; raise JobError if `owner` has no such parameter."""
     found = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not found:
         raise JobError(
             f"{owner} has no trainable parameter",
             code="model.no-trainable-parameter",
-            fix="set requires_grad=True on at least one",
+            fix="set requires_grad=True on at least one parameter",
         )
     return found
 
 
 def reject_sparse(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Reject sparse gradients: the training step sums, checks and clips dense gradients."""
+    """Raise JobError for sparse gradients, because the training step sums, checks and clips dense gradients."""
     for name, parameter in named:
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise JobError(
-                f"sparse gradients are not supported, but {name} has one",
+                f"sparse gradients are not supported, but {name} has a sparse gradient",
                 code="model.sparse-gradients",
-                fix="use sparse=False",
+                fix="set sparse=False",
             )
 
 
@@ -156,7 +156,7 @@ def without_gradient(
     group: dist.ProcessGroup | None,
     has_gradient: Callable[[nn.Parameter], bool],
 ) -> dict[int, list[str]]:
-    """Return the trainable parameters without a gradient, by rank of `group`; communicates over `group`."""
+    """Return rank of `group` -> names of its trainable parameters without a gradient; communicates over `group`."""
     mine = sorted(name for name, parameter in named if parameter.requires_grad and not has_gradient(parameter))
     everyone = [mine]
     if group is not None and dist.get_backend(group) != "fake":
@@ -165,11 +165,11 @@ def without_gradient(
     return {rank: names for rank, names in enumerate(everyone) if names}
 
 
-# Which optimizers a plan supports. A class does not declare whether it reads full tensors, so a trial decides.
+# Trial of an optimizer on shards. A class does not declare whether it reads full tensors, so a trial decides.
 #
 # An elementwise update (Adam, SGD) computes the same values on a shard as on the full parameter. An optimizer that
 # reads the full tensor (row means of Adafactor, orthogonalization of Muon) does so only if DTensor's operators gather
-# the shards for it. So a copy of the job's optimizer makes a few steps on small tensors, full and sharded. If the
+# the shards. Therefore a copy of the job's optimizer runs a few steps on small tensors, full and sharded. If the
 # results differ or an operator is missing, the plan is rejected with the optimizer's name. This covers custom
 # optimizers. The trial is in fp64: vectorized kernels round the ends of a tensor differently than its middle, and in
 # fp32 this difference is as large as a small update.
@@ -180,29 +180,29 @@ _LARGEST = 16
 _PER_GROUP = 4
 _STEPS = 3
 _ROUNDINGS = 1000
-"""Rounding errors by which a trial weight of magnitude 1 may differ, because sums over shards are reordered."""
+"""Number of rounding errors by which a trial weight of magnitude 1 may differ, because sums are reordered."""
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Reject an optimizer whose `step` cannot be called once after backward with dense gradients."""
+    """Raise JobError for an optimizer whose `step` cannot be called once after backward with dense gradients."""
     kind = type(optimizer).__name__
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise JobError(
-            f"optimizer {kind} needs a closure that evaluates the loss several times per step",
+            f"optimizer {kind} requires a closure that evaluates the loss several times per step",
             code="optimizer.needs-closure",
-            fix="use an optimizer that does not need a closure",
+            fix="use an optimizer whose step() needs no closure, such as torch.optim.AdamW",
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise JobError(
-            f"optimizer {kind} needs sparse gradients, which are not supported",
+            f"optimizer {kind} requires sparse gradients, which are not supported",
             code="optimizer.sparse-gradients",
-            fix="use Adam",
+            fix="use torch.optim.Adam",
         )
 
 
 def check_sharded_updates(optimizer: Optimizer) -> None:
-    """Reject an optimizer whose updates of shards differ from those of full parameters; call on every rank.
+    """Raise JobError if an optimizer updates shards differently than full parameters; call on every rank.
 
     Communicates over the meshes of sharded parameters if the optimizer's operators do. Each rank checks its own shards.
     """
@@ -212,7 +212,7 @@ def check_sharded_updates(optimizer: Optimizer) -> None:
     state = torch.get_rng_state()
     try:
         expected = _try(optimizer, likes, lambda full, _: full)
-    except Exception:  # noqa: BLE001 - it needs more than parameters with gradients, so the trial is inconclusive
+    except Exception:  # noqa: BLE001 - the step needs more than parameters and gradients: the trial is inconclusive
         return
     finally:
         torch.set_rng_state(state)
@@ -239,7 +239,7 @@ def check_sharded_updates(optimizer: Optimizer) -> None:
 
 
 def trial_shape(parameter: Tensor) -> list[int]:
-    """Return the shape of the trial tensor for `parameter`."""
+    """Return the shape of the small tensor on which the optimizer is tried for `parameter`."""
     return [min(size, _LARGEST) for size in parameter.shape]
 
 
@@ -280,7 +280,7 @@ def _try(optimizer: Optimizer, likes: list[list[DTensor]], place: Callable[[Tens
 
 
 def _sharded_like(full: Tensor, like: DTensor) -> DTensor:
-    """Return `full` sharded as `like`, on the mesh of `like`, which has this rank's coordinate.
+    """Return `full` with the placements of `like`, on the mesh of `like`, which has this rank's coordinate.
 
     The mesh of a result may come from DTensor's cache, created in the process from which this one was forked.
     """
@@ -306,35 +306,50 @@ def _differ(update: Tensor, full: Tensor, like: DTensor) -> bool:
     return not float((found - expected).abs().max()) <= allowed  # also true for NaN
 
 
-# Which dtypes of weights a plan supports: unsupported mixtures are rejected by name before sharding.
+# Checks of parameter dtypes before sharding.
 
 
 def check_dtypes(module: nn.Module, plan: Plan, *, adapted: bool) -> None:
-    """Reject mixtures of parameter dtypes that FSDP2 or adapters do not support.
+    """Raise JobError for parameter dtypes that FSDP2 or adapters do not support.
 
     With adapters or FSDP2, trained parameters must have the plan's parameter dtype. Frozen parameters with adapters
     may also have the compute dtype.
     """
     stored, computed = DTYPES[plan.precision.parameter], DTYPES[plan.precision.compute]
-    trained, frozen = [], []
-    for name, weight in module.named_parameters():
-        if not weight.is_floating_point():
-            continue
-        shown = f"{name} ({str(weight.dtype).removeprefix('torch.')})"
-        if weight.requires_grad and weight.dtype != stored:
-            trained.append(shown)
-        if weight.dtype not in {stored, computed}:
-            frozen.append(shown)
+    named = list(module.named_parameters())
+    trained = other_dtypes([(name, weight) for name, weight in named if weight.requires_grad], stored)
+    frozen = other_dtypes(named, stored, computed)
     if trained and (adapted or (plan.zero >= 2 and engine_named(plan.engine).uses_fsdp)):
         raise JobError(
             f"trained parameters must be {plan.precision.parameter}, got {some_of(trained)}",
             code="model.trained-dtype-mismatch",
-            fix=f"freeze them, or convert them to {plan.precision.parameter}, such as by model.float()",
+            fix=f"freeze them, or convert them to {plan.precision.parameter}, for example with model.float()",
         )
     if frozen and adapted:
         raise JobError(
             f"parameters of a model with adapters must be {plan.precision.parameter} or {plan.precision.compute}, got"
             f" {some_of(frozen)}",
             code="model.frozen-dtype-mismatch",
-            fix=f"convert the model to {plan.precision.parameter}, or --set precision=bf16 for a bf16 model",
+            fix=f"convert the model to {plan.precision.parameter}, or pass --set precision=bf16 for a bf16 model",
+        )
+
+
+def other_dtypes(named: Iterable[tuple[str, Tensor]], *dtypes: torch.dtype) -> list[str]:
+    """Return the floating-point parameters that have none of the dtypes, as NAME (DTYPE)."""
+    found = []
+    for name, weight in named:
+        if weight.is_floating_point() and weight.dtype not in dtypes:
+            found.append(f"{name} ({str(weight.dtype).removeprefix('torch.')})")
+    return found
+
+
+def note_dtypes(module: nn.Module, plan: Plan, note: Callable[[str], None]) -> None:
+    """Report the parameters of a model that was built in another dtype than the plan's parameter dtype."""
+    stored = plan.precision.parameter
+    others = other_dtypes(module.named_parameters(), DTYPES[stored])
+    if others:
+        note(
+            f"the plan has {stored} parameters, but Job.model returns {some_of(others)}, which stay in that dtype with"
+            f" their gradients and optimizer states: return model.float() for fp32 weights, and pass --set"
+            " precision=bf16 to compute in bf16"
         )

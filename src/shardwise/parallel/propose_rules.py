@@ -1,4 +1,4 @@
-"""Proposal of tensor-parallel rules for a model without rules, from the flow of activations between its modules."""
+"""Propose tensor-parallel rules for a model without rules, from the flow of activations between its modules."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class ProposedSplit:
 def propose_rules(
     module: nn.Module, example: Callable[[nn.Module], Any] | None = None, *, degree: int = 2
 ) -> dict[str, str]:
-    """Return name pattern -> style for a model without rules; empty if no module can be sharded.
+    """Return proposed tensor rules (name pattern -> style) for a model; empty if no module can be sharded.
 
     `example` runs a module on a small batch on the CPU (lambda model: model(**batch)); None uses the dummy inputs of
-    transformers models. The module is not changed; it may be on the meta device if its buffers are real. The rules fit
-    tp=degree and preserve every activation of that run. Only a parity run shows that gradients are preserved too.
+    transformers models. The module is not changed; its parameters may be on the meta device, but not its buffers. The
+    rules fit tp=degree and preserve all activations of the run. Only a parity run shows that they preserve gradients.
     """
     return merged(split.options[0] for split in propose_splits(module, example, degree=degree))
 
@@ -56,7 +56,7 @@ def propose_rules(
 def propose_splits(
     module: nn.Module, example: Callable[[nn.Module], Any] | None = None, *, degree: int = 2
 ) -> tuple[ProposedSplit, ...]:
-    """Return the parts of a model that can be sharded, each with its possible rules; see `propose_rules`."""
+    """Return the modules that can be sharded, each with its possible rules; see `propose_rules`."""
     traced = FlowTrace(module, example or _dummy_run(module))
     pairs = _find_pairs(traced)
     candidates = [(pair.row, list(_pair_rules(traced, pair, degree))) for pair in pairs]
@@ -84,7 +84,7 @@ class _Pair:
     columns: tuple[str, ...]
     row: str
     closed: bool
-    """Whether only the row module reads the outputs of the columns, and it reads nothing else."""
+    """Whether the row module is the only reader of the column outputs and has no other input."""
 
 
 def _find_pairs(traced: FlowTrace) -> list[_Pair]:
@@ -116,7 +116,7 @@ def _find_pairs(traced: FlowTrace) -> list[_Pair]:
 
 
 def _pair_rules(traced: FlowTrace, pair: _Pair, degree: int) -> Iterator[Rules]:
-    """Yield rules for one pair: sharded activations if a trial preserves them, then sharded weights only."""
+    """Yield rules for one pair: with sharded activations if a trial run is exact, then with sharded weights only."""
     columns = [name for name in traced.linears() if matches_any(pair.columns, name)]
     rows = [name for name in traced.linears() if matches(pair.row, name)]
     rules = dict.fromkeys(pair.columns, "column") | {pair.row: "row"}
@@ -160,7 +160,7 @@ def _vocabulary_rules(traced: FlowTrace, pairs: list[_Pair]) -> Iterator[Rules]:
 
 
 def _tables(model: nn.Module, outside: dict[str, Any], heads: dict[str, Any]) -> list[str]:
-    """Return the embeddings to shard: those tied to a head, or the largest and all that share its weight."""
+    """Return the names of embeddings to shard: embeddings tied to a head, or the largest one with its ties."""
     # Position embeddings are small, and a batch reads all their rows, so sharding them saves nothing.
     tables = [child for name, child in outside.items() if can_split_vocabulary(child) and "posit" not in name]
     if not tables:
@@ -208,14 +208,14 @@ def _dummy_run(module: nn.Module) -> Callable[[nn.Module], Any]:
     dummy = getattr(module, "dummy_inputs", None)
     if not isinstance(dummy, dict):
         raise JobError(
-            f"{type(module).__name__} has no dummy_inputs to run it on",
+            f"{type(module).__name__} must have dummy_inputs if no example is passed",
             code="model.no-example-inputs",
-            fix="pass an example: lambda model: model(x)",
+            fix="pass an example, such as lambda model: model(x)",
         )
     return lambda model: model(**dummy)
 
 
-# The flow of activations between the modules of a model, traced in one run of a copy, and trial runs with shards.
+# The flow of activations between the modules of a model, traced in one run of a copy, and trial runs with sharding.
 
 
 OUTPUT = "(output)"
@@ -224,12 +224,12 @@ PARAMETER = "(parameter)"
 """A source of a module's input: a parameter that is used outside the module that owns it."""
 
 _CLOSE = 1e-3
-"""Tolerance relative to the largest value: wrong values differ by their size, reordered sums by 1e-6."""
+"""Tolerance relative to the largest value; reordered sums differ by 1e-6, wrong values by about 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """The modules whose outputs each module reads, ignoring modules without parameters in between."""
+    """The activation flow of a model: which modules read the outputs of which modules with parameters."""
 
     sources: Mapping[str, frozenset[str]]
     """Module name -> names of the modules whose outputs reach its input, in execution order."""
@@ -240,7 +240,7 @@ class Flow:
 
 
 class FlowTrace:
-    """A copy of a model with random weights that can be run on an example; the model is not changed."""
+    """A copy of a model with random weights that runs on an example and records its activation flow."""
 
     def __init__(self, module: nn.Module, example: Callable[[nn.Module], Any]) -> None:
         self.model = _random_copy(module).eval()
@@ -316,7 +316,7 @@ class FlowTrace:
                     f"{type(self.model).__name__} failed in a trial run with random weights"
                     f" ({type(error).__name__}: {error})",
                     code="model.trial-run-failed",
-                    fix="write Job(tensor_rules={...}) by hand",
+                    fix="set Job(tensor_rules={...}) manually",
                 ) from error
         sources[OUTPUT] = _arriving(_floats(output), owners)
         return Flow(sources={name: frozenset(found) for name, found in sources.items()})
@@ -324,7 +324,7 @@ class FlowTrace:
 
 @dataclass
 class _TrialRun:
-    """A forward pass in which column modules return a shard; row modules check it and continue with the full input."""
+    """A forward pass in which column modules return shards; row modules check them and use the full input."""
 
     inputs: Mapping[str, list[Tensor]]
     degree: int
@@ -384,7 +384,7 @@ def _floats(values: Any) -> list[Tensor]:
 
 
 def _arriving(tensors: Iterable[Tensor], owners: Mapping[int, str]) -> set[str]:
-    """Follow autograd's graph from tensors to its leaves and return the modules whose outputs these are."""
+    """Return the modules whose outputs are leaves of the autograd graph of `tensors`."""
     found: set[str] = set()
     seen: set[Any] = set()
     waiting = [tensor.grad_fn for tensor in tensors]

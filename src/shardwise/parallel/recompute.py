@@ -33,12 +33,12 @@ _KEPT = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-"""Operators with expensive results: "selective" saves these and recomputes norms, activations and sums."""
+"""Expensive operators, whose results "selective" saves; norms, activations and sums are recomputed."""
 
 
 def recompute_block(block: nn.Module, *, selective: bool) -> None:
     """Apply activation checkpointing to `block`; `selective` saves the results of expensive operators."""
-    # Replacing the block's forward, not the block, preserves the names of parameters.
+    # Replacing the block's forward instead of the block preserves the names of parameters.
     contexts = partial(_contexts, BlockDropout(block), list(batch_norms(block)), selective=selective)
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
@@ -49,7 +49,7 @@ def _contexts(masks: BlockDropout, norms: list[BatchNorm], *, selective: bool) -
     again: AbstractContextManager[Any] = nullcontext()
     if selective:
         first, again = create_selective_checkpoint_contexts(_policy)
-    # A generator context releases the tensors of `again` when it ends, not with the graph, even if it restores nothing.
+    # A generator context releases the tensors of `again` when it ends, not when the graph is freed.
     return first, _repeating(again, norms, masks.replay())
 
 
@@ -72,7 +72,7 @@ def _repeating(
 
 @contextmanager
 def _without_tracking(norms: Iterable[BatchNorm]) -> Iterator[None]:
-    """Preserve running statistics, which the first forward pass has updated."""
+    """Return a context that preserves the running statistics, which the first forward pass has updated."""
     norms = list(norms)
     kept = []
     for norm in norms:
@@ -84,7 +84,7 @@ def _without_tracking(norms: Iterable[BatchNorm]) -> Iterator[None]:
         for norm in norms:
             norm.tracks = True
         for buffer, before in kept:
-            buffer.data.copy_(before)  # by .data: autograd, which saved the buffer, must not detect a change
+            buffer.data.copy_(before)  # .data bypasses version counters: autograd has saved the buffer
 
 
 # The repeated blocks of a model, which are recomputed, compiled and sharded as units.
@@ -106,7 +106,7 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def block_of(name: str, blocks: Iterable[str]) -> str:
-    """Return the name of the block that contains the parameter or module `name`; "" if none does."""
+    """Return the name of the block that contains the parameter or module `name`; "" if it is in no block."""
     return next((block for block in blocks if name.startswith(f"{block}.")), "")
 
 

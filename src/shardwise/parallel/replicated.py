@@ -1,4 +1,4 @@
-"""Replicated parameters: DDP configured by the plan, gradient compression, and low-communication training."""
+"""Replicated parameters with DDP, gradient compression, and local SGD or DiLoCo between replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def replicate(
     module: nn.Module, group: dist.ProcessGroup, device: torch.device, options: Communication
 ) -> DistributedDataParallel:
-    """Wrap `module` in DDP over `group`, which broadcasts rank 0's weights; call on every rank of `group`."""
+    """Wrap `module` in DDP over `group` and broadcast rank 0's weights; call on every rank of `group`."""
     on_gpu = device.type == "cuda"
     # torch 2.13 renamed the argument: the old name warns there, and older versions do not accept the new one.
     parameters = inspect.signature(DistributedDataParallel).parameters
@@ -47,12 +47,12 @@ def replicate(
     return model
 
 
-# Gradient compression for DDP: half precision on any backend, or low-rank PowerSGD. Both change the numbers.
+# Gradient compression for DDP: half precision on any backend, or low-rank PowerSGD. Both change the gradients.
 
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _POWERSGD_START = 10
-"""Initial steps without compression: PowerSGD's error feedback needs gradients that have stabilized."""
+"""Number of initial steps without compression, since PowerSGD's error feedback requires stable gradients."""
 
 
 def compress(model: DistributedDataParallel, options: Communication) -> None:
@@ -71,7 +71,7 @@ def compress(model: DistributedDataParallel, options: Communication) -> None:
 
 
 def _unchanged_hook(_, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - see `compress`
-    """Return the bucket unchanged: a fake world has one real rank."""
+    """Return the bucket unchanged, because a fake world has only one real rank."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
@@ -91,7 +91,7 @@ def _half_hook(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, 
 
 
 def _powersgd_hook(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - see `compress`
-    """Average a bucket by PowerSGD and wait for it; communicates over the group in `state`.
+    """Average a bucket with PowerSGD and wait for the result; communicates over the group in `state`.
 
     PowerSGD's callbacks communicate again. NCCL runs them in the order of calls. Other backends run them when a message
     arrives, interleaved with new buckets of backward, in an order that differs between ranks.
@@ -101,11 +101,11 @@ def _powersgd_hook(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN0
     return future
 
 
-# Low communication: replicas train independently for a round of steps, then an outer optimizer averages them.
+# Local SGD and DiLoCo: replicas train independently for a round of steps, then an outer optimizer averages them.
 
 
 class OuterSync:
-    """Local SGD and DiLoCo: gradients are summed within a replica, and replicas synchronize after each round.
+    """Synchronization of local SGD and DiLoCo: sums gradients within a replica, and averages replicas after each round.
 
     The outer optimizer is SGD with Nesterov momentum. The anchor is the weights at the start of the round. The outer
     gradient is the mean over replicas of anchor minus weights, and all replicas continue from the updated anchor.
@@ -122,15 +122,14 @@ class OuterSync:
         options: Communication,
         ends_round: Callable[[int], bool],
     ) -> None:
-        """`inner` sums within a replica; `group` contains the ranks with the same shard of every replica.
+        """Create a sync over `group`, the ranks with the same shard in every replica; `inner` sums within a replica.
 
-        `statistics` are averaged when replicas synchronize. `ends_round` returns whether they synchronize after a step.
+        `statistics` are averaged when replicas synchronize, after each step for which `ends_round` returns True.
         """
         self._inner = inner
         self._group = group
         self._replicas = dist.get_world_size(group)
-        # The loss normalizer is the global count, which assumes equal counts on all replicas, but gradients are per
-        # replica.
+        # The loss normalizer is the count over all replicas, which assumes equal counts, but gradients are per replica.
         self.gain = inner.gain * self._replicas
         self._ends_round = ends_round
         self._statistics = statistics
@@ -163,7 +162,7 @@ class OuterSync:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sum within the replica, and copy the weights to the anchor before the first update of a round."""
+        """Sum gradients within the replica, and copy the weights to the anchor before the first update of a round."""
         self._inner.finish()
         if not self._is_in_round:
             _copy(self._anchors, self._weights)
@@ -173,7 +172,7 @@ class OuterSync:
     def finish_step(self, number: int) -> None:
         """Synchronize replicas if step `number` ends a round: update the anchor and copy it to the weights.
 
-        Communicates over the replicas then; call on every rank.
+        Communicates over the replicas in that case; call on every rank.
         """
         if not self._ends_round(number):
             return
@@ -188,7 +187,7 @@ class OuterSync:
         self._is_in_round = False
 
     def state(self) -> dict[str, Tensor]:
-        """Return the momentum as outer_momentum/PARAMETER. Between rounds, the anchor equals the weights."""
+        """Return the outer momentum as outer_momentum/PARAMETER; the anchor equals the weights between rounds."""
         found = {}
         for name, anchor in zip(self._names, self._anchors, strict=True):
             momentum = self._optimizer.state.get(anchor, {}).get("momentum_buffer")

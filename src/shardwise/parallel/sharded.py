@@ -1,4 +1,4 @@
-"""Sharded parameters: FSDP2 with one unit per repeated block, and a consistent order of units on all ranks."""
+"""Parameters sharded by FSDP2, with one unit per repeated block and the same order of units on all ranks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, **LOWER}
-"""dtypes by their names in a plan."""
+"""Name in a plan -> torch dtype."""
 
 
 def shard_unit(module: nn.Module, plan: Plan, mesh: DeviceMesh, *, keep: bool = False) -> None:
-    """Shard the unsharded parameters of one unit; call on every rank of `mesh`, inner units first.
+    """Shard the parameters of one unit with FSDP2; call on every rank of `mesh`, for inner units first.
 
     On a mesh of two axes, the first replicates and the second shards (HSDP). With `keep`, parameters stay gathered from
     forward to backward. This costs no memory for the root unit, which backward needs first.
@@ -59,12 +59,12 @@ def shard_unit(module: nn.Module, plan: Plan, mesh: DeviceMesh, *, keep: bool = 
 
 
 def unshardable(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that FSDP2 cannot shard and that stay replicated: scalars and empty tensors."""
+    """Return the scalar and empty parameters, which FSDP2 cannot shard and which stay replicated."""
     return [parameter for parameter in module.parameters() if parameter.ndim == 0 or parameter.numel() == 0]
 
 
 def check_sharded(module: nn.Module, plan: Plan, *, by_step: bool = True) -> None:
-    """Reject scalars, which FSDP2 cannot shard, if their gradients would not be summed: with tp, or without a step."""
+    """Raise JobError for scalar parameters, which FSDP2 cannot shard, with tp or without `by_step` (build_step)."""
     names = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     if plan.zero < 2 or not names or (by_step and plan.layout.tp == 1):
         return
@@ -72,7 +72,7 @@ def check_sharded(module: nn.Module, plan: Plan, *, by_step: bool = True) -> Non
     fix = "reshape them to one dimension, or use build_step"
     if by_step:
         why = "and tp has converted them to DTensors"
-        fix = "reshape them to one dimension, or use tp without sharding"
+        fix = "reshape them to one dimension, or use a tp plan that does not shard parameters"
     raise JobError(
         f"FSDP2 does not shard scalar parameters ({some_of(names)}), {why}",
         code="support.fsdp-scalar-parameter",
@@ -81,7 +81,7 @@ def check_sharded(module: nn.Module, plan: Plan, *, by_step: bool = True) -> Non
 
 
 def set_prefetch(units: Sequence[FSDPModule], depth: int) -> None:
-    """Prefetch `depth` units in forward and backward; 1 is FSDP2's default."""
+    """Make FSDP2 prefetch `depth` units in forward and backward; 1 is its default."""
     if depth == 1:
         return
     for order, prefetch in (
@@ -96,17 +96,17 @@ def set_prefetch(units: Sequence[FSDPModule], depth: int) -> None:
 #
 # FSDP2 packs the gradients of a rank into one buffer and sums the buffers. If ranks use different parameters of a unit
 # (the experts of a mixture), it would sum the gradients of different parameters, or wait for bytes that no rank sends.
-# The invariant kept here: every rank reduces every trainable parameter of a unit, with zeros for unused ones. A
-# parameter that no rank used has no gradient afterwards, as in one process, so the optimizer skips it.
+# The invariant: every rank reduces every trainable parameter of a unit, with zeros for unused parameters. A parameter
+# that no rank used has no gradient afterwards, as in one process, so the optimizer skips it.
 
 
 class ReducedList:
-    """Completes the gradients of every FSDP2 unit of a model before the reduction."""
+    """Sets zero gradients for the unused parameters of every FSDP2 unit before the reduction."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, *, by_itself: bool = False) -> None:
-        """`group` is a host group of the ranks that sum gradients; None for one rank.
+        """Attach to the FSDP2 units of `model`; `group` is a host group of the ranks that sum gradients, or None.
 
-        With `by_itself`, every backward that reduces ends with `finish`, for training loops that do not call it.
+        With `by_itself`, every backward that reduces ends with `finish`, for training loops that do not call `finish`.
         """
         self._group = group
         self._by_itself = by_itself
@@ -116,17 +116,17 @@ class ReducedList:
         self._used: set[int] = set()
         """Ids of sharded parameters for which this rank computed a gradient."""
         self._filled: set[int] = set()
-        """Ids of parameters that got zeros and had no gradient from an earlier micro-batch."""
+        """Ids of parameters with a zero gradient set here and no gradient from an earlier micro-batch."""
         for unit in parameter_groups(model):
             self._members += _trainable(unit)
             unit.post_backward = partial(self._reduce, unit, unit.post_backward)
 
     def _reduce(self, unit: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-        """Run FSDP2's reduction of one unit, with the gradients of all trainable parameters if it reduces."""
+        """Run FSDP2's `post_backward` of a unit; if it reduces, first set gradients for all trainable parameters."""
         if unit.reduce_grads:
             self._complete(unit)
             if self._by_itself and not self._is_queued:
-                # This callback runs after the one that FSDP2 has queued, which reduces the remaining gradients.
+                # This callback runs after the callback of FSDP2, which reduces the remaining gradients.
                 call_after_backward(self.finish)
                 self._is_queued = True
         post_backward(*unused)
@@ -170,7 +170,7 @@ def _trainable(unit: Any) -> list[Any]:
     return [member for member in unit.fsdp_params if member.sharded_param.requires_grad]
 
 
-# Parameters of an FSDP2 unit that are used outside its forward, when they are sharded.
+# Use of an FSDP2 unit's parameters outside its forward, when they are sharded.
 
 
 _MIXED = "mixed torch.Tensor and DTensor"
@@ -179,7 +179,7 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 @contextmanager
 def naming_outside_use(model: nn.Module) -> Iterator[None]:
-    """Wrap a forward pass of a sharded `model` and name the module that computes with shards, if any."""
+    """Return a context for forward that raises JobError with the name of a module that computes with shards."""
     try:
         yield
     except RuntimeError as error:
@@ -199,43 +199,43 @@ def _outside_use(model: nn.Module, traceback: TracebackType | None) -> JobError:
     used = f"{name or 'the model'} ({kind})"
     unit = _unit_of(model, name)
     if unit:
-        fact = f"FSDP2 gathers {unit} only in its forward, but {used} is called outside it"
+        fact = f"FSDP2 gathers {unit} only in its forward, but {used} is called outside this forward"
     else:
         fact = f"FSDP2 gathers parameters only in the forward of the model or a block, but {used} reads shards"
     return JobError(
         fact,
         code="support.fsdp-use-outside-block",
-        fix="call the model, which calls its blocks, or use --plan ddp or zero1, which do not shard parameters",
+        fix="call the model, which calls its blocks, or pass --plan ddp or --plan zero1, which do not shard parameters",
     )
 
 
 def _unit_of(model: nn.Module, name: str) -> str:
-    """Return the innermost unit around a module; "" for the model itself."""
+    """Return the name of the innermost FSDP2 unit that contains a module; "" for the model itself."""
     while name and not isinstance(model.get_submodule(name), FSDPModule):
         name = name.rpartition(".")[0]
     return name
 
 
-# One order of FSDP2 units on all data-parallel ranks, even if the data determines which units run.
+# The same order of FSDP2 units on all data-parallel ranks, even if the data determines which units run.
 #
 # FSDP2 gathers a unit when its forward is called. A rank that skips a unit (an expert without tokens, a dropped layer)
-# would pair its next all-gather with the one of a different unit on other ranks, which causes wrong weights if the
-# sizes are equal, and an abort or a hang otherwise. The invariant kept here: every rank makes the same sequence of unit
-# calls. A rank that skips a unit makes a placeholder call, which runs FSDP2's hooks but no forward: it gathers, and in
-# backward gathers and reduces, together with the other ranks. Autograd runs nodes in the reverse order of their
+# would pair its next all-gather with the all-gather of a different unit on other ranks, which causes wrong weights if
+# the sizes are equal, and an abort or a hang otherwise. The invariant: every rank makes the same sequence of unit
+# calls. A rank that skips a unit makes a placeholder call, which runs FSDP2's hooks but no forward: it all-gathers, and
+# in backward all-gathers and reduces, together with the other ranks. Autograd runs nodes in the reverse order of their
 # creation, so backward preserves the order.
 #
-# In the first passes, ranks agree on the next unit before each call by one small collective on the host. If all ranks
-# ran all units in one sequence, each rank follows this sequence without communication from then on. Otherwise they
+# In the first passes, ranks agree on the next unit before each call with one small collective on the host. If all ranks
+# ran all units in the same sequence, each rank follows this sequence without communication afterwards. Otherwise ranks
 # agree in every pass.
 
 
 _AGREED_PASSES = 2
-"""Two passes: enough to detect a model that alternates between two orders."""
+"""Number of passes with agreement, enough to detect a model that alternates between two orders."""
 
 
 def keep_unit_order(root: nn.Module, units: Mapping[str, FSDPModule], group: dist.ProcessGroup) -> None:
-    """Make the ranks of the host `group` call the `units` of `root` in one order; forward then communicates."""
+    """Make all ranks of the host `group` call the `units` of `root` in the same order; forward may communicate."""
     order = _UnitOrder(root, units, group)
     root.register_forward_pre_hook(order.begin, prepend=True)
     root.register_forward_hook(order.end, prepend=True)  # before FSDP2's hook, which ends the pass
@@ -249,7 +249,7 @@ class _UnitCall(NamedTuple):
     unit: int
     """Index of the unit in the model; the number of units marks the end of a pass."""
     has_gradient: bool
-    """Whether an input requires a gradient. If so, FSDP2 reduces the unit at that gradient, else after backward."""
+    """Whether an input requires a gradient, at which FSDP2 reduces the unit; otherwise it reduces after backward."""
 
 
 class _Sequence:
@@ -259,7 +259,7 @@ class _Sequence:
         self._num_units = num_units
         self.passes = 0
         self.varies = False
-        """Whether ranks or passes differed or skipped a unit; then ranks agree before every call."""
+        """Whether ranks or passes differed or skipped a unit, so that ranks agree before every call."""
         self.calls: list[_UnitCall] = []
 
     def update(self, calls: list[_UnitCall], *, differed: bool) -> None:
@@ -287,16 +287,16 @@ class _UnitOrder:
         self._calls: list[_UnitCall] = []
         self._num_placeholders = 0
         self._tokens: list[Tensor] = []
-        """Outputs of placeholder calls, which become inputs of the root's output so that backward reaches them."""
+        """Outputs of placeholder calls, which are connected to the root's output so that backward reaches them."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, _module: nn.Module, _args: Any) -> None:
-        """Start a pass of the root."""
+        """Start a forward pass of the root."""
         self._is_running = True
         self._calls, self._tokens, self._num_placeholders = [], [], 0
 
     def before(self, index: int) -> Any:
-        """Return the hook that runs before a unit's forward and makes the calls that other ranks make first."""
+        """Return a forward pre-hook of a unit that makes the placeholder calls before the unit's turn."""
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -308,7 +308,7 @@ class _UnitOrder:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Make the remaining calls of other ranks, and finish the pass."""
+        """Make the remaining placeholder calls and finish the forward pass of the root."""
         if not self._is_running:
             return output
         self._catch_up(_UnitCall(len(self._units), has_gradient=False))
@@ -318,9 +318,9 @@ class _UnitOrder:
         tokens, self._tokens = self._tokens, []
         if not any(_differentiable(leaf) for leaf in tree_leaves(output)):
             raise JobError(
-                "the model returns no tensor with a gradient, but this rank skips blocks that other ranks run",
+                "the model must return a tensor with a gradient, because this rank skips blocks that other ranks run",
                 code="support.fsdp-output-without-gradient",
-                fix="return tensors in tuples, lists or dicts, or use --plan ddp or zero1",
+                fix="return tensors in tuples, lists or dicts, or pass --plan ddp or --plan zero1",
             )
         return tree_map_only(Tensor, lambda leaf: _tie(leaf, tokens), output)
 
@@ -349,10 +349,10 @@ class _UnitOrder:
         rest = known.calls[len(self._calls) :]
         if wanted.unit != len(self._units) and all(wanted.unit != call.unit for call in rest):
             raise JobError(
-                f"FSDP2 gathers units in one order on all ranks, but {self._names[wanted.unit]} runs in a different"
-                " order than in the first passes",
+                f"FSDP2 must gather units in the same order on all ranks, but {self._names[wanted.unit]} runs in a"
+                " different order than in the first passes",
                 code="support.fsdp-block-order",
-                fix="run repeated blocks in the same order in every pass, or use --plan ddp or zero1",
+                fix="run repeated blocks in the same order in every pass, or pass --plan ddp or --plan zero1",
             )
         return rest[0] if rest else _UnitCall(len(self._units), has_gradient=False)
 
@@ -366,7 +366,7 @@ class _UnitOrder:
 
 
 class _Tie(torch.autograd.Function):
-    """Copy a tensor so that backward also reaches `tokens`, with a gradient of zero."""
+    """Autograd function that copies a tensor and makes backward also reach `tokens`, with zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *tokens: Tensor) -> Tensor:

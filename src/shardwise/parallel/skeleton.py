@@ -1,8 +1,8 @@
-"""A model with parameters on the meta device, real buffers, and the recorded initialization of each weight.
+"""The skeleton of a model, with meta parameters, real buffers and the recorded initialization of each weight.
 
 Every parameter is replaced by a meta parameter when it is registered. Attributes and ties are preserved. State that
-depends on the parameter object (gradient hooks, its class, another reference to it) or on its values (tensors computed
-from them) cannot be preserved. `Skeleton.lost` lists it by name, and such a model must be built for real.
+depends on the parameter object (gradient hooks, its class, another reference) or on its values (tensors computed from
+them) cannot be preserved. `Skeleton.lost` lists this state, and such a model must be built in host memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Recipe = tuple["Write", ...]
 
 @dataclass(frozen=True)
 class Write:
-    """One in-place operation on a parameter that can be repeated on any device: its name and plain arguments."""
+    """A recorded in-place operation on a parameter, which can be repeated on any device."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -58,21 +58,20 @@ class Skeleton(NamedTuple):
 
     module: nn.Module
     recipes: Mapping[str, Recipe] | None
-    """The initialization of each weight, or None unless it is known for all weights."""
+    """Parameter name -> its recorded initialization; None if that of any parameter is unknown."""
     lost: tuple[str, ...]
-    """State of the real model that this model does not have."""
+    """Descriptions of the state that the model loses on the meta device."""
     sampled: bool = False
-    """Whether building the model advanced a random generator; operations on meta tensors do not."""
+    """Whether building the model advanced a random generator, which operations on meta tensors do not."""
     references: tuple[tuple[str, str], ...] = ()
     """(parameter, attribute) for every registered parameter to which an attribute also refers."""
 
 
 def skeleton(make_model: Callable[[], nn.Module]) -> Skeleton:
-    """Build a model without memory for its parameters, and record the initialization of its weights.
+    """Build a model with meta parameters, and record the initialization of its weights.
 
-    The initialization is known if the model has an `init_weights()` that sets every parameter by plain in-place
-    operations, and if these were the last operations of `make_model` on each parameter. Otherwise the weights come from
-    a real model.
+    The initialization is known if the model has an `init_weights()` that sets every parameter with plain in-place
+    operations, and if these were the last operations of `make_model` on each parameter.
     """
     recorder = _ParameterRecorder()
     with _parameters_on_meta() as originals, recorder, warnings.catch_warnings():
@@ -101,7 +100,7 @@ def skeleton(make_model: Callable[[], nn.Module]) -> Skeleton:
 
 
 def _lost(model: nn.Module, originals: Mapping[int, nn.Parameter]) -> Iterator[str]:
-    """Yield a description of each piece of state that depends on parameter objects or their values."""
+    """Yield a description of all state that depends on parameter objects or their values."""
     for name, parameter in model.named_parameters():
         if has_gradient_hooks(parameter) or has_gradient_hooks(originals.get(id(parameter), parameter)):
             yield f"a gradient hook on {name}"
@@ -138,8 +137,8 @@ def initialize(recipe: Recipe, value: Tensor, *, name: str, seed: int) -> None:
 def _parameters_on_meta() -> Iterator[Mapping[int, nn.Parameter]]:
     """Move every parameter registered in this context to the meta device; buffers are not moved.
 
-    Yields the original of each parameter by the id of its replacement. A parameter that is registered twice has one
-    replacement.
+    Yields a mapping from the id of each replacement to the original parameter. A parameter that is registered twice has
+    one replacement.
     """
     register = nn.Module.register_parameter
     moved: dict[int, nn.Parameter] = {}
@@ -162,7 +161,7 @@ def _parameters_on_meta() -> Iterator[Mapping[int, nn.Parameter]]:
 
 
 class _ParameterRecorder(TorchDispatchMode):
-    """Records writes to meta tensors by the tensor's id; None marks a write that cannot be repeated."""
+    """A dispatch mode that records writes to meta tensors by tensor id; None marks a write that cannot be repeated."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -182,7 +181,7 @@ class _ParameterRecorder(TorchDispatchMode):
         return result
 
     def tail(self, parameter: nn.Parameter, own: _ParameterRecorder) -> Recipe | None:
-        """Return the writes that `own` recorded for a parameter if this record ends with them; else None."""
+        """Return the writes that `own` recorded for a parameter if they are the last writes here; else None."""
         mine, theirs = self.writes.get(id(parameter), []), own.writes.get(id(parameter), [])
         if not theirs or mine[-len(theirs) :] != theirs or None in theirs:
             return None
@@ -205,7 +204,7 @@ class _ParameterRecorder(TorchDispatchMode):
         self._alive.append(target)
 
 
-# State of a module other than parameters and buffers: attributes, hooks, and values sampled by its constructor.
+# State of a module other than parameters: attributes, values sampled by its constructor, and references to parameters.
 
 
 _DEPTH = 4
@@ -213,7 +212,7 @@ _DEPTH = 4
 
 
 def plain_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) for every value in the attributes of all modules, except modules."""
+    """Yield (path, value) for every value in the attributes of all modules, except submodules."""
     for path, submodule in module.named_modules():
         for key, value in vars(submodule).items():
             if key not in REGISTRIES and not key.endswith(HOOK_ATTRIBUTE_ENDS):
@@ -221,7 +220,7 @@ def plain_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def joined(path: str, name: str) -> str:
-    """Return the dotted name of `name` in the module at `path`, which is "" for the root."""
+    """Return the dotted name of attribute `name` in the module at `path`, which is "" for the root."""
     if not path:
         return name
     return f"{path}.{name}"
@@ -253,7 +252,7 @@ def second_references(
 ) -> Iterator[tuple[str, str]]:
     """Yield (parameter, attribute) for every registered parameter to which an attribute also refers.
 
-    `originals` are the parameters that were replaced in the module, by the id of the replacement.
+    `originals` maps the id of each replaced parameter's replacement to the original.
     """
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():
@@ -276,7 +275,7 @@ def generator_states() -> tuple[Any, ...]:
 
 
 def differing_values(one: nn.Module, other: nn.Module) -> list[str]:
-    """Return the attributes and buffers that differ between two models, ignoring their weights."""
+    """Return the paths of attributes and buffers that differ between two models, ignoring their weights."""
     left = dict([*plain_values(one), *one.named_buffers()])
     right = dict([*plain_values(other), *other.named_buffers()])
     common = left.keys() & right.keys()

@@ -1,9 +1,9 @@
 """The gate of a pipeline stage, which replaces the layers of other stages and exits after the stage's last layer.
 
-Every stage runs the user's forward. The gate replaces the output of the layer before the stage's first by the received
-activations, and exits forward by an exception after the stage's last layer. Tensors of other stages are NaN, so that
-their use is detected. Two cases that would fail without a NaN raise an error here: a boundary inside an autograd
-function, which splits the graph, and iteration over modules, which would only find those of this stage.
+Every stage runs the user's forward. The gate returns the received activations as the output of the layer before the
+stage's first layer, and exits forward with an exception after the stage's last layer. Tensors of other stages are NaN,
+so that their use is detected. Two cases that would fail without a NaN raise an error here: a stage boundary inside an
+autograd function, which splits the graph, and iteration over modules, which would only find modules of this stage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def nan_placeholder(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a placeholder of the shape of `tensor` for a tensor of another stage: NaN, stored in a few bytes.
+    """Return a NaN placeholder with the shape of `tensor`, a tensor of another stage; it uses a few bytes.
 
     The code before the layers runs on every stage to compute masks and positions. Results that depend on absent
     parameters are discarded, and they are NaN, so that their use is detected.
@@ -41,7 +41,7 @@ def nan_placeholder(tensor: Tensor, device: torch.device | None = None, dtype: t
 
 
 class StageExit(BaseException):
-    """Carries the output of a stage's last layer out of forward; a BaseException, which user code does not catch."""
+    """Exits forward with the output of a stage's last layer; a BaseException, which user code does not catch."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class StageExit(BaseException):
 
 
 class Gate:
-    """The boundary between the layers of a stage and those of its neighbours, during one forward."""
+    """Skips the layers of other stages during one forward pass and exits after this stage's last layer."""
 
     def __init__(self, layers: str, own: range) -> None:
         self.own = own
@@ -63,7 +63,7 @@ class Gate:
         self._seen: set[int] = set()
 
     def open(self, received: tuple[Tensor, ...], structure: Structure) -> None:
-        """Start a forward pass with the output of the layer before this stage's first."""
+        """Start a forward pass with `received`, the tensors that the previous stage sent."""
         self.is_open, self._seen, self.foreign = True, set(), []
         self.received = unpack(received, structure)
         self._has_grad = torch.is_grad_enabled()
@@ -79,16 +79,16 @@ class Gate:
 
     @property
     def has_skipped_all(self) -> bool:
-        """Whether every layer before this stage's first was called, as the schedule requires."""
+        """Whether all layers of earlier stages were called in this forward pass."""
         return len(self._seen) == self.own.start
 
     def skip(self, number: int) -> Any:
-        """Replace a layer of another stage: return the received activations for the last of them, NaN for others."""
+        """Return the output of a skipped layer: the received activations right before this stage's layers, else NaN."""
         if number in self._seen or number >= self.own.stop:
             raise JobError(
-                f"layer {self.name_of(number)} runs twice or out of order in one forward",
+                f"forward calls layer {self.name_of(number)} twice or out of order",
                 code="support.pipeline-layer-order",
-                fix="call every layer once, in the order of the list, or use pp = 1",
+                fix="call every layer once, in the order of the list, or set pp=1",
             )
         self._seen.add(number)
         if number != self.own.start - 1:
@@ -97,7 +97,7 @@ class Gate:
         return self.received
 
     def check_foreign(self, path: str) -> None:
-        """Record the use of a module of another stage; raise if this stage's layers have started."""
+        """Record the use of a module of another stage; raise JobError if this stage's layers have started."""
         self.foreign.append(path)
         if self.is_open and self.own.start and self.has_skipped_all:
             raise JobError(
@@ -113,23 +113,23 @@ class Gate:
             raise StageExit(output)
 
     def _check_reentrant(self, number: int) -> None:
-        """Reject a stage boundary inside an autograd function: gradients would not cross it."""
+        """Raise JobError for a stage boundary inside an autograd function, which gradients would not cross."""
         if self._has_grad and not torch.is_grad_enabled() and _is_inside_function():
             raise JobError(
                 f"layer {self.name_of(number)} runs inside an autograd function, as with reentrant activation"
                 " checkpointing, so gradients would not cross the boundary of the pipeline stage",
                 code="support.pipeline-reentrant-checkpoint",
-                fix="use checkpoint(..., use_reentrant=False), remove it and set the plan's recompute, or use pp = 1",
+                fix="use checkpoint(..., use_reentrant=False) or the plan's recompute instead, or set pp=1",
             )
 
     def reject_iteration(self, path: str) -> None:
-        """Raise after a forward iterated over all submodules of a module, some of which are on other stages."""
+        """Raise JobError if forward iterated over all submodules of a module, some of which are on other stages."""
         if self.is_open:
             raise JobError(
                 f"forward iterates over all submodules of {path or 'the model'}, for example with parameters()"
                 " or modules(), but a pipeline stage has only some of them",
                 code="support.pipeline-iterates-modules",
-                fix="move computations over all parameters out of forward, or use pp = 1",
+                fix="move computations over all parameters out of forward, or set pp=1",
             )
 
 
@@ -146,8 +146,8 @@ def _is_inside_function() -> bool:
 def guard_iteration(module: nn.Module, gate: Gate, elsewhere: Iterable[str]) -> None:
     """Make modules with tensors on other stages raise an error when forward iterates over all their submodules.
 
-    `elsewhere` are the names of these tensors. `next(model.parameters())` stays allowed. parameters(), buffers() and
-    modules() all call named_modules(), which passes `memo` in recursive calls.
+    `elsewhere` contains the names of these tensors. `next(model.parameters())` remains allowed. parameters(), buffers()
+    and modules() all call named_modules(), which passes `memo` in recursive calls.
     """
     incomplete = {""}
     for name in elsewhere:
@@ -168,29 +168,29 @@ def _guarded(walk: Callable[..., Iterator[Any]], gate: Gate, path: str) -> Calla
     return named_modules
 
 
-# Activations between pipeline stages: all tensors of a layer's output, and the structure of the output.
+# Activations between pipeline stages are sent as the tensors of a layer's output and the structure of the output.
 
 
 @dataclass(frozen=True)
 class _At:
-    """A placeholder in a structure for the tensor at a position."""
+    """A placeholder in a structure for the tensor at an index of the sent tensors."""
 
     position: int
 
 
 Structure = Any
-"""A layer's output with every tensor replaced by its position; plain data, so that it can be sent."""
+"""A layer's output with every tensor replaced by its index; plain data that can be sent."""
 
 
 def pack(output: Any, layer: str) -> tuple[tuple[Tensor, ...], Structure]:
-    """Return the tensors of a layer's output, ready to be sent and to receive gradients, and its structure."""
+    """Return the tensors of a layer's output, contiguous and with gradients enabled, and the output's structure."""
     tensors: list[Tensor] = []
     structure = _take(output, tensors, layer)
     return tuple(_ready(tensor) for tensor in tensors), structure
 
 
 def unpack(tensors: tuple[Tensor, ...], structure: Structure) -> Any:
-    """Return the output that `pack` separated into tensors and a structure."""
+    """Rebuild a layer's output from the tensors and the structure that `pack` returned."""
     if isinstance(structure, _At):
         return tensors[structure.position]
     if isinstance(structure, dict):
@@ -209,7 +209,7 @@ def receive(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 class _Received(torch.autograd.Function):
-    """The identity, whose backward is called with zeros for unused outputs."""
+    """An identity function whose backward receives zeros for unused outputs."""
 
     @staticmethod
     def forward(_: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -246,27 +246,27 @@ def _ready(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-# Parameters tied across pipeline stages, of which the first and the last stage store a copy each.
+# Tied parameters, of which the first and the last pipeline stage each store a copy.
 #
 # An embedding that shares its weight with the head is used at both ends of a pipeline. As in Megatron-LM, both stages
 # store it, start from the same values, and sum the gradients of the two copies once per step, after the data-parallel
 # reduction. Equal gradients and optimizer states keep the copies equal. Both copies have the parameter's first name, so
-# a checkpoint contains one and restores both. Schedules that place both stages on one rank share one parameter.
+# a checkpoint contains it once and restores both. Schedules that place both stages on one rank share one parameter.
 
 
 class Ties(NamedTuple):
-    """The parameters of a full model with several names, and those of them that two stages store."""
+    """The tied parameters of a full model, and the subset that two stages store."""
 
     first_names: Mapping[str, str]
-    """Every further name of a parameter, with its first name."""
+    """Further name of a parameter -> its first name."""
     shared: frozenset[str]
-    """First names of the parameters of which the first and the last stage store a copy each."""
+    """First names of the parameters of which the first and the last stage each store a copy."""
 
 
 def find_ties(module: nn.Module, owners: Mapping[str, int], split: StageSplit, layers: str) -> Ties:
-    """Return the ties of a full model; raise for ties that stages cannot have.
+    """Return the tied parameters of a full model; raise JobError for ties that a pipeline does not support.
 
-    `owners` maps every name to its stage.
+    `owners` maps every parameter name to its stage.
     """
     ends, inside = {0, split.num_stages - 1}, joined(layers, "")
     first: dict[int, str] = {}
@@ -284,7 +284,7 @@ def find_ties(module: nn.Module, owners: Mapping[str, int], split: StageSplit, l
                 f"{original} and {name} are the same parameter, but they belong to pipeline stages {owners[original]}"
                 f" and {owners[name]}",
                 code="support.pipeline-tied-weights",
-                fix="tie only modules before the layers to modules after them, or use pp = 1",
+                fix="tie only modules before the layers to modules after them, or set pp=1",
             )
         shared.add(original)
     return Ties(first_names, frozenset(shared))
@@ -304,7 +304,7 @@ def share_copies(stages: Sequence[Stage]) -> None:
 
 
 def tied_copies(stages: Sequence[Stage]) -> Iterator[nn.Parameter]:
-    """Yield the tied parameters whose copy on the first stage, on another rank, is the one that counts."""
+    """Yield this rank's copies of tied parameters that the gradient norm counts on the rank of the first stage."""
     if any(stage.is_first for stage in stages):
         return
     for stage in stages:
@@ -317,7 +317,7 @@ class TieSync:
     def __init__(
         self, stages: Sequence[Stage], split: StageSplit, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """`stages` are this rank's; `group` contains the ranks along pp and communicates tensors on `device`."""
+        """Create a sync for this rank's `stages`; `group` has the ranks along pp, for tensors on `device`."""
         self._group = group
         self._device = device
         rank, ends = dist.get_rank(group), {split.ranks[0], split.ranks[-1]}

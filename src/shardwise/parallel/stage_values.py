@@ -1,11 +1,11 @@
-"""Values that the layers of one pipeline stage store on modules and that another stage reads.
+"""Detection of attributes that the layers of one pipeline stage set and that another stage reads.
 
-In one process a layer may store a value on itself (`self.aux_loss = ...`, as mixtures of experts do) or on another
-module (`root.losses.append(...)`), and the model reads it after the layers. Between pipeline stages only layer outputs
-are sent, so another stage would read the initial value: the loss would silently omit the auxiliary losses of other
-stages. Storing without reading is harmless, and so is reading settings of layers. So until the end of the first step
-every stage records the attributes that its layers change, and the attributes that it reads from layers of other stages
-or, on the last stage after the layers, from all other modules. An attribute in both lists raises an error.
+In one process a layer may set an attribute of itself (`self.aux_loss = ...`, as mixtures of experts do) or of another
+module (`root.losses.append(...)`), and the model reads it after the layers. Pipeline stages send only layer outputs, so
+another stage would read the initial value, and the loss would silently omit the auxiliary losses of other stages.
+Attributes that are set but not read are harmless, and so are constant attributes. Until the end of the first step every
+stage records the attributes that its layers change, and the attributes that it reads from layers of other stages or, on
+the last stage after the layers, from all other modules. An attribute in both lists raises an error.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     Modules = Mapping[str, nn.Module]
-    """Modules by their path in the model."""
+    """Path in the model -> module."""
     Values = dict[tuple[str, str], list[tuple[Any, int]]]
-    """For each path and attribute: the contained values and the version counter of each tensor."""
+    """(path, attribute) -> the contained values, each with its version counter if it is a tensor."""
 
 Attribute = tuple[str, str]
 """The path of a module and the name of one of its attributes."""
@@ -37,18 +37,18 @@ class AttributeAccesses(NamedTuple):
     """The attributes that one stage changed and read in its first step."""
 
     changed: frozenset[Attribute]
-    """Attributes that its layers changed on themselves and, on stages before the last, on other modules."""
+    """Attributes of the stage's layers and, except on the last stage, of other modules that its layers changed."""
     read: frozenset[Attribute]
-    """Attributes that it read from layers of other stages and, after the layers, from other modules."""
+    """Attributes that the stage read from layers of other stages and, after the layers, from other modules."""
 
 
 class StageValues:
-    """Records the attributes that the layers of one stage change, and those that it reads from other stages."""
+    """Records the attributes that the layers of a stage change, and the attributes it reads from other stages."""
 
     def __init__(
         self, own: Modules, absent: Iterable[tuple[str, nn.Module]], outside: Modules, *, is_last: bool
     ) -> None:
-        """`own` are the stage's layers with their submodules, `absent` those of other stages, `outside` the rest."""
+        """Record accesses to the modules in this stage's layers, in other stages' layers and outside all layers."""
         self._own = own
         self._absent = list(absent)
         self._outside = outside
@@ -92,7 +92,7 @@ class StageValues:
         self._before = {}
 
     def explain(self, error: AttributeError) -> None:
-        """Raise an explanation if `error` is about an attribute that a layer of another stage sets in its forward."""
+        """Raise JobError if `error` is about an attribute that a layer of another stage sets in forward."""
         if self._missing is not None and f"'{self._missing[1]}'" in str(error):
             raise _unsupported(*self._missing) from error
 
@@ -119,7 +119,7 @@ class StageValues:
             self._outside_before = {}
 
     def _watch(self, module: nn.Module, path: str, is_on: Callable[[], bool]) -> None:
-        """Record every attribute read while `is_on`; the module keeps the name and methods of its class."""
+        """Record every attribute that is read while `is_on()`, by replacing the module's class with a subclass."""
         kind = type(module)
 
         def read(module: nn.Module, name: str) -> Any:
@@ -146,7 +146,7 @@ class StageValues:
 
 
 def check_accesses(stages: Iterable[AttributeAccesses]) -> None:
-    """Raise if one stage changed an attribute that another stage read; call with the same values on every rank."""
+    """Raise JobError if one stage changed an attribute that another stage read; `stages` is equal on every rank."""
     found = list(stages)
     for index, owner in enumerate(found):
         for other, stage in enumerate(found):
@@ -161,7 +161,7 @@ def _values(modules: Modules) -> Values:
         for key, leaves in attribute_values(module, seen):
             if key == COUNTER:
                 continue  # counters of random numbers: each stage has its own
-            # The values, not their ids, which are valid only while the objects exist.
+            # Stores the values instead of their ids, which are valid only while the objects exist.
             found[path, key] = [(leaf, _version(leaf)) for leaf in leaves]
     return found
 
@@ -191,5 +191,5 @@ def _unsupported(path: str, attribute: str) -> JobError:
         f"pipeline stages exchange only layer outputs, but layers of one stage set {joined(path, attribute)} in forward"
         " and another stage reads it",
         code="support.stage-side-value",
-        fix="return the value from the layers, or use pp = 1",
+        fix="return the value from the layers, or set pp=1",
     )

@@ -1,9 +1,9 @@
-"""Pipeline stages: every stage runs the user's forward with its own layers and skips the layers of other stages.
+"""Pipeline stages, which run the user's forward with their own layers and skip the layers of other stages.
 
 Models need not be rewritten as a list of stages. A stage calls the full forward. The gate (`stage_gate`) skips the
-layers before its own, passes the received activations to its first layer, and exits forward after its last layer by an
-exception. The invariant: tensors of other stages are NaN or absent, so that their use raises an error and never trains
-on a wrong value. The schedules are those of torch.distributed.pipelining.
+layers of earlier stages, passes the received activations to the stage's first layer, and exits forward with an
+exception after its last layer. The invariant: tensors of other stages are NaN or absent, so that using them raises an
+error instead of training on a wrong value. The schedules are from torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from shardwise.plans.pipeline import StageSplit
 
 _RIVAL = 0.25
-"""A second list with at least this share of the largest list's parameters requires the user's choice."""
+"""Share of the largest list's parameters from which a second list of blocks is ambiguous, so that the user chooses."""
 
 
 def find_layers(module: nn.Module, name: str | None = None) -> str:
-    """Return the name of the list of blocks that pipeline parallelism splits into stages: `name` if it is given."""
+    """Return the name of the block list to split into pipeline stages: `name` if it is set, else the largest list."""
     kinds = nn.ModuleList | nn.Sequential
     lists = {path: submodule for path, submodule in module.named_modules() if isinstance(submodule, kinds)}
     if name is not None:
@@ -57,7 +57,7 @@ def find_layers(module: nn.Module, name: str | None = None) -> str:
         if _repeats(blocks):
             sizes[path] = sum(parameter.numel() for parameter in blocks.parameters())
     if not any(sizes.values()):
-        fix = "use pp = 1"
+        fix = "set pp=1"
         if lists:
             fix = f"set Job(layers=...) to one of {', '.join(map(repr, lists))}"
         raise JobError(
@@ -74,7 +74,7 @@ def find_layers(module: nn.Module, name: str | None = None) -> str:
         raise JobError(
             f"the model has several lists of blocks for a pipeline: {', '.join([largest, *rivals])}",
             code="support.pipeline-several-lists",
-            fix=f"set Job(layers={largest!r}), or the list that runs first if others use its outputs, or use pp = 1",
+            fix=f"set Job(layers={largest!r}), or the list that runs first if others use its outputs, or set pp=1",
         )
     return largest
 
@@ -98,11 +98,11 @@ def split_stages(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> list[Stage]:
-    """Return the stages that `rank` (along pp) runs, in order; modifies `module`, which may be on the meta device.
+    """Return the stages of pipeline rank `rank` in order; modifies `module`, which may be on the meta device.
 
-    `layers` names the list to split, and `device` is where the stages will run. `named_parameters()` of a stage returns
-    exactly the parameters that it owns, under their names in the full model: its layers, on the first stage also the
-    modules registered before the list, and on the last stage those after it. Buffers outside the list are on every
+    `layers` names the list to split, and the stages will run on `device`. `named_parameters()` of a stage returns the
+    parameters that it owns, under their names in the full model: its layers, on the first stage also the modules
+    registered before the list, and on the last stage also the modules after it. Buffers outside the list are on every
     stage. A parameter tied between the first and the last stage is on both, under its first name. `dtype` is the
     compute dtype if it differs from the parameters' dtype.
     """
@@ -120,16 +120,16 @@ def split_stages(
 
 
 def check_stages(module: nn.Module, split: StageSplit, layers: str) -> None:
-    """Raise for ties between stages that a pipeline does not support; `module` may be on the meta device."""
+    """Raise JobError for tied parameters that a pipeline does not support; `module` may be on the meta device."""
     find_ties(module, _owners(module, split, layers), split, layers)
 
 
 def _owners(module: nn.Module, split: StageSplit, layers: str) -> dict[str, int]:
-    """Return the stage of every parameter and buffer, for each of its names."""
+    """Return the stage that owns each parameter and buffer, keyed by each of its names."""
     keys = list(own_modules(module.get_submodule(layers)))  # keys of a Sequential may be names
     if len(keys) != split.num_layers:
         raise JobError(
-            f"{layers or 'the model'} has {len(keys)} layers, but the pipeline is split for {split.num_layers}",
+            f"the pipeline split expects {split.num_layers} layers in {layers or 'the model'}, got {len(keys)}",
             code="plan.pipeline-layer-count",
         )
     prefix = joined(layers, "")
@@ -151,7 +151,7 @@ def _owners(module: nn.Module, split: StageSplit, layers: str) -> dict[str, int]
 
 
 def _copy_structure(module: nn.Module) -> nn.Module:
-    """Copy modules and buffers but share parameters: tied parameters must be one object on a rank."""
+    """Copy modules and buffers but share parameters, because tied parameters must be one object on a rank."""
     return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 
@@ -172,7 +172,7 @@ def _make_stage(
         if number not in split.layers(index) and layer is not None:
             path = joined(layers, key)
             children[key] = stub = _stub(layer, gate, number, fake)
-            # The layer too: another module may refer to it by an attribute.
+            # Include the layer itself, because another module may refer to it by an attribute.
             absent += [(path, stub), *layer.named_modules(prefix=path)]
     paths: dict[nn.Module, list[str]] = {}
     for path, submodule in module.named_modules(remove_duplicate=False):
@@ -186,7 +186,7 @@ def _make_stage(
             submodule.register_forward_pre_hook(lambda *_, path=path: gate.check_foreign(path))
         away_buffers = [key for key in own_buffers(submodule) if _is_away([path], key, owners, index)]
         if isinstance(submodule, BatchNormBase) and (away or away_buffers):
-            # Its output is NaN on this stage. torch's forward would reject a single row, a synchronized norm does not.
+            # The output is NaN on this stage. torch's forward rejects a single row, which a synchronized norm accepts.
             submodule.__dict__["forward"] = nan_placeholder
     guard_iteration(module, gate, [name for name, owner in owners.items() if owner != index])
     foreign = frozenset(name for name, _ in module.named_buffers() if owners.get(name, index) != index)
@@ -197,7 +197,7 @@ def _make_stage(
 def _stage_values(
     module: nn.Module, layers: str, own: range, absent: list[tuple[str, nn.Module]], *, is_last: bool
 ) -> StageValues:
-    """Return the recorder of the attributes that this stage's layers change."""
+    """Return the StageValues that record the attributes changed by this stage's layers."""
     keys = list(own_modules(module.get_submodule(layers)))
     prefixes = tuple(joined(layers, f"{keys[number]}.") for number in own)
     skipped = {submodule for _, submodule in absent}
@@ -214,12 +214,12 @@ def _stage_values(
 
 
 def _is_away(paths: Sequence[str], key: str, owners: Mapping[str, int], index: int) -> bool:
-    """Return whether all names of a tensor, which may be registered several times, are on other stages."""
+    """Return whether other stages own a tensor under all of its names; it may be registered several times."""
     return all(owners.get(joined(path, key), index) != index for path in paths)
 
 
 def _stub(layer: nn.Module, gate: Gate, number: int, fake: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Return a placeholder of a layer, of the same class and with its attributes, which models may read.
+    """Return a placeholder for a layer of another stage, of the same class and with the attributes of the layer.
 
     Its submodules are plain attributes, so that they are not modules of this stage; their parameters are NaN.
     """
@@ -243,7 +243,7 @@ class Stage(nn.Module):
     """
 
     program: Callable[[nn.Module], Any]
-    """Runs the user's module on one micro-batch; set before each call."""
+    """Callable that runs the user's module on one micro-batch; set before each call."""
     incoming: Structure | None = None
     """The structure of the received tensors in the output of the previous layer; set before the first call."""
     outgoing: Structure | None = None
@@ -260,7 +260,7 @@ class Stage(nn.Module):
         foreign_buffers: frozenset[str],
         ties: Ties,
     ) -> None:
-        """`foreign_buffers` are buffers that another stage owns; `ties` are the ties of the full model."""
+        """Create a stage; other stages own `foreign_buffers`, and `ties` are the tied parameters of the full model."""
         self.__dict__["_user_module"] = module  # not as a child: its children are shared instead
         training = module.training
         super().__init__()
@@ -268,7 +268,7 @@ class Stage(nn.Module):
         self.__dict__ |= {name: module.__dict__[name] for name in ("_modules", "_parameters", "_buffers")}
         self._gate = gate
         self.values: StageValues | None = values
-        """Records attribute accesses until the first step is done; then None."""
+        """Record of attribute accesses in the first step; None afterwards."""
         self.index = index
         self.num_stages = num_stages
         self.foreign_buffers = foreign_buffers
@@ -302,12 +302,12 @@ class Stage(nn.Module):
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage only reads the batch, not activations."""
+        """Whether this is the first stage, which reads the batch and receives no activations."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage computes the loss."""
+        """Whether this is the last stage, which computes the loss."""
         return self.index == self.num_stages - 1
 
     def connect(self) -> None:
@@ -341,7 +341,7 @@ class Stage(nn.Module):
             raise JobError(
                 "forward writes to a parameter that is on another pipeline stage",
                 code="support.pipeline-parameter-write",
-                fix="use pp = 1",
+                fix="set pp=1",
             ) from error
         finally:
             self._gate.close()
@@ -350,7 +350,7 @@ class Stage(nn.Module):
         return result
 
     def check_nan(self, inputs: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Raise if this stage computed NaN from finite inputs: it used tensors of other stages; call after forward."""
+        """Raise JobError if this stage computed NaN from finite inputs, by using parameters of other stages."""
         if any(bool(tensor.isnan().any()) for tensor in inputs):
             return
         if any(bool(tensor.isnan().any()) for tensor in sent):
@@ -362,22 +362,22 @@ class Stage(nn.Module):
                 f" stage, which is NaN here (modules registered before {self._gate.layers} are on the first stage, and"
                 " those after it on the last)",
                 code="support.pipeline-foreign-parameter",
-                fix="register each parameter before or after the layers, in the order of forward, or use pp = 1",
+                fix="register each parameter before or after the layers, in the order of forward, or set pp=1",
             )
 
     def _check_start(self) -> None:
         if not self._gate.has_skipped_all:
             raise JobError(
-                f"layer {self._gate.name_of(self._gate.own[-1])} ran before the layers that precede it in the list",
+                f"forward called layer {self._gate.name_of(self._gate.own[-1])} before earlier layers of the list",
                 code="support.pipeline-layer-order",
-                fix="call every layer once, in the order of the list, or use pp = 1",
+                fix="call every layer once, in the order of the list, or set pp=1",
             )
 
     def _check_end(self) -> None:
         if not self.is_last:
             raise JobError(
-                f"the forward pass ended without layer {self._gate.name_of(self._gate.own[-1])}",
+                f"forward returned without calling layer {self._gate.name_of(self._gate.own[-1])}",
                 code="support.pipeline-layer-skipped",
-                fix="call every layer in every forward, or use pp = 1",
+                fix="call every layer in every forward, or set pp=1",
             )
         self._check_start()

@@ -1,4 +1,4 @@
-"""Checks of supported plans, which run before any process starts, so this module does not import torch."""
+"""Checks that engine torch supports a plan; they run before any rank starts, so this module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["check_native", "uses_ddp"]
 
 
 def check_native(plan: Plan) -> None:
-    """Raise if torch's wrappers would not train this plan correctly."""
-    _check_unbuilt(plan)
+    """Raise PlanError if engine torch does not support the plan."""
+    _check_nvme(plan)
     _check_precision(plan)
     _check_sharding(plan)
     _check_communication(plan)
@@ -28,12 +28,12 @@ def check_native(plan: Plan) -> None:
     check_pipeline(plan)
 
 
-def _check_unbuilt(plan: Plan) -> None:
+def _check_nvme(plan: Plan) -> None:
     if "nvme" in (plan.offload.parameters, plan.offload.optimizer):
         raise PlanError(
             "engine torch does not support offload to nvme",
             code="support.nvme-offload",
-            fix='use "cpu", or --set engine=deepspeed',
+            fix='set the offload to "cpu", or pass --set engine=deepspeed',
         )
 
 
@@ -42,48 +42,48 @@ def _check_precision(plan: Plan) -> None:
     reduce = {plan.precision.reduce}
     if stored not in ({"fp32"}, {"fp64"}) or (reduce != stored and (reduce != {"bf16"} or plan.zero < 2)):
         raise PlanError(
-            f"unsupported precision: {plan.precision}",
+            f"engine torch does not support precision ({plan.precision}) with zero = {plan.zero}",
             code="support.precision-mix",
-            fix="store parameters, gradients and optimizer in fp32 or fp64; only zero 2 and 3 may reduce in bf16",
+            fix="set precision.parameter, optimizer and reduce to fp32 or fp64 (reduce may be bf16 with zero = 2 or 3)",
         )
     if stored == {"fp64"} and (plan.precision.compute != "fp64" or reduce != stored):
         raise PlanError(
-            f"fp64 parameters need fp64 compute, got {plan.precision.compute}",
+            f"fp64 parameters require fp64 compute and reduce, got precision ({plan.precision})",
             code="support.fp64-mix",
-            fix='compute in fp64 (precision.compute = "fp64")',
+            fix='set precision.compute = "fp64" and precision.reduce = "fp64"',
         )
     if stored == {"fp32"} and plan.precision.compute == "fp64":
         raise PlanError(
             "fp64 compute is not supported with fp32 parameters",
             code="support.fp64-mix",
-            fix="set every precision to fp64",
+            fix="set every precision to fp64, or precision.compute to fp32",
         )
 
 
 def _check_sharding(plan: Plan) -> None:
     if plan.offload.parameters == "cpu" and plan.zero < 2:
         raise PlanError(
-            f"offload of parameters needs zero = 2 or 3, got zero = {plan.zero}",
+            f"offload of parameters requires zero = 2 or 3, got zero = {plan.zero}",
             code="support.offload-whole-parameters",
-            fix="use zero3, or offload the optimizer only",
+            fix="pass --plan zero3, or offload only the optimizer",
         )
     if plan.offload.parameters == "cpu" and plan.offload.optimizer != "cpu":
         raise PlanError(
-            "offload of parameters needs offload of the optimizer, which runs on their device",
+            f"offload of parameters requires offload of the optimizer, got {plan.offload.optimizer!r}",
             code="support.offload-without-optimizer",
-            fix='set offload.optimizer = "cpu" too',
+            fix='set offload.optimizer = "cpu"',
         )
     if plan.zero == 1 and plan.layout.tp > 1:
         raise PlanError(
             f"zero = 1 is not supported with tp, got plan {plan.layout}",
             code="support.zero1-with-tp",
-            fix="use zero = 2",
+            fix="set zero = 2",
         )
     if plan.communication.prefetch < 1:
         raise PlanError(
             f"communication.prefetch must be at least 1, got {plan.communication.prefetch}",
             code="plan.prefetch-too-small",
-            fix="set it to 1 or more blocks",
+            fix="set communication.prefetch = 1",
         )
 
 
@@ -91,49 +91,49 @@ def _check_communication(plan: Plan) -> None:
     options = plan.communication
     if options.compression != "none" and not uses_ddp(plan):
         raise PlanError(
-            f"compression = {options.compression!r} needs DDP, but plan {plan.layout} with zero = {plan.zero} does not"
-            " use it",
+            f"compression = {options.compression!r} requires DDP, but plan {plan.layout} with zero = {plan.zero} does"
+            " not use DDP",
             code="support.compression-without-ddp",
-            fix='use --plan ddp or zero1, or compression = "none"',
+            fix='pass --plan ddp or --plan zero1, or set communication.compression = "none"',
         )
     if options.static_graph and plan.accumulation > 1 and plan.gradient_sync == "last":
         raise PlanError(
             "static_graph is not supported with gradient accumulation, because DDP cannot defer its reduction",
             code="support.static-graph-accumulation",
-            fix='set gradient_sync = "every", or static_graph = false',
+            fix='set gradient_sync = "every" or communication.static_graph = false',
         )
     if options.find_unused_parameters and plan.fused_loss and uses_ddp(plan):
         raise PlanError(
-            "find_unused_parameters is not supported with fused_loss, whose use of the head DDP does not detect",
+            "find_unused_parameters is not supported with fused_loss, because DDP does not detect its use of the head",
             code="support.unused-parameters-fused-loss",
-            fix="disable one of them",
+            fix="set communication.find_unused_parameters = false or fused_loss = false",
         )
 
 
 def _check_forms(plan: Plan) -> None:
-    """Reject combinations of step and sequence options that are not supported."""
+    """Raise PlanError for unsupported combinations of cp, capture and sequence_parallel with pp and tp."""
     if plan.layout.cp > 1 and plan.layout.pp > 1:
         raise PlanError(
             f"cp is not supported with pp, got plan {plan.layout}",
             code="support.cp-with-pipeline",
-            fix="use cp with shard, replicate or tp, or pp without cp",
+            fix="combine cp with shard, replicate or tp, or use pp without cp",
         )
     if plan.capture == "step" and plan.layout.pp > 1:
         raise PlanError(
             f"capture = 'step' is not supported with pp, got plan {plan.layout}",
             code="support.capture-with-pipeline",
-            fix='use capture = "none", or a plan without pp',
+            fix='set capture = "none", or use a plan without pp',
         )
     if plan.sequence_parallel and plan.layout.tp == 1:
         raise PlanError(
-            "sequence_parallel needs tp of at least 2, got tp = 1",
+            "sequence_parallel requires tp of at least 2, got tp = 1",
             code="plan.sequence-parallel-without-tp",
-            fix="use tp 2 or more, or sequence_parallel = false",
+            fix="use tp 2 or more, or set sequence_parallel = false",
         )
 
 
 def _check_compile(plan: Plan) -> None:
-    """Reject compiled tensor-parallel blocks on torch versions that compute wrong gradients for them."""
+    """Raise PlanError for compiled tensor-parallel blocks if this torch version computes wrong gradients for them."""
     if plan.compile == "none" or plan.layout.tp == 1:
         return
     version = package_version("torch")
@@ -142,30 +142,30 @@ def _check_compile(plan: Plan) -> None:
         raise PlanError(
             f"torch {version} computes wrong gradients for compiled tensor-parallel blocks",
             code="support.compiled-tensor-parallel",
-            fix="use --set compile=none, or install torch 2.13",
+            fix="pass --set compile=none, or install torch 2.13",
         )
 
 
-# Which plans support replicas that train independently between syncs.
+# Support of sync_every, with which replicas train independently between synchronizations.
 
 
 def check_rounds(plan: Plan) -> None:
-    """Reject a plan with sync_every > 1 that has no replicas, or an option that is incompatible with it."""
+    """Raise PlanError if a plan with sync_every > 1 has no replicas or uses an incompatible option."""
     every = plan.communication.sync_every
     if every == 1:
         return
     if plan.layout.replicate == 1:
         raise PlanError(
-            f"sync_every = {every} needs replicas, got replicate = 1",
+            f"sync_every = {every} requires at least 2 replicas, got replicate = 1",
             code="plan.sync-every-without-replicas",
-            fix="use --plan ddp or hsdp, or sync_every = 1",
+            fix="pass --plan ddp or --plan hsdp, or set sync_every = 1",
         )
     for option in _incompatible(plan):
         if option.is_used:
             raise PlanError(
                 f"sync_every = {every} is not supported with {option.name}",
                 code="support.sync-every-option",
-                fix=f"{option.fix}, or sync_every = 1",
+                fix=f"{option.fix}, or set sync_every = 1",
             )
 
 
@@ -178,7 +178,7 @@ class _Option(NamedTuple):
 
 
 def _incompatible(plan: Plan) -> list[_Option]:
-    layout, other = plan.layout, "use --plan ddp or hsdp"
+    layout, other = plan.layout, "pass --plan ddp or --plan hsdp"
     options = [
         _Option(getattr(layout, axis) > 1, f"{axis} = {getattr(layout, axis)}", other) for axis in ("pp", "cp", "tp")
     ]
@@ -187,16 +187,16 @@ def _incompatible(plan: Plan) -> list[_Option]:
         _Option(
             plan.precision.compute == "fp16",
             "fp16, whose loss scale would differ between replicas",
-            'use precision.compute = "bf16" or "fp32"',
+            'set precision.compute = "bf16" or "fp32"',
         ),
         _Option(
             "cpu" in (plan.offload.parameters, plan.offload.optimizer),
             "offload",
-            'use offload.parameters = "none" and offload.optimizer = "none"',
+            'set offload.parameters = "none" and offload.optimizer = "none"',
         ),
-        _Option(plan.capture != "none", f"capture = {plan.capture!r}", 'use capture = "none"'),
+        _Option(plan.capture != "none", f"capture = {plan.capture!r}", 'set capture = "none"'),
     ]
     for name in ("static_graph", "find_unused_parameters", "broadcast_buffers"):
         is_used = getattr(plan.communication, name)
-        options.append(_Option(is_used, f"{name}, an option of DDP", f"use {name} = false"))
+        options.append(_Option(is_used, f"{name}, an option of DDP", f"set communication.{name} = false"))
     return options

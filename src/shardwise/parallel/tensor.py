@@ -1,8 +1,8 @@
-"""Tensor parallelism: matrices sharded over ranks by column and row, as in Megatron-LM, on plain activations.
+"""Tensor parallelism, which shards weight matrices over ranks by column and row as in Megatron-LM.
 
 Every parameter becomes a sharded or replicated DTensor on the tp mesh, so that optimizers, clipping and FSDP2 see one
 type. Modules compute on local tensors. Activations between them are plain tensors, communicated as the rules require.
-Each gradient has the placement of its parameter after backward: sharded, or already summed for replicated parameters.
+After backward, each gradient has the placement of its parameter; gradients of replicated parameters are summed.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ TOKENS = 1
 
 
 def tensor_parallel(module: nn.Module, mesh: DeviceMesh, rules: Mapping[str, str], *, sequence: bool) -> nn.Module:
-    """Shard `module` over the 1-D `mesh` by `rules`; communicates over `mesh`, call on every rank of it.
+    """Shard `module` over the 1-D `mesh` by `rules`; communicates over `mesh`, call on every rank of the mesh.
 
-    Meta parameters stay on the meta device; others get the values of the mesh's first rank. Inputs and outputs of the
-    module stay plain and unsharded, and must be equal on all ranks of the mesh. With `sequence`, the residual stream of
-    repeated blocks is sharded by tokens.
+    Meta parameters stay on the meta device; other parameters get the values of the mesh's first rank. Inputs and
+    outputs of the module stay plain and unsharded, and must be equal on all ranks of the mesh. With `sequence`, the
+    residual stream of repeated blocks is sharded by tokens.
     """
     check_tensor(module, mesh.size(), rules, sequence=sequence)
     styles = styles_by_name(module, rules)
@@ -75,7 +75,7 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, rules: Mapping[str, str
 
 
 def _random(module: nn.Module, mesh: DeviceMesh) -> ShardedRandom | ShardedRegion | None:
-    """Return the object to notify when a sharded region starts and ends; None without dropout."""
+    """Return the object that switches random numbers at the bounds of sharded regions; None without dropout."""
     region = sharded_region(module)
     if region is None and uses_dropout(module):
         return ShardedRandom(mesh)
@@ -83,7 +83,7 @@ def _random(module: nn.Module, mesh: DeviceMesh) -> ShardedRandom | ShardedRegio
 
 
 class _Entry:
-    """Passes one activation to all column modules that read it, so that its gradient is summed once."""
+    """Passes one activation to all column modules that read it, so that its gradient is all-reduced only once."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -110,7 +110,7 @@ class _Flow:
     mesh: DeviceMesh
     random: ShardedRandom | ShardedRegion | None
     blocks: tuple[str, ...]
-    """Patterns of the blocks whose stream is sharded by tokens; empty without sequence parallelism."""
+    """Name patterns of the blocks whose residual stream is sharded by tokens; empty without sequence parallelism."""
     entry: _Entry = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ def _local(parameter: Tensor | None, *, summed: bool = False) -> Tensor | None:
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
-    """Convert every parameter to a DTensor; shared parameters stay shared. Communicates unless on meta."""
+    """Convert every parameter to a DTensor; tied parameters stay tied. Communicates except for meta parameters."""
     converted: dict[int, nn.Parameter] = {}
     for name, child in module.named_modules():
         for kind, parameter in child.named_parameters(recurse=False):
@@ -148,7 +148,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) 
                 placement = Replicate() if dim is None else Shard(dim)
                 placed = distribute_tensor(parameter.detach(), mesh, [placement])
                 converted[id(parameter)] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-            own_parameters(child)[kind] = converted[id(parameter)]  # register_parameter rejects shared ones
+            own_parameters(child)[kind] = converted[id(parameter)]  # register_parameter rejects tied parameters
 
 
 def _install(child: nn.Module, name: str, styles: Mapping[str, str], flow: _Flow) -> None:
@@ -174,7 +174,7 @@ def _install(child: nn.Module, name: str, styles: Mapping[str, str], flow: _Flow
 def _column(module: Any, flow: _Flow, *, gathered: bool, in_block: bool) -> Callable[[Tensor], Tensor]:
     """Return a column-parallel forward, with outputs sharded over ranks.
 
-    In a block that is sharded by tokens, the norm before it gathers the input and sums its gradient.
+    In a block that is sharded by tokens, the preceding norm gathers the input and sums its gradient.
     """
     width = module.weight.shape[split_dim(module, "column", "weight")]
 
@@ -194,7 +194,7 @@ def _column(module: Any, flow: _Flow, *, gathered: bool, in_block: bool) -> Call
 
 
 def _row(module: Any, flow: _Flow, *, split: bool, in_block: bool) -> Callable[[Tensor], Tensor]:
-    """Return a row-parallel forward: inputs are sharded, outputs are summed, and the bias is added after the sum."""
+    """Return a row-parallel forward, which sums outputs of sharded inputs over ranks and adds the bias to the sum."""
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
         x = input
@@ -227,7 +227,7 @@ def _linear(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _vocab(module: Any, flow: _Flow) -> Callable[[Tensor], Tensor]:
-    """Return a forward in which each rank looks up the tokens of its rows, with zeros for other tokens."""
+    """Return an embedding forward that looks up the tokens in this rank's vocabulary shard and sums over ranks."""
     size = module.weight.shape[0]
     start = min(size, flow.mesh.get_local_rank() * -(-size // flow.mesh.size()))  # as DTensor: ceil(size / ranks) each
 
@@ -246,7 +246,7 @@ def _vocab(module: Any, flow: _Flow) -> Callable[[Tensor], Tensor]:
 
 
 def _replicated(module: nn.Module, *, summed: bool) -> Callable[..., Any]:
-    """Return the module's forward with plain tensors as parameters."""
+    """Return the module's forward with plain tensors as parameters; `summed` sums their gradients over ranks."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -272,7 +272,7 @@ def _gather_tokens(norm: nn.Module, flow: _Flow) -> None:
 
 
 def _split_stream(module: nn.Module, pattern: str, flow: _Flow) -> None:
-    """Shard the stream by tokens before the first block of a stack and gather it after the last."""
+    """Shard the residual stream by tokens before the first block of a stack and gather it after the last block."""
     stack = [child for name, child in module.named_modules() if matches(pattern, name)]
     blocks = [child for child in stack if next(child.parameters(), None) is not None]  # others are on other stages
     for index, block in enumerate(blocks):
@@ -285,14 +285,14 @@ def _block(block: nn.Module, flow: _Flow, *, first: bool, last: bool) -> Callabl
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not args:
             raise JobError(
-                f"sequence parallelism splits the first argument, but {type(block).__name__} got keyword arguments",
+                f"sequence parallelism requires a positional argument, but {type(block).__name__} got keywords only",
                 code="support.sequence-parallel-keywords",
-                fix="pass the hidden states as its first argument, or set sequence_parallel = false",
+                fix="pass the hidden states as the first positional argument, or set sequence_parallel = false",
             )
         x, *others = args
         if any(isinstance(other, Tensor) and other.requires_grad for other in tree_leaves((others, kwargs))):
             raise JobError(
-                f"sequence parallelism supports one input with a gradient, but {type(block).__name__} has several",
+                f"sequence parallelism supports one input with a gradient, but {type(block).__name__} got several",
                 code="support.sequence-parallel-second-gradient",
                 fix="set sequence_parallel = false",
             )
@@ -317,14 +317,14 @@ def _check_tokens(x: Tensor, degree: int) -> None:
     tokens = x.shape[TOKENS]
     if tokens % degree:
         raise PlanError(
-            f"sequence parallelism needs lengths divisible by tp={degree}, got {tokens} tokens",
+            f"sequence parallelism requires sequences divisible by tp={degree}, got {tokens} tokens",
             code="plan.sequence-not-divisible",
             fix=f"use sequences of {tokens + -tokens % degree} tokens, or set sequence_parallel = false",
         )
 
 
 def _scopes(module: nn.Module, styles: Mapping[str, str]) -> list[nn.Module]:
-    """Return the modules at whose end all sharded regions have ended: repeated blocks, or the full module."""
+    """Return the modules that contain all their sharded regions: repeated blocks, or the full module."""
     kinds: dict[str, set[str]] = {}
     for name, style in styles.items():
         kinds.setdefault(_numbered(name.rpartition(".")[0]), set()).add(style)
@@ -343,7 +343,7 @@ def _numbered(name: str) -> str:
 
 
 def _leave_at_end(module: nn.Module, random: ShardedRandom | ShardedRegion) -> None:
-    """Leave the sharded region when the module ends, even by the exception with which recompute stops early."""
+    """Leave the sharded region when forward ends, also with the exception by which recompute stops early."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -356,7 +356,7 @@ def _leave_at_end(module: nn.Module, random: ShardedRandom | ShardedRegion) -> N
 
 
 def _explain_mixing(module: nn.Module) -> None:
-    """Explain the error that occurs when a module reads a parameter of another module, which is a DTensor."""
+    """Raise JobError instead of torch's error if a module reads a parameter of another module, which is a DTensor."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -366,9 +366,9 @@ def _explain_mixing(module: nn.Module) -> None:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             raise JobError(
-                "under tensor parallelism, a module cannot read a parameter of another module",
+                "with tensor parallelism, a module cannot read a parameter of another module",
                 code="support.tp-foreign-parameter",
-                fix="call the module that owns it, such as self.embed(tokens) instead of self.embed.weight[tokens]",
+                fix="call the other module, such as self.embed(tokens) instead of self.embed.weight[tokens]",
             ) from error
 
     module.forward = forward

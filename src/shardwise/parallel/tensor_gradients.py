@@ -1,7 +1,7 @@
-"""Checks that gradients of replicated parameters are equal on all tensor-parallel ranks.
+"""Checks that the gradients of replicated parameters are equal on all tensor-parallel ranks.
 
 A parameter that is replicated on every tp rank and acts on replicated activations gets the same gradient on all ranks.
-A parameter that acts on an activation between a column and a row module (inside an activation function, a norm of
+A parameter that acts on a sharded activation between a column and a row module (in an activation function or a norm of
 heads) gets a partial gradient of this rank's columns, which must be summed over tp by the rule "summed". The first
 gradients show which case applies, for any model and any rules.
 """
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 _CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Relative difference that summation order can cause; partial gradients differ by far more."""
+"""Relative difference of gradients that summation order can cause; partial gradients differ by far more."""
 _CLOSE_IN_LOWER = 5e-2
 _SAME_LOSS = 1e-5
 """Relative tolerance of losses, which ranks compute from the same values in the same order."""
 _SMALL = 1e-5
-"""Relative to the norm of the full gradient: smaller gradients are rounding noise, such as of a bias before softmax."""
+"""Share of the full gradient norm below which a gradient is rounding noise, such as for a bias before softmax."""
 
 
 def unequal_gradients(
@@ -41,10 +41,10 @@ def unequal_gradients(
     dtype: torch.dtype,
     losses: Sequence[Tensor] = (),
 ) -> list[str]:
-    """Return the replicated parameters whose gradients differ over the tp ranks; communicates over `group`.
+    """Return the names of replicated parameters whose gradients differ over the tp ranks; communicates over `group`.
 
-    `group` is a host group, and `dtype` is the compute dtype. If `losses` differ between ranks, forward differs and no
-    sum is missing, so the result is empty.
+    `group` is a host group, and `dtype` is the compute dtype. If `losses` differ between ranks, the forward passes
+    differ and no sum is missing, so the result is empty.
     """
     replicated = [(name, local(each.grad)) for name, each in named if each.grad is not None and _is_replicated(each)]
     if not replicated:
@@ -71,7 +71,7 @@ def unequal_gradients(
 
 
 def reject_unequal(names: list[str]) -> None:
-    """Raise if `names` is not empty, with the rule that sums the gradients of these parameters."""
+    """Raise JobError if `names` is not empty, with a fix that contains the rule "summed" for these parameters."""
     if not names:
         return
     modules = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0]) for name in names)
@@ -80,7 +80,7 @@ def reject_unequal(names: list[str]) -> None:
         f"gradients of replicated parameters differ between tensor-parallel ranks ({some_of(names)}), because"
         " these parameters are applied to sharded activations",
         code="support.tp-unequal-gradients",
-        fix=f"add {{{rules}}} to Job(tensor_rules=...), which sums their gradients, or use tp 1",
+        fix=f"add {{{rules}}} to Job(tensor_rules=...), which sums their gradients, or set tp=1",
     )
 
 
@@ -93,21 +93,21 @@ def _is_replicated(parameter: nn.Parameter) -> bool:
 
 
 def _summary(gradient: Tensor) -> Tensor:
-    """Return norm, sum, and alternating sum of a gradient; partial gradients of two ranks differ in at least one."""
+    """Return the norm, sum and alternating sum of a gradient; partial gradients of two ranks differ in at least one."""
     flat = gradient.detach().double().flatten()
     signs = 1.0 - 2.0 * (torch.arange(len(flat), device=flat.device) % 2)
     root = max(1, len(flat)) ** 0.5  # scales sums to at most the norm, the unit of differences
     return torch.stack([flat.norm(), flat.sum() / root, (flat * signs).sum() / root])
 
 
-# Dropout masks under tensor parallelism: different on each rank for sharded activations, equal elsewhere.
+# Dropout with tensor parallelism: masks of sharded activations differ between ranks, and all other masks are equal.
 
 
 class ShardedRandom:
     """Uses different random numbers on each rank of a tensor-parallel mesh between `enter` and `leave`.
 
-    Outside, the default generators continue as if one seed had been sampled inside, equal on all ranks if their CPU
-    generators are. No state persists between regions, so a recomputed region samples the same numbers.
+    Afterwards, the default generators continue as if one seed had been sampled, equally on all ranks if their CPU
+    generators were equal. No state persists between regions, so a recomputed region samples the same numbers.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -117,7 +117,7 @@ class ShardedRandom:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self) -> None:
-        """Seed this rank's generators; no effect inside a region."""
+        """Seed the generators with a seed of this rank; has no effect inside a region."""
         if self._outside is not None:
             return
         seed = int(torch.randint(2**62, ()).item()) + 1 + self._index
@@ -127,7 +127,7 @@ class ShardedRandom:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self) -> None:
-        """Restore the generators from before `enter`; no effect outside a region."""
+        """Restore the generator states from before `enter`; has no effect outside a region."""
         if self._outside is None:
             return
         for generator, state in zip(self._generators(), self._outside, strict=True):
@@ -141,7 +141,7 @@ class ShardedRandom:
 
 
 def uses_dropout(module: nn.Module) -> bool:
-    """Return whether a module uses dropout: a Dropout module or a config attribute of a dropout rate above 0."""
+    """Return whether a module has a Dropout module or a config attribute with a dropout rate above 0."""
     for child in module.modules():
         if isinstance(child, DropoutBase) and child.p > 0:
             return True
@@ -156,13 +156,13 @@ def _is_rate(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-# torch's transformer layers under tensor parallelism, which read the parameters of their submodules.
+# Tensor parallelism for torch's transformer layers, which read the parameters of their submodules.
 
 
 def expose_parameters(module: nn.Module, plain: Callable[[Tensor | None], Tensor | None]) -> None:
-    """Make torch's attention layers in `module` read plain parameters of their projection, computed by `plain`.
+    """Make torch's attention layers in `module` read the parameters of their output projection through `plain`.
 
-    Encoder layers lose their fused inference kernel, which reads the parameters of all submodules.
+    Disables the fused inference kernel of encoder layers, which reads the parameters of all submodules.
     """
     for child in module.modules():
         if isinstance(child, nn.TransformerEncoderLayer):

@@ -1,4 +1,4 @@
-"""Rules of tensor parallelism: which modules are sharded, in which style, and which degrees are valid."""
+"""Tensor-parallel rules, which map modules to sharding styles, and checks of the degree."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 STYLES = {
-    "column": "outputs are sharded over ranks; a row module follows",
-    "column_gathered": "outputs are sharded over ranks and gathered; for output heads",
-    "row": "inputs are sharded by a column module; outputs are summed",
-    "row_split": "replicated inputs are sharded; outputs are summed",
-    "vocab": "an embedding sharded over its vocabulary",
-    "sequence": "a norm of a repeated block before column modules, whose input may be sharded by tokens",
-    "summed": "replicated parameters between column and row modules, whose gradients are summed over ranks",
-    "heads": "a module with an attribute for its number of heads, which is divided by the number of ranks",
+    "column": "shards a linear module by outputs, for a row module that follows",
+    "column_gathered": "shards a linear module by outputs and all-gathers them, for output heads",
+    "row": "shards a linear module by inputs, which a column module has sharded, and sums the outputs",
+    "row_split": "shards a linear module and its replicated inputs by inputs, and sums the outputs",
+    "vocab": "shards an embedding over its vocabulary",
+    "sequence": "marks a norm before column modules in a repeated block, whose input may be sharded by tokens",
+    "summed": "sums the gradients of replicated parameters between column and row modules over ranks",
+    "heads": "divides the attribute of a module for its number of heads by the number of ranks",
 }
 """Style -> description. Modules without a rule are replicated on every rank."""
 
 _LINEAR = frozenset({"column", "column_gathered", "row", "row_split"})
 
 SPLIT_FACTORS = frozenset({"split_outputs", "split_inputs"})
-"""Styles of the adapter factors that are sharded with the matrix they adapt; not for users' rules."""
+"""Styles of LoRA factors that are sharded with the matrix they adapt; users cannot set them."""
 
 _FROM_TRANSFORMERS = {
     "colwise": "column",
@@ -50,11 +50,16 @@ _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_hea
 
 _WIDTHS = ("embed_dim", "hidden_size", "all_head_size", "inner_dim", "d_model", "n_embd", "dim", "width")
 
+_JOB_FIXES = ("set Job(", "run `shardwise verify JOB.py --propose-rules`")
+"""The call that takes tensor rules, and how to find rules."""
 
-def find_rules(module: nn.Module, rules: Mapping[str, str] | str | None) -> Mapping[str, str]:
-    """Return name pattern -> style for `module`: the job's rules, the model's rules, or transformers' plan.
 
-    In a pattern, `*` matches one component of a dotted name. Raises for rules that do not match the module.
+def find_rules(
+    module: nn.Module, rules: Mapping[str, str] | str | None, fixes: tuple[str, str] = _JOB_FIXES
+) -> Mapping[str, str]:
+    """Return name pattern -> style for `module` from the job's rules, the model's rules, or transformers' tp plan.
+
+    In a pattern, `*` matches one component of a dotted name. Raises JobError for rules that do not match the module.
     """
     explicit = as_rules(rules)
     found = _own_rules(module) if explicit is None else dict(explicit)
@@ -62,19 +67,19 @@ def find_rules(module: nn.Module, rules: Mapping[str, str] | str | None) -> Mapp
         raise PlanError(
             f"{type(module).__name__} has no tensor-parallel rules",
             code="support.tp-no-rules",
-            fix=f"{_example(module)}run `shardwise verify JOB.py --propose-rules`, or use tp 1",
+            fix=f"{_example(module, fixes[0])}{fixes[1]}, or set tp=1",
         )
     names = [name for name, _ in module.named_modules()]
     for pattern, style in found.items():
         if style not in STYLES:
             raise JobError(
-                f"tensor rule {pattern!r} has unknown style {style!r}",
+                f"tensor rule {pattern!r} has the unknown style {style!r}",
                 code="job.tensor-rule-style",
                 fix=nearest(str(style), STYLES),
             )
         if not any(matches(pattern, name) for name in names):
             raise JobError(
-                f"tensor rule {pattern!r} matches no module",
+                f"tensor rule {pattern!r} matches no module of the model",
                 code="job.tensor-rule-unmatched",
                 fix=nearest(pattern, map(_general, names)),
             )
@@ -83,8 +88,8 @@ def find_rules(module: nn.Module, rules: Mapping[str, str] | str | None) -> Mapp
     return found | _adapter_rules(found, names)
 
 
-def _example(module: nn.Module) -> str:
-    """Return advice with example rules for linear modules of this model; empty if it has none."""
+def _example(module: nn.Module, call: str) -> str:
+    """Return a fix with example rules for linear modules of this model; "" if it has no linear module."""
     others = [name for name, child in module.named_modules() if not is_plain_linear(child)]
     linears: dict[str, Any] = {}
     for name, child in module.named_modules():
@@ -97,18 +102,16 @@ def _example(module: nn.Module) -> str:
     for (first, column), (second, row) in pairwise(linears.items()):
         outputs = column.weight.shape[is_transposed(column)]
         inputs = row.weight.shape[not is_transposed(row)]
-        if inputs == outputs > widest:  # the second may read the first's output; the widest pair is likely an MLP
+        if inputs == outputs > widest:  # `second` may read the output of `first`; the widest pair is likely an MLP
             widest, rules = outputs, {first: "column", second: "row"}
-    if not rules:
-        return ""
-    return f"set Job(tensor_rules={json.dumps(rules)}), "
+    return f"{call}tensor_rules={json.dumps(rules)}), " if rules else ""
 
 
 def _adapter_rules(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Return the rules of adapters: one factor is sharded like the adapted module, the other is "summed".
+    """Return the rules of LoRA adapters: one factor is sharded like the adapted module, the other is "summed".
 
-    With a column module, A x is replicated and B computes each rank's outputs. With a row module, A reads each
-    rank's inputs, and the output of B is part of the sum that the row module computes.
+    For a column module, A x is replicated and B computes each rank's outputs. For a row module, A reads each rank's
+    inputs, and the output of B is part of the sum that the row module computes.
     """
     found: dict[str, str] = {}
     for pattern, style in rules.items():
@@ -124,9 +127,8 @@ def _adapter_rules(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, 
 def matches(pattern: str, name: str) -> bool:
     """Return whether a dotted name matches a pattern, in which `*` matches one component."""
     expected, components = pattern.split("."), name.split(".")
-    if len(expected) != len(components):
-        return False
-    return all(one in {"*", other} for one, other in zip(expected, components, strict=True))
+    has_match = all(one in {"*", other} for one, other in zip(expected, components, strict=False))
+    return has_match and len(expected) == len(components)
 
 
 def matches_any(patterns: Iterable[str], name: str) -> bool:
@@ -135,7 +137,7 @@ def matches_any(patterns: Iterable[str], name: str) -> bool:
 
 
 def styles_by_name(module: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
-    """Return name -> style of every module that a rule matches; raise for two styles of one module."""
+    """Return name -> style of every module that a rule matches; raise JobError if a module has two styles."""
     styles: dict[str, str] = {}
     for name, _ in module.named_modules():
         found = {style: pattern for pattern, style in rules.items() if matches(pattern, name)}
@@ -143,7 +145,7 @@ def styles_by_name(module: nn.Module, rules: Mapping[str, str]) -> dict[str, str
             raise JobError(
                 f"{name} matches tensor rules of different styles: {' and '.join(found.values())}",
                 code="job.tensor-rules-overlap",
-                fix="remove all but one",
+                fix=f"remove all but one of the rules that match {name}",
             )
         if found:
             (styles[name],) = found
@@ -151,13 +153,13 @@ def styles_by_name(module: nn.Module, rules: Mapping[str, str]) -> dict[str, str
 
 
 def block_patterns(rules: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the patterns of the repeated blocks whose stream sequence parallelism shards."""
+    """Return the name patterns of the repeated blocks whose residual stream sequence parallelism shards."""
     norms = [pattern for pattern, style in rules.items() if style == "sequence" and "*" in pattern]
     return tuple(dict.fromkeys(pattern.partition("*")[0] + "*" for pattern in norms))
 
 
 def within(patterns: Iterable[str], name: str) -> bool:
-    """Return whether a dotted name matches a pattern, or is inside a module that does."""
+    """Return whether a dotted name, or the name of a module that contains it, matches one of several patterns."""
     components = name.split(".")
     return any(matches(pattern, ".".join(components[: pattern.count(".") + 1])) for pattern in patterns)
 
@@ -192,7 +194,7 @@ def counts_heads(module: nn.Module) -> bool:
 
 
 def divide_heads(module: nn.Module, degree: int) -> None:
-    """Divide a module's number of heads, and their total width, by `degree`."""
+    """Divide a module's attributes for its number of heads and their total width by `degree`."""
     for name, count in _own_counts(module):
         setattr(module, name, count // degree)
 
@@ -203,7 +205,7 @@ def _own_counts(module: nn.Module) -> list[tuple[str, int]]:
 
 
 def check_tensor(module: nn.Module, degree: int, rules: Mapping[str, str], *, sequence: bool = False) -> None:
-    """Reject a degree that does not divide the sharded dimensions, and name the nearest valid degrees."""
+    """Raise PlanError if `degree` does not divide the sharded dimensions, with the nearest valid degrees."""
     styles = styles_by_name(module, rules)
     counts = dict(_counts(module, styles))
     for what, count in counts.items():
@@ -219,7 +221,7 @@ def check_tensor(module: nn.Module, degree: int, rules: Mapping[str, str], *, se
 
 
 def _own_rules(module: nn.Module) -> dict[str, str]:
-    """Return the rules of the outermost submodules that declare any."""
+    """Return the rules that the outermost submodules with own rules declare."""
     rules: dict[str, str] = {}
     taken: list[str] = []
     for name, child in module.named_modules():
@@ -242,7 +244,7 @@ def _declared(module: nn.Module) -> dict[str, str]:
 
 
 def _translate(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Convert transformers' plan to rules; entries for variants of the model are skipped."""
+    """Convert transformers' tp plan to tensor rules, skipping entries that match no module."""
     names = [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]
     rules: dict[str, str] = {}
     for pattern, style in plan.items():
@@ -252,7 +254,7 @@ def _translate(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             raise PlanError(
                 f"tensor style {style!r} of {type(module).__name__} at {pattern} is not supported",
                 code="support.tp-style",
-                fix="set Job(tensor_rules=...) without it, or use tp 1",
+                fix="set Job(tensor_rules=...) without this style, or set tp=1",
             )
         rules[pattern] = _FROM_TRANSFORMERS[style]
     rules = _with_embeddings(module, rules)
@@ -260,16 +262,14 @@ def _translate(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_embeddings(module: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
-    """Shard embeddings with the heads to which they are tied; replicate both if an embedding cannot be sharded."""
+    """Return rules that shard embeddings with their tied heads, or replicate both if an embedding cannot be sharded."""
     embeddings = {name: child for name, child in module.named_modules() if isinstance(child, nn.Embedding)}
     replicated = {id(child.weight) for child in embeddings.values() if not can_split_vocabulary(child)}
     kept, tied = dict(rules), set()
     for name, style in styles_by_name(module, rules).items():
         weight = id(getattr(module.get_submodule(name), "weight", None))
         if weight in replicated:
-            for pattern in list(kept):
-                if matches(pattern, name):
-                    del kept[pattern]
+            kept = {pattern: style for pattern, style in kept.items() if not matches(pattern, name)}
         elif style == "column_gathered":
             tied.add(weight)
     for name, child in embeddings.items():
@@ -279,12 +279,12 @@ def _with_embeddings(module: nn.Module, rules: Mapping[str, str]) -> dict[str, s
 
 
 def can_split_vocabulary(module: nn.Module) -> bool:
-    """Return whether `module` is a plain Embedding whose options do not need all rows."""
+    """Return whether `module` is a plain Embedding without max_norm and scale_grad_by_freq, which need all rows."""
     return type(module).forward is nn.Embedding.forward and not (module.max_norm or module.scale_grad_by_freq)
 
 
 def _stream_norms(module: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
-    """Return "sequence" rules for the norms of pre-norm blocks (Llama's names), if all else has a rule."""
+    """Return "sequence" rules for the norms of pre-norm blocks (Llama's names) if all other modules have rules."""
     blocks = {pattern.partition("*")[0] + "*" for pattern in rules if "*" in pattern}
     found: dict[str, str] = {}
     for block in blocks:
@@ -311,24 +311,24 @@ def _general(name: str) -> str:
 
 
 def _check_kind(name: str, module: nn.Module, style: str) -> None:
-    """Reject a style for a module that does not support it."""
+    """Raise JobError if a module does not support the style of its rule."""
     kind = type(module)
     if style in _LINEAR and not is_plain_linear(module):
         raise JobError(
-            f"tensor rule {style!r} needs a plain Linear, but {name} is a {kind.__name__}",
+            f"tensor rule {style!r} requires a plain Linear, but {name} is a {kind.__name__}",
             code="job.tensor-rule-not-linear",
-            fix="match plain Linear modules only",
+            fix=f"change the rule for {name}, so that it matches plain Linear modules only",
         )
     if style == "vocab" and not can_split_vocabulary(module):
         raise JobError(
-            f"tensor rule 'vocab' needs a plain Embedding without max_norm and scale_grad_by_freq, but matches {name}",
+            f"tensor rule 'vocab' requires an Embedding without max_norm and scale_grad_by_freq, but matches {name}",
             code="job.tensor-rule-not-embedding",
-            fix="remove it from the tensor rules",
+            fix=f"remove the rule for {name}",
         )
 
 
 def _counts(module: nn.Module, styles: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Yield the sizes that a degree must divide, with descriptions; numbers of heads first, which are clearer."""
+    """Yield (description, size) for all sizes that the degree must divide, numbers of heads first."""
     for name, style in styles.items():
         if style == "column" and "att" in name.lower():
             yield from _heads(module, name)
@@ -365,7 +365,7 @@ def _valid_degrees(degree: int, counts: Iterable[int]) -> str:
 
 
 def _check_ties(module: nn.Module, styles: Mapping[str, str]) -> None:
-    """Reject rules that shard one shared parameter in two ways."""
+    """Raise JobError if the rules shard a tied parameter along two different dimensions."""
     seen: dict[int, tuple[str, int | None]] = {}
     for name, child in module.named_modules():
         for kind, parameter in child.named_parameters(recurse=False):
@@ -373,14 +373,14 @@ def _check_ties(module: nn.Module, styles: Mapping[str, str]) -> None:
             first, before = seen.setdefault(id(parameter), (f"{name}.{kind}", split))
             if split != before:
                 raise JobError(
-                    f"{first} and {name}.{kind} are one parameter, but the tensor rules shard them differently",
+                    f"{first} and {name}.{kind} are the same parameter, but the tensor rules shard them differently",
                     code="job.tensor-rules-tied",
-                    fix='shard both over the vocabulary ("vocab" and "column_gathered"), or neither',
+                    fix='shard both over the vocabulary ("vocab" and "column_gathered"), or remove both rules',
                 )
 
 
 def _check_sequence(module: nn.Module, rules: Mapping[str, str], styles: Mapping[str, str]) -> None:
-    """Reject sequence parallelism if the rules do not cover a block."""
+    """Raise PlanError for sequence parallelism if the rules do not cover all modules of a repeated block."""
     fix = "set sequence_parallel = false, or complete Job(tensor_rules=...)"
     blocks = block_patterns(rules)
     outside = [name for name, style in styles.items() if style == "sequence" and not within(blocks, name)]
@@ -389,12 +389,12 @@ def _check_sequence(module: nn.Module, rules: Mapping[str, str], styles: Mapping
         if outside:
             where = f"{outside[0]}, which is not in a repeated block"
         raise PlanError(
-            f"sequence parallelism needs rules 'sequence' for norms of repeated blocks, got {where}",
+            f"sequence parallelism requires rules 'sequence' for norms of repeated blocks, got {where}",
             code="job.tensor-rule-sequence",
             fix=fix,
         )
     left = _without_rule(module, rules, blocks)
     if left:
         raise PlanError(
-            f"sequence parallelism needs a tensor rule for {left[0]}", code="job.tensor-rule-missing", fix=fix
+            f"sequence parallelism requires a tensor rule for {left[0]}", code="job.tensor-rule-missing", fix=fix
         )

@@ -1,4 +1,4 @@
-"""Sources of initial weights, one parameter at a time: a file, recorded initialization, or rank 0's model."""
+"""Sources of initial weights, read one parameter at a time: a file, recorded initialization, or a built model."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Weights(Protocol):
     description: str
     """A description of the source for the start report."""
     from_model: bool
-    """Whether the values are those of the job's model function under the job's seed."""
+    """Whether the values come from the job's model function with the job's seed."""
 
     def value(self, name: str, like: Tensor, device: torch.device, *, wanted: bool) -> Tensor | None:
-        """Return the value on `device`, or None if not `wanted`; call on every rank in the same order."""
+        """Return the full tensor on `device`, or None if not `wanted`; call on every rank in the same order."""
 
 
 class InitializedWeights:
@@ -46,7 +46,7 @@ class InitializedWeights:
         self._seed = seed
 
     def value(self, name: str, like: Tensor, device: torch.device, *, wanted: bool) -> Tensor | None:
-        """Initialize the value; no communication."""
+        """Return a newly initialized tensor; does not communicate."""
         if not wanted:
             return None
         # Always in fp32, so that every dtype starts from the same values, up to rounding.
@@ -56,25 +56,25 @@ class InitializedWeights:
 
 
 class StreamedWeights:
-    """Values of a model that rank 0 builds on its host and broadcasts one tensor at a time."""
+    """Values of a model that rank 0 builds in host memory and broadcasts one tensor at a time."""
 
     from_model = True
 
     def __init__(self, make_values: Callable[[], dict[str, Tensor]], *, num_bytes: int, rank: int, size: int) -> None:
-        """`make_values` is called on rank 0 only and needs `num_bytes` of host memory."""
+        """Build the values on rank 0 with `make_values`, which needs `num_bytes` of host memory."""
         if rank == 0 and num_bytes > available_memory():
             raise JobError(
-                f"building the model needs {num_bytes / 1e9:.1f} GB of host memory, but only"
+                f"building the model requires {num_bytes / 1e9:.1f} GB of host memory, but only"
                 f" {available_memory() / 1e9:.1f} GB are free",
                 code="model.exceeds-host-memory",
-                fix="load a file (Job.weights=), or define an init_weights() that initializes every parameter",
+                fix="set Job(weights=...) to a file, or define an init_weights() that initializes every parameter",
             )
         self.description = f"built on rank 0's host ({num_bytes / 1e9:.2g} GB) and broadcast"
         self._values = make_values() if rank == 0 else {}
         self._size = size
 
     def value(self, name: str, like: Tensor, device: torch.device, *, wanted: bool) -> Tensor | None:
-        """Return rank 0's value on every rank; communicates over the world."""
+        """Return rank 0's tensor on every rank; communicates over the world."""
         source = self._values.get(name)
         if source is None:
             value = torch.empty(like.shape, dtype=like.dtype, device=device)
@@ -86,18 +86,18 @@ class StreamedWeights:
 
 
 class BuiltWeights:
-    """Values of a model that every rank built for real."""
+    """Values of a model that every rank built in host memory."""
 
     def __init__(self, values: Mapping[str, Tensor], source: Weights | None = None) -> None:
-        """`source` is the source of the values if they do not come from the constructor."""
+        """Use `values` of the built model; pass their `source` if they do not come from the constructor."""
         self.description = "built on every rank's host"
         if source is not None:
-            self.description = f"{source.description}, into a model built for real"
+            self.description = f"{source.description}, copied to a model built on every rank's host"
         self.from_model = source is None
         self._values = values
 
     def value(self, name: str, like: Tensor, device: torch.device, *, wanted: bool) -> Tensor | None:
-        """Return the value; no communication."""
+        """Return the built tensor; does not communicate."""
         if not wanted:
             return None
         return self._values[name].to(device, like.dtype)
@@ -109,23 +109,22 @@ class FileWeights:
     from_model = False
 
     def __init__(self, values: Mapping[str, Tensor], saved_as: Mapping[str, str], path: Path) -> None:
-        """`saved_as` maps each tensor's name to its name in the file."""
+        """Read `values` of the file `path`; `saved_as` maps each tensor's name to its name in the file."""
         self.description = f"read from {path}"
         self._values = values
         self._saved_as = saved_as
         self._path = path
 
     def value(self, name: str, like: Tensor, device: torch.device, *, wanted: bool) -> Tensor | None:
-        """Read the value; no communication."""
+        """Read the tensor from the file; does not communicate."""
         if not wanted:
             return None
         value = self._values[self._saved_as[name]]
         if value.shape != like.shape:
             raise JobError(
-                f"Job.weights {self._path} does not match the model: {name} is {list(value.shape)}, expected"
-                f" {list(like.shape)}",
+                f"{name} in Job.weights {self._path} must have the shape {list(like.shape)}, got {list(value.shape)}",
                 code="model.weights-shape-mismatch",
-                fix="use a state dict of this model",
+                fix="set Job(weights=...) to a state dict of this model",
             )
         return value.to(device, like.dtype)
 
@@ -133,9 +132,9 @@ class FileWeights:
 def fill_parameters(
     module: nn.Module, specs: Iterable[tuple[str, Tensor]], weights: Weights, device: torch.device
 ) -> None:
-    """Materialize the meta parameters among `specs`; may communicate over the world, call on every rank.
+    """Materialize the meta parameters in `specs`; may communicate over the world, call on every rank.
 
-    `specs` are (name, full tensor on meta), the same on every rank; names that a rank's module does not have are
+    `specs` has (name, full meta tensor) pairs, equal on every rank; names that this rank's module does not have are
     skipped. Tied parameters stay tied.
     """
     own = dict(module.named_parameters())
@@ -156,7 +155,7 @@ def fill_parameters(
 def fill_buffers(
     module: nn.Module, specs: Iterable[tuple[str, Tensor]], weights: Weights, device: torch.device
 ) -> None:
-    """Copy values from `weights` to the buffers among `specs`; may communicate, call on every rank."""
+    """Copy values from `weights` to the buffers in `specs`; may communicate, call on every rank."""
     own = dict(module.named_buffers())
     for name, spec in specs:
         value = weights.value(name, spec, device, wanted=name in own)
@@ -175,7 +174,7 @@ def broadcast_values(module: nn.Module, device: torch.device) -> None:
 
 
 def _registrations(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Return all (module, attribute) under which each parameter is registered, by the parameter's id."""
+    """Return the (module, attribute) pairs under which each parameter is registered, keyed by the parameter's id."""
     found: dict[int, list[tuple[nn.Module, str]]] = {}
     for submodule in module.modules():
         for attribute, parameter in own_parameters(submodule).items():
@@ -184,25 +183,25 @@ def _registrations(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     return found
 
 
-# Weights in files: a torch state dict, a safetensors file, or a Hugging Face directory, read tensor by tensor.
+# Weight files (a torch state dict, a safetensors file, or a Hugging Face directory) are read tensor by tensor.
 
 
 def open_weights(path: Path) -> Mapping[str, Tensor]:
-    """Return the tensors of a file or directory by name; each is read on access."""
+    """Return a mapping of the tensors in a file or directory by name; each tensor is read on access."""
     if path.is_dir():
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise JobError(
-                f"Job.weights {path} has no .safetensors file",
+                f"Job.weights directory {path} contains no .safetensors file",
                 code="model.weights-no-safetensors",
-                fix="use a directory saved by save_pretrained",
+                fix="use a directory written by save_pretrained()",
             )
         return _Safetensors(files)
     if not path.is_file():
         raise JobError(
             f"Job.weights {path} does not exist",
             code="model.weights-not-found",
-            fix="use a state dict saved by torch.save, or a directory",
+            fix="set Job(weights=...) to a state dict saved by torch.save, or to a directory",
         )
     if path.suffix == ".safetensors":
         return _Safetensors([path])
@@ -212,15 +211,15 @@ def open_weights(path: Path) -> Mapping[str, Tensor]:
         raise _unreadable(path, error) from error
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         raise JobError(
-            f"Job.weights {path} is not a state dict",
+            f"Job.weights {path} contains a {type(state).__name__} that is not a state dict of tensors",
             code="model.weights-not-state-dict",
-            fix="save model.state_dict()",
+            fix="save the weights with torch.save(model.state_dict(), path)",
         )
     return state
 
 
 class _Safetensors(Mapping[str, Tensor]):
-    """Tensors of several files, of which one is open at a time, because mapped pages count as host memory."""
+    """Tensors of several safetensors files; one file is open at a time, because mapped pages count as host memory."""
 
     def __init__(self, files: list[Path]) -> None:
         self._paths: dict[str, Path] = {}
@@ -257,5 +256,5 @@ def _unreadable(path: Path, error: Exception) -> JobError:
     return JobError(
         f"Job.weights {path} cannot be read ({reason})",
         code="model.weights-unreadable",
-        fix="use a state dict of this model",
+        fix="set Job(weights=...) to a state dict of this model",
     )

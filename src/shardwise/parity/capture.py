@@ -1,4 +1,4 @@
-"""Recording of a training for comparison: digests of rows, fingerprints of shards, and full tensors."""
+"""Records a training for comparison: digests of rows, fingerprints of shards, and full tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 Print = tuple[float, float]
-"""Projection of a tensor on a fixed pattern, and its norm; different tensors almost never have the same fingerprint."""
+"""Fingerprint of a tensor: its projection on a fixed pattern, and its norm. Fingerprints almost never collide."""
 
 _PATTERN = 97
 
@@ -56,7 +56,7 @@ def fingerprint(value: Tensor) -> Print:
 
 
 def pieces(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the local shard of each tensor; ranks with the same shard use the same key."""
+    """Return the local shard of each tensor, by a key that is equal on all ranks with the same shard."""
     parts = {}
     for name, tensor in named:
         if isinstance(tensor, DTensor):
@@ -72,15 +72,15 @@ def _shard_coordinate(tensor: DTensor) -> str:
     coordinate: Sequence[int] = mesh.get_coordinate() or ()
     names = mesh.mesh_dim_names or [str(number) for number in range(mesh.ndim)]
     parts = [
-        f"{name} {place}"
-        for name, place, placement in zip(names, coordinate, tensor.placements, strict=True)
+        f"{name} {index}"
+        for name, index, placement in zip(names, coordinate, tensor.placements, strict=True)
         if not placement.is_replicate()
     ]
     return f" [{', '.join(parts)}]" if parts else ""
 
 
 def row_digests(batch: StepBatch) -> list[str]:
-    """Return a digest of every row of a step, without padding, in order."""
+    """Return a digest of every row of a step, in order and without padding rows."""
     return [
         digest
         for each in batch.micro_batches
@@ -89,7 +89,7 @@ def row_digests(batch: StepBatch) -> list[str]:
 
 
 def digest_rows(batch: Any, rows: int, marks: RowMarks) -> list[str]:
-    """Return a digest of each of the first `rows` rows of a batch; `marks` are the tensors that contain rows."""
+    """Return a digest of each of the first `rows` rows of a batch; `marks` selects the tensors that contain rows."""
     parts = [tensor for tensor, marked in zip(tensors(batch), marks, strict=True) if marked]
     return [digest_tensors(part[row] for part in parts) for row in range(rows)]
 
@@ -106,7 +106,7 @@ Prints = dict[str, Print]
 
 
 class Traced(msgspec.Struct, kw_only=True):
-    """The recording of one rank; full tensors are in the files of `grads_file`, `values_file` and `local_file`."""
+    """The recording of a training on one rank; `grads_file`, `values_file` and `local_file` contain full tensors."""
 
     rank: int
     losses: list[float] = msgspec.field(default_factory=list)
@@ -119,13 +119,13 @@ class Traced(msgspec.Struct, kw_only=True):
     parameters: list[Prints] = msgspec.field(default_factory=list)
     """Fingerprints of this rank's parameter shards before the first step and after each step."""
     buffers: Prints = msgspec.field(default_factory=dict)
-    """Fingerprints after the last step."""
+    """Fingerprints of this rank's buffers after the last step."""
     evaluation: dict[str, float] = msgspec.field(default_factory=dict)
     """Loss and metrics over the test split after the last step; empty without an evaluation."""
     num_parameters: int = 0
     """Number of parameter elements on this rank."""
     optimized: int = 0
-    """Number of elements for which the optimizer of this rank has states."""
+    """Number of parameter elements in the optimizer of this rank."""
     has_batch_norm: bool = False
     loss_dtype: str = ""
     silenced: bool = False
@@ -133,9 +133,9 @@ class Traced(msgspec.Struct, kw_only=True):
     draws_random: bool = False
     """Whether a step advanced the random generator although dropout is off."""
     drawn_by: str = ""
-    """The first module that did so in the first step; recorded for the plain PyTorch reference only."""
+    """The first module that sampled random numbers in the first step; recorded only in the plain PyTorch reference."""
     remarks: list[str] = msgspec.field(default_factory=list)
-    """Remarks about the job's loss; recorded for the plain PyTorch reference only."""
+    """Remarks about the job's loss; recorded only in the plain PyTorch reference."""
     longest_s: float = 0.0
     """Longest time between two progress marks of the training, in seconds."""
     imported: list[str] = msgspec.field(default_factory=list)
@@ -143,7 +143,7 @@ class Traced(msgspec.Struct, kw_only=True):
 
 
 def values_file(folder: Path, step: int) -> Path:
-    """Return the file of full parameters and buffers before `step`; the number of steps means after the last step."""
+    """Return the file of the full parameters and buffers after `step` completed steps."""
     return folder / f"values-{step}.pt"
 
 
@@ -153,7 +153,7 @@ def grads_file(folder: Path, step: int) -> Path:
 
 
 def local_file(folder: Path, rank: int) -> Path:
-    """Return the file of the gradient shards and micro-batches of a rank in the step that is examined in detail."""
+    """Return the file of a rank's gradient shards and micro-batches in the step that is examined in detail."""
     return folder / f"local-{rank}.pt"
 
 
@@ -174,13 +174,13 @@ def trace(
     job is trained in plain PyTorch in one process, in the precision of `plan`. A rank without progress for longer than
     `limit` exits.
     """
-    there = set(sys.modules)
+    before = set(sys.modules)
     build = PlainTraining if plain else build_step
     pulse = Pulse()
     double = true_double() if plan.precision.compute == "fp64" else nullcontext()
     with double, watched(pulse, limit, world.rank, folder):
         seen = _train(world, preparation, plan, folder, variant, close_up, build, pulse)
-    return msgspec.structs.replace(seen, longest_s=pulse.longest_s, imported=sorted(set(sys.modules) - there))
+    return msgspec.structs.replace(seen, longest_s=pulse.longest_s, imported=sorted(set(sys.modules) - before))
 
 
 def _train(  # noqa: PLR0917 - positions of one private caller
@@ -211,7 +211,7 @@ def _train(  # noqa: PLR0917 - positions of one private caller
 
 
 def _evaluate(job: Job, plan: Plan, step: Step | PlainTraining) -> dict[str, float]:
-    """Return loss and metrics over the test split. Communicates over the world; call on every rank."""
+    """Return the loss and the metrics over the test split. Communicates over the world; call on every rank."""
     dataset = dataset_of(job, "test")
     if dataset is None or isinstance(dataset, IterableDataset) or not engine_named(plan.engine).has_plain_reference:
         return {}
@@ -221,7 +221,7 @@ def _evaluate(job: Job, plan: Plan, step: Step | PlainTraining) -> dict[str, flo
 
 
 class _TrainingWatch:
-    """Records a training."""
+    """Records the rows, gradients, parameters and results of each step of a training."""
 
     def __init__(
         self, world: World, step: Step | PlainTraining, folder: Path, close_up: int | None, pulse: Pulse
@@ -246,7 +246,7 @@ class _TrainingWatch:
 
     def before(self, batch: StepBatch) -> None:
         """Record the rows of a batch."""
-        self._pulse.begin(batch.samples)  # a partial step may have other shapes than a full one
+        self._pulse.begin(batch.samples)  # a partial step may have different shapes than a full step
         self._batch = batch
         self.seen.rows.append(row_digests(batch))
         self._streams = self._step.random_state()
@@ -277,7 +277,7 @@ class _TrainingWatch:
         self._pulse.end()
 
     def values(self) -> None:
-        """Record parameters; write full tensors at the start, the end and around the examined step. Communicates."""
+        """Record parameters; write full tensors before the first and examined steps and at the end. Communicates."""
         self._pulse.beat()
         parameters = list(self._step.local_state().values.items())
         self.seen.parameters.append(_prints(parameters))
@@ -294,7 +294,7 @@ class _TrainingWatch:
 
 
 def _watch_draws(step: Step | PlainTraining) -> FirstPass | None:
-    """Return a recorder of the modules that sample in the reference's first step; None for others and keyed masks."""
+    """Return a recorder of the reference's modules that sample random numbers; None for plans and for keyed masks."""
     if not isinstance(step, PlainTraining) or random_of(step.model) is not None:
         return None
     name_modules(step.model, staged=False)

@@ -1,4 +1,4 @@
-"""Causes that are visible in the gradients or parameters of one step, each a pure function of the evidence."""
+"""Causes of a divergence in the gradients or parameters of one step; each is a pure function of the evidence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def no_gradient(evidence: Evidence) -> Finding | None:
-    """Whether parameters that have a gradient in one process have none under the plan."""
+    """Return a finding if parameters that have a gradient in one process have no gradient under the plan."""
     missing = [name for name in evidence.expected_gradients if name not in evidence.gradients]
     if not missing:
         return None
@@ -40,37 +40,37 @@ def no_gradient(evidence: Evidence) -> Finding | None:
 
 
 def state_between_passes(evidence: Evidence) -> Finding | None:
-    """Whether the model changes with every forward pass, and the plan runs more forward passes than one process."""
+    """Return a finding if every forward pass changes the model, and the plan runs more of them than one process."""
     has_more = evidence.micro_batches > 1 or evidence.plan.layout.pp > 1
     if not has_more or evidence.repeat_gap <= max(SAME, evidence.tolerance):
         return None
     return Finding(
         cause="state between forward passes",
-        evidence=f"the gradient of one micro-batch of step {evidence.nth} is {evidence.repeat_gap:.1e} apart when the"
-        " model runs it again: it counts forward passes, or keeps something from one to the next, and"
+        evidence=f"the gradient of a micro-batch of step {evidence.nth} changes by {evidence.repeat_gap:.1e} when the"
+        " model runs it again: the model counts forward passes or keeps state between them, and"
         f" {evidence.plan.layout} runs {evidence.micro_batches} micro-batches a step where one process runs 1",
         step=evidence.step,
     )
 
 
 def depends_on_grouping(evidence: Evidence) -> Finding | None:
-    """Whether the gradient is exactly the sum over the micro-batches, but the job's loss is not such a sum."""
+    """Return a finding if the gradient is exactly the sum over micro-batches, but the job's loss is not such a sum."""
     cells = [cell for cell in evidence.all_cells if cell.count]
     if len(cells) < 2 or not evidence.is_explained_by(mean_gradient(cells)):
         return None
-    counts = f"the gradient of step {evidence.nth} is exactly that of {len(cells)} micro-batches, summed and divided"
-    cause, why = "loss over the whole batch", "".join(evidence.expected.remarks[:1])
-    if not why:
+    counts = f"the gradient of step {evidence.nth} is exactly the sum over {len(cells)} micro-batches divided by"
+    cause, reason = "loss over the whole batch", "".join(evidence.expected.remarks[:1])
+    if not reason:
         cause = "model or loss over the whole batch"
-        why = (
-            "one process with all rows in one has another: what the model or the loss computes for a row depends on the"
-            " other rows of its micro-batch (minibatch statistics, prototypes, contrastive terms)"
+        reason = (
+            "it differs from that of one process with all rows in one micro-batch: the output or loss of a row depends"
+            " on the other rows of its micro-batch (minibatch statistics, prototypes, contrastive terms)"
         )
-    return Finding(cause=cause, evidence=f"{counts} by their count, and {why}", step=evidence.step)
+    return Finding(cause=cause, evidence=f"{counts} their count, and {reason}", step=evidence.step)
 
 
 def missing_all_reduce(evidence: Evidence) -> Finding | None:
-    """Whether ranks kept their local gradients of a parameter, whose sum is correct."""
+    """Return a finding if ranks have different gradients of a parameter that are correct only when reduced."""
     split = evidence.split
     if not split or len(split) < len(evidence.off):
         return None
@@ -84,7 +84,7 @@ def missing_all_reduce(evidence: Evidence) -> Finding | None:
     return Finding(
         cause="missing all-reduce",
         evidence=f"the gradient of {'every parameter' if every else ', '.join(split)} in step {evidence.nth} differs"
-        " by rank, and only the ranks together have that of one process",
+        " between ranks, and only the sum or mean over ranks equals that of one process",
         parameter=split[0],
         step=evidence.step,
         ranks=tuple(range(len(evidence.locals))),
@@ -92,7 +92,7 @@ def missing_all_reduce(evidence: Evidence) -> Finding | None:
 
 
 def double_scaling(evidence: Evidence) -> Finding | None:
-    """Whether all gradients are wrong by the same factor."""
+    """Return a finding if all gradients are wrong by the same factor."""
     found, wanted = evidence.gradients, evidence.expected_gradients
     if not evidence.off or found.keys() != wanted.keys():
         return None
@@ -113,13 +113,13 @@ def double_scaling(evidence: Evidence) -> Finding | None:
     text = f"every gradient of step {evidence.nth} is {factor:.6g} times that of one process"
     for meaning, value in known.items():
         if value > 1 and abs(max(factor, 1 / factor) / value - 1) < 1e-6:
-            text += f" ({meaning})" if factor > 1 else f" ({meaning}, divided by)"
+            text += f" ({meaning})" if factor > 1 else f" (divided by {meaning})"
             break
     return Finding(cause="double loss scaling", evidence=text, step=evidence.step)
 
 
 def mean_of_means(evidence: Evidence) -> Finding | None:
-    """Whether means over different counts were averaged without weights."""
+    """Return a finding if the gradient is an unweighted average of means over different counts."""
     by_rank: list[list[Cell]] = []
     by_number: dict[int, list[Cell]] = {}
     for row in evidence.cells:
@@ -132,22 +132,22 @@ def mean_of_means(evidence: Evidence) -> Finding | None:
         "micro-batches": list(by_number.values()),
         "micro-batches of all ranks": [[cell] for cell in evidence.all_cells if cell.count],
     }
-    for what, groups in groupings.items():
+    for label, groups in groupings.items():
         counts = [sum(cell.count for cell in group) for group in groups]
-        if len(set(counts)) < 2:  # the plain average of equal counts is the mean over all
+        if len(set(counts)) < 2:  # the unweighted average of means over equal counts is the overall mean
             continue
         if evidence.is_explained_by(plain_average([mean_gradient(group) for group in groups])):
             return Finding(
                 cause="mean of means",
-                evidence=f"the gradient of step {evidence.nth} is the plain average over {what}, whose counts differ"
-                f" ({', '.join(f'{count:g}' for count in counts)})",
+                evidence=f"the gradient of step {evidence.nth} is the unweighted average over {label}, whose counts"
+                f" differ ({', '.join(f'{count:g}' for count in counts)})",
                 step=evidence.step,
             )
     return None
 
 
 def skipped_micro_batch(evidence: Evidence) -> Finding | None:
-    """Whether the gradient equals that of a step without the last micro-batch."""
+    """Return a finding if the gradient equals that of a step without the last micro-batch."""
     if not evidence.cells or min(map(len, evidence.cells)) < 2:
         return None
     without = [cell for row in evidence.cells for cell in row[:-1]]
@@ -155,13 +155,13 @@ def skipped_micro_batch(evidence: Evidence) -> Finding | None:
     kept = sum(cell.count for cell in without)
     for divisor in {total, kept} - {0}:
         if evidence.is_explained_by({name: value / divisor for name, value in total_gradient(without).items()}):
-            text = f"the gradient is that of the step without the last {total - kept:g} of {total:g} counted"
+            text = f"the gradient is that of the step without the last {total - kept:g} of {total:g} counted elements"
             return skipped_last(evidence, evidence.step, text)
     return None
 
 
 def wrong_tied_shard(evidence: Evidence) -> Finding | None:
-    """Whether the contribution of one module to a tied gradient was added to the shard of another rank."""
+    """Return a finding if the contribution of one module to a tied gradient was added to the shard of another rank."""
     if len(evidence.off) != 1:
         return None
     (name,) = evidence.off
@@ -173,7 +173,7 @@ def wrong_tied_shard(evidence: Evidence) -> Finding | None:
     )
     if places is None:
         return None
-    return wrong_shard(evidence, name, f"the pieces of its gradient hold {places}", evidence.step)
+    return wrong_shard(evidence, name, f"its gradient has {places}", evidence.step)
 
 
 def skipped_last(evidence: Evidence, step: int, text: str) -> Finding:
@@ -194,11 +194,11 @@ def wrong_shard(evidence: Evidence, name: str, text: str, step: int | None) -> F
     )
 
 
-# Causes that are visible in some parameters of a step, each a pure function of the evidence.
+# Causes of a divergence in some parameters of a step; each is a pure function of the evidence.
 
 
 _LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""Lower precisions, the least precise first: every bf16 value is representable in fp32 as well."""
+"""Lower precisions, the least precise first, because every bf16 value is also representable in fp32."""
 _MOST_BY_CHANCE = 0.05
 """Fraction of a correct gradient's nonzero elements that may be representable in a lower precision by chance."""
 
@@ -206,7 +206,7 @@ _MOST_ROUNDED_ALIKE = 0.95
 
 
 def rounded_gradients(evidence: Evidence) -> Finding | None:
-    """Whether gradients were reduced or communicated in a lower precision than they were computed in."""
+    """Return a finding if gradients were reduced or communicated in a lower precision than they were computed in."""
     off = [name for name in evidence.off if name in evidence.gradients and name in evidence.expected_gradients]
     found = _flat(evidence.gradients, off)
     wanted = _flat(evidence.expected_gradients, off)
@@ -215,14 +215,14 @@ def rounded_gradients(evidence: Evidence) -> Finding | None:
             continue
         was_summed = _representable(found, dtype) == 1 and _representable(wanted, dtype) < _MOST_BY_CHANCE
         if was_summed:
-            evident = f"every element is representable in {precision}, unlike in one process"
+            reason = f"every element is representable in {precision}, unlike in one process"
         elif _is_sum_of_rounded(evidence, off, found, dtype):
-            evident = f"they are sums of the gradients of data-parallel ranks, each rounded to {precision}"
+            reason = f"they are sums of the gradients of data-parallel ranks, each rounded to {precision}"
         else:
             continue
         return Finding(
             cause="gradients in lower precision",
-            evidence=f"{len(off)} gradients of step {evidence.nth} differ by rounding to {precision}: {evident}",
+            evidence=f"{len(off)} gradients of step {evidence.nth} differ by rounding to {precision}: {reason}",
             parameter=off[0],
             step=evidence.step,
         )
@@ -230,7 +230,7 @@ def rounded_gradients(evidence: Evidence) -> Finding | None:
 
 
 def scaled_parameters(evidence: Evidence) -> Finding | None:
-    """Whether the gradients of some parameters are wrong by a common factor, while all others are correct."""
+    """Return a finding if some gradients are wrong by a common factor and all others are correct."""
     off = evidence.off
     if not off or len(off) == len(evidence.expected_gradients) or evidence.split:
         return None
@@ -253,7 +253,7 @@ def scaled_parameters(evidence: Evidence) -> Finding | None:
 
 
 def repeated_bias(evidence: Evidence) -> Finding | None:
-    """Whether each tensor-parallel rank added the bias, so that the sum contains it several times."""
+    """Return a finding if each tensor-parallel rank added the bias, so that the sum contains it several times."""
     for times, gradients in evidence.repeated_bias.items():
         names = [name for name in gradients if name in evidence.gradients]
         found = _flat(evidence.gradients, names)
@@ -264,14 +264,14 @@ def repeated_bias(evidence: Evidence) -> Finding | None:
         return Finding(
             cause="bias added several times",
             evidence=f"the gradient of step {evidence.nth} is that of one process in which row-parallel modules add"
-            f" their bias {times} times: it belongs after the sum over tensor-parallel ranks",
+            f" their bias {times} times: add the bias once, after the all-reduce over tensor-parallel ranks",
             step=evidence.step,
         )
     return None
 
 
 def wrong_positions(evidence: Evidence) -> Finding | None:
-    """Whether context-parallel ranks count the positions of tokens from the start of their shard of the sequence."""
+    """Return a finding if each context-parallel rank counts positions from the start of its shard of the sequence."""
     if not evidence.restarted_positions or not evidence.is_explained_by(evidence.restarted_positions):
         return None
     degree = evidence.plan.layout.cp
@@ -285,7 +285,7 @@ def wrong_positions(evidence: Evidence) -> Finding | None:
 
 
 def lost_use(evidence: Evidence) -> Finding | None:
-    """Whether only some of the modules that share a parameter contributed to its gradient."""
+    """Return a finding if only some of the modules that share a parameter contributed to its gradient."""
     for name, others in evidence.tied.items():
         found, uses = evidence.gradients.get(name), evidence.uses.get(name, ())
         if found is None or name not in evidence.off:
@@ -302,7 +302,7 @@ def lost_use(evidence: Evidence) -> Finding | None:
 
 
 def local_buffers(evidence: Evidence) -> Finding | None:
-    """Whether ranks have different buffers that the forward pass reads, so that their models differ."""
+    """Return a finding if a buffer that the forward pass reads differs between ranks."""
     if evidence.step == 0 or not evidence.expected.buffers:
         return None
     prints = [each.buffers for each in evidence.traced]
@@ -313,7 +313,7 @@ def local_buffers(evidence: Evidence) -> Finding | None:
             return Finding(
                 cause="local buffers",
                 evidence=f"buffer {apart[0]} differs between ranks {one} and {other}, the parameters before step"
-                f" {evidence.nth} agree, and {evidence.first} is the first value to differ: the forward pass reads it",
+                f" {evidence.nth} agree, and {evidence.first} diverges first: the forward pass reads this buffer",
                 parameter=apart[0],
                 step=evidence.step,
                 ranks=(one, other),
@@ -322,7 +322,7 @@ def local_buffers(evidence: Evidence) -> Finding | None:
 
 
 def _is_sum_of_rounded(evidence: Evidence, names: Sequence[str], found: Tensor, dtype: torch.dtype) -> bool:
-    """Whether gradients are sums of individually rounded local gradients, except for ties in the last bit of fp64."""
+    """Return whether gradients are sums of individually rounded local gradients, up to ties in the last bit of fp64."""
     count = sum(cell.count for cell in evidence.all_cells)
     if not count or any(not cell.gradients.keys() >= set(names) for cell in evidence.all_cells):
         return False
@@ -339,7 +339,7 @@ def _untied(evidence: Evidence, name: str, text: str) -> Finding:
 
 
 def _sums_up_some(found: Tensor, uses: Sequence[Tensor], tolerance: float) -> bool:
-    """Return True if a gradient equals the sum over some, but not all, modules that use the parameter."""
+    """Return whether a gradient equals the sum over some, but not all, modules that use the parameter."""
     for count in range(1, len(uses)):
         for chosen in combinations(uses, count):
             if relative_gaps({"": torch.stack(chosen).sum(0)}, {"": found})[""] <= tolerance:

@@ -1,4 +1,4 @@
-"""Comparison of two trainings: all values in the order of training, and the first that differ."""
+"""Comparison of two trainings: all values in the order of training, and the first values that differ."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 EXACT = 1e-9
 """Largest relative difference in fp64. Rounding causes about 1e-13, real differences about 1e-3."""
 NOISE = 4.0
-"""Number of noise floors by which fp32 may differ, because a floor is the maximum of a few trials only."""
+"""Largest difference in fp32, in noise floors; a floor is the maximum of only a few trials."""
 SMALL = 1e-3
 """Tensors smaller than this fraction of the largest tensor are compared relative to the largest. A gradient that is
-zero except for rounding, such as that of the bias of attention keys, has no scale."""
+zero except for rounding, such as that of the bias of attention keys, has no scale of its own."""
 KINDS: tuple[Kind, ...] = (
     "initial value",
     "loss",
@@ -42,13 +42,13 @@ KINDS: tuple[Kind, ...] = (
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest gaps that count as equal, and the elements of parameters that are compared."""
+    """The largest relative differences (gaps) that count as equal, and the parameter elements that are compared."""
 
     kinds: dict[Kind, float]
     buffers: dict[str, float] = {}
     """Limits of individual buffers that depend on ill-conditioned parameters, such as the running mean after a bias."""
     compared: Path | None = None
-    """File with a mask for every parameter of which only some elements are compared; None if all are compared."""
+    """File of masks for the parameters of which only some elements are compared; None if all are compared."""
     left_out: int = 0
     """Number of parameter elements that the masks exclude."""
     elements: int = 0
@@ -57,17 +57,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Noise of the gradients of the first step, before the optimizer amplifies it."""
 
     def of(self, kind: Kind, name: str = "") -> float:
-        """Return the limit of a kind of value, or of a buffer by name."""
+        """Return the limit for a kind of value; a buffer may have its own limit by name."""
         limit = self.kinds[kind]
         return max(limit, self.buffers.get(name, 0.0)) if kind == "buffer" else limit
 
     def masks(self) -> dict[str, Tensor]:
-        """Return parameter name -> mask of the compared elements; parameters without a mask are compared in full."""
+        """Return masks of the compared elements by parameter; parameters without a mask are compared in full."""
         return {} if self.compared is None else load_tensors(self.compared)
 
 
 def strict_limits() -> Limits:
-    """Return the fp64 limits of a job that does not amplify rounding errors."""
+    """Return the fp64 limits for jobs that do not amplify rounding errors."""
     return Limits(kinds=dict.fromkeys(KINDS, EXACT))
 
 
@@ -85,7 +85,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(record: Record, expected: Record, limits: Limits) -> Comparison:
-    """Compare the ranks of a plan with one process; reads full tensors from both folders."""
+    """Compare a training under a plan with training in one process; reads full tensors from both folders."""
     worst: Gap | None = None
     first: list[Gap] = []
     largest: dict[Kind, float] = {}
@@ -104,7 +104,7 @@ def compare(record: Record, expected: Record, limits: Limits) -> Comparison:
 
 
 def losses_of(traced: Sequence[Traced], layout: Layout) -> list[float]:
-    """Return the mean loss of every step, from the ranks that report it."""
+    """Return the mean loss of every step, summed over the ranks that report a share of it."""
     shares = [each.losses for each in traced if layout.reports_loss(each.rank)]
     return [sum(step) for step in zip(*shares, strict=True)]
 
@@ -141,10 +141,10 @@ def _moments(record: Record, reference: Record, limits: Limits) -> Iterator[list
 
 
 def evaluation_gaps(observed: Sequence[Traced], expected: Traced, limits: Mapping[Kind, float]) -> list[Gap]:
-    """Return the gaps between the evaluation of each rank after the last step and that of one process.
+    """Return the gaps between the final evaluation of each rank and that of one process.
 
     The loss is of kind "evaluation", the metrics of the job are of kind "metric". A kind without a limit is not
-    compared. A metric may be NaN, which equals NaN here.
+    compared. Two metrics that are both NaN count as equal.
     """
     gaps = []
     for name, wanted in expected.evaluation.items():
@@ -159,7 +159,7 @@ def evaluation_gaps(observed: Sequence[Traced], expected: Traced, limits: Mappin
 
 
 def load_tensors(path: Path, *, weights_only: bool = True) -> Any:
-    """Load a file of a recorded training; the file of a rank also contains batches, which may be of any class."""
+    """Load a file of a recorded training; a `local_file` contains batches of any class, so needs weights_only=False."""
     return torch.load(path, weights_only=weights_only, mmap=True)
 
 
@@ -178,9 +178,9 @@ def all_values(folder: Path, step: int) -> dict[str, Tensor]:
 def relative_gaps(
     observed: Mapping[str, Tensor], expected: Mapping[str, Tensor], compared: Mapping[str, Tensor] | None = None
 ) -> dict[str, float]:
-    """Return name -> largest difference over largest value; infinite if a side lacks the tensor or is NaN.
+    """Return largest difference / largest value by name; infinite if a tensor is missing on one side or has NaN.
 
-    `compared` are masks of the elements that are compared; a tensor without a mask is compared in full.
+    `compared` contains masks of the elements to compare; a tensor without a mask is compared in full.
     """
     compared = compared or {}
     overall = max((_top(value) for value in expected.values()), default=0.0)
@@ -212,7 +212,7 @@ def ratio(difference: float, scale: float) -> float:
 
 
 def relative(found: float, wanted: float) -> float:
-    """Return the relative difference of two values; infinite if only one of them is a number."""
+    """Return the relative difference of two values: infinite if exactly one is NaN, 0 if both are."""
     if math.isnan(found) or math.isnan(wanted):
         return 0.0 if math.isnan(found) and math.isnan(wanted) else math.inf
     if not wanted:
@@ -260,7 +260,7 @@ def _number_gap(  # noqa: PLR0917 - positions of private callers
     limits: Limits,
     between: str = "the plan and one process",
 ) -> Gap:
-    assert observed is not None  # noqa: S101 - callers pass over what was not measured
+    assert observed is not None  # noqa: S101 - callers pass only measured values
     assert expected is not None  # noqa: S101
     apart = ratio(abs(observed - expected), abs(expected))
     return Gap(kind=kind, name="", step=step, relative=apart, limit=limits.of(kind), between=between)

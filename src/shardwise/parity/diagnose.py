@@ -1,4 +1,4 @@
-"""Diagnosis of a divergence: hypotheses in the order of training, each a pure function of the evidence."""
+"""Diagnosis of a divergence: hypotheses in the order of training; each is a pure function of the evidence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardwise.parity.causes import (
 )
 from shardwise.parity.compare import SMALL, ratio, relative, relative_gaps
 from shardwise.parity.evidence import misplaced_pieces
-from shardwise.parity.spec import KEYED, Finding
+from shardwise.parity.spec import KEYED, RANDOM, UNKNOWN, Finding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
-    """Return the cause, or a finding that no known cause explains the evidence."""
+    """Return a finding with the first cause that explains the evidence, or with an unknown cause."""
     for hypothesis in HYPOTHESES:
         finding = hypothesis(evidence)
         if finding is not None:
@@ -47,7 +47,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
 
 
 def other_initial_weights(evidence: Evidence) -> Finding | None:
-    """Whether the plan and one process, or two ranks, started with different values."""
+    """Return a finding if the initial values differ between the plan and one process, or between ranks."""
     first = evidence.first
     if first.kind != "initial value":
         return None
@@ -55,7 +55,7 @@ def other_initial_weights(evidence: Evidence) -> Finding | None:
     if name in evidence.start and name in evidence.expected_start:
         places = misplaced_pieces(evidence.start[name], evidence.expected_start[name], evidence.degrees)
         if places is not None:
-            return wrong_shard(evidence, name, f"its initial pieces hold {places}", None)
+            return wrong_shard(evidence, name, f"its initial value has {places}", None)
     return Finding(
         cause="other initial weights",
         evidence=f"{len(evidence.comparison.deviating)} tensors differ between {first.between}, {name} most",
@@ -65,7 +65,7 @@ def other_initial_weights(evidence: Evidence) -> Finding | None:
 
 
 def other_batches(evidence: Evidence) -> Finding | None:
-    """Whether the ranks together read different rows than one process."""
+    """Return a finding if the data-parallel ranks together read different rows than one process."""
     layout = evidence.plan.layout
     for step, wanted in enumerate(evidence.expected.rows[: evidence.step + 1]):
         by_dp_rank: dict[int, list[str]] = {}
@@ -79,13 +79,13 @@ def other_batches(evidence: Evidence) -> Finding | None:
         if not (missing or extra or odd):
             continue
         if missing and not extra and evidence.micro_batches < evidence.plan.accumulation:
-            return skipped_last(evidence, step, f"{missing.total()} rows of step {step + 1} were given to no rank")
+            return skipped_last(evidence, step, f"{missing.total()} rows of step {step + 1} were read by no rank")
         ranks = odd or [each.rank for each in evidence.traced if extra.keys() & set(each.rows[step])]
         return Finding(
             cause="other batches",
             evidence=f"of {len(wanted)} rows of step {step + 1}, {missing.total()} were read by no rank,"
             f" {extra.total()} rows were read that one process did not read"
-            + (f", and ranks {odd} read other rows than their peers" if odd else ""),
+            + (f", and ranks {odd} read different rows than their model-parallel peers" if odd else ""),
             step=step,
             ranks=tuple(ranks),
         )
@@ -93,21 +93,21 @@ def other_batches(evidence: Evidence) -> Finding | None:
 
 
 def not_finite(evidence: Evidence) -> Finding | None:
-    """Whether one process itself has non-finite values, which nothing equals."""
+    """Return a finding if one process also has non-finite gradients, which cannot be compared."""
     bad = [name for name, gradient in evidence.expected_gradients.items() if not bool(gradient.isfinite().all())]
     if not bad:
         return None
     return Finding(
         cause="not finite in one process",
-        evidence=f"the gradient of {bad[0]} in step {evidence.nth} is not finite in one process either, so there is"
-        " nothing to compare with",
+        evidence=f"the gradient of {bad[0]} in step {evidence.nth} is not finite in one process either, so it cannot"
+        " be compared",
         parameter=bad[0],
         step=evidence.step,
     )
 
 
 def non_deterministic(evidence: Evidence) -> Finding | None:
-    """Whether a second run of the same plan had different results."""
+    """Return a finding if a second run of the same plan has different gradients."""
     first = evidence.first
     for step in range(evidence.step + 1):
         for one, other in zip(evidence.traced, evidence.again, strict=True):
@@ -116,8 +116,8 @@ def non_deterministic(evidence: Evidence) -> Finding | None:
             if gaps[name] > 0.1 * min(first.relative, 1.0):
                 return Finding(
                     cause="non-deterministic operation",
-                    evidence=f"gradient {name} of step {step + 1} on rank {one.rank} is {gaps[name]:.1e} apart between"
-                    " two runs of the same plan",
+                    evidence=f"gradient {name} of step {step + 1} on rank {one.rank} differs by {gaps[name]:.1e}"
+                    " between two runs of the same plan",
                     parameter=name,
                     step=step,
                     ranks=(one.rank,),
@@ -126,7 +126,7 @@ def non_deterministic(evidence: Evidence) -> Finding | None:
 
 
 def unsynced_clipping(evidence: Evidence) -> Finding | None:
-    """Whether gradients agree but the norm for clipping does not."""
+    """Return a finding if gradients agree but the gradient norm for clipping does not."""
     first = evidence.first
     if first.kind != "gradient norm" or first.step is None:
         return None
@@ -156,7 +156,7 @@ def unsynced_clipping(evidence: Evidence) -> Finding | None:
 
 
 def stale_buffers(evidence: Evidence) -> Finding | None:
-    """Whether all parameters agree but buffers do not."""
+    """Return a finding if all parameters agree but buffers do not."""
     first = evidence.first
     if first.kind != "buffer":
         return None
@@ -176,7 +176,7 @@ def stale_buffers(evidence: Evidence) -> Finding | None:
 
 
 def _counts_passes(evidence: Evidence, name: str) -> str:
-    """Return evidence that a buffer changed once per micro-batch instead of once per step, or ""."""
+    """Return evidence that a buffer changed once per micro-batch instead of once per step; empty if it did not."""
     times, key = evidence.micro_batches, name.partition(" [")[0]
     start = fingerprint(evidence.expected_start[key])[0] if key in evidence.expected_start else 0.0
     wanted = evidence.expected.buffers.get(key, (0.0, 0.0))[0] - start
@@ -185,12 +185,12 @@ def _counts_passes(evidence: Evidence, name: str) -> str:
         return ""
     return (
         f"buffer {key} grew {times} times as much as in one process, and {evidence.plan.layout} runs {times}"
-        " micro-batches a step: it counts forward passes"
+        " micro-batches a step: the buffer counts forward passes"
     )
 
 
 def wrong_evaluation(evidence: Evidence) -> Finding | None:
-    """Whether training agrees but the evaluation after it does not."""
+    """Return a finding if training agrees but the final evaluation does not."""
     first = evidence.first
     if first.kind not in {"evaluation", "metric"}:
         return None
@@ -200,13 +200,13 @@ def wrong_evaluation(evidence: Evidence) -> Finding | None:
     return Finding(
         cause="wrong evaluation",
         evidence=f"parameters and buffers agree to the end, but the {first.name} over the test split is"
-        f" {found[ranks[0]]:.6g} on rank {ranks[0]}, and {wanted:.6g} in one process",
+        f" {found[ranks[0]]:.6g} on rank {ranks[0]}, but {wanted:.6g} in one process",
         ranks=ranks,
     )
 
 
 def wrong_update(evidence: Evidence) -> Finding | None:
-    """Whether gradients agree but the updated weights do not."""
+    """Return a finding if gradients agree but the updated weights do not."""
     first = evidence.first
     if first.kind == "parameter":
         step, name, gap = evidence.step, first.name, first.relative
@@ -218,7 +218,7 @@ def wrong_update(evidence: Evidence) -> Finding | None:
             return None
     return Finding(
         cause="different updates",
-        evidence=f"the gradients of step {step + 1} agree, but the weights after it do not: {name} is {gap:.1e} apart"
+        evidence=f"the gradients of step {step + 1} agree, but the weights after it do not: {name} differs by {gap:.1e}"
         f" between {first.between}",
         parameter=name,
         step=step,
@@ -226,26 +226,26 @@ def wrong_update(evidence: Evidence) -> Finding | None:
 
 
 def random_numbers(evidence: Evidence) -> Finding | None:
-    """Whether the model samples random numbers although dropout is off."""
+    """Return a finding if the model samples random numbers although dropout is off."""
     drawing = tuple(each.rank for each in evidence.traced if each.draws_random)
     if not drawing:
         return None
     name = evidence.expected.drawn_by or "the model"
     return Finding(
-        cause="random numbers",
-        evidence=f"{name} samples random numbers although every dropout is 0, and ranks sample different ones: {KEYED}",
+        cause=RANDOM,
+        evidence=f"{name} samples random numbers, such as functional dropout, that differ between ranks: {KEYED}",
         ranks=drawing,
     )
 
 
 def lower_precision(evidence: Evidence) -> Finding | None:
-    """Whether the loss of an fp64 model has a lower precision."""
+    """Return a finding if the loss of an fp64 model has a lower precision."""
     dtype = evidence.expected.loss_dtype
     if evidence.plan.precision.compute != "fp64" or dtype in {"", "float64"}:
         return None
     return Finding(
         cause="lower precision inside the model",
-        evidence=f"weights and inputs are fp64, but the loss is {dtype}: compare with --precision fp32",
+        evidence=f"weights and inputs are fp64, but the loss is {dtype}: pass --precision fp32",
     )
 
 
@@ -280,15 +280,15 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
 def _unknown(evidence: Evidence) -> Finding:
     first = evidence.first
     return Finding(
-        cause="unknown cause",
-        evidence=f"initial weights and batches are equal, and a second run had equal results; {first} diverges first",
+        cause=UNKNOWN,
+        evidence=f"initial weights and batches are equal, and a second run has equal results; {first} diverges first",
         parameter=first.name,
         step=first.step,
     )
 
 
 def _print_gaps(one: Prints, other: Prints) -> dict[str, float]:
-    """Return key -> difference of two fingerprints, relative to the larger norm, or to the largest for tiny tensors."""
+    """Return the relative differences of fingerprints by key; tiny tensors are relative to the largest norm."""
     gaps = {}
     overall = max((norm for _, norm in [*one.values(), *other.values()]), default=0.0)
     for key in one.keys() & other.keys():

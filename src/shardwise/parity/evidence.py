@@ -1,4 +1,4 @@
-"""Evidence about a plan that diverged from one process, and arithmetic that is common to all hypotheses."""
+"""Evidence about a plan that diverged from one process, and arithmetic that the hypotheses share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
 
 MATCH = 1e-3
-"""How much closer a gradient must be to that of a hypothesis than to that of one process for a diagnosis."""
+"""Largest ratio of a gradient's distance to a hypothesis and its distance to one process for a diagnosis."""
 SAME = 1e-6
 """Relative difference up to which two gradients are considered the same."""
 
@@ -44,19 +44,19 @@ class Evidence:
     tolerance: float
     """Relative difference up to which gradients are equal."""
     step: int
-    """The step that is examined in detail, in which the two diverged."""
+    """The step, counted from 0, that is examined in detail, in which the plan diverged from one process."""
     traced: Sequence[Traced]
     again: Sequence[Traced]
     """A second run of the same plan."""
     expected: Traced
     start: Tensors
-    """Initial parameters and buffers of the plan, followed by those of one process."""
+    """Initial parameters and buffers of the plan; `expected_start` are those of one process."""
     expected_start: Tensors
     before: Tensors
-    """Parameters before `step` of the plan, followed by those of one process."""
+    """Parameters of the plan before `step`; `expected_before` are those of one process."""
     expected_before: Tensors
     gradients: Tensors
-    """Full gradients of `step` of the plan, followed by those of one process."""
+    """Full gradients of the plan in `step`; `expected_gradients` are those of one process."""
     expected_gradients: Tensors
     locals: Sequence[Tensors]
     """Gradient shards of each rank in `step`."""
@@ -67,7 +67,7 @@ class Evidence:
     repeat_gap: float = 0.0
     """Relative difference of the gradients of a micro-batch when the model repeats it with the same random numbers."""
     repeated_bias: Mapping[int, Tensors] = field(default_factory=dict)
-    """Number of times -> gradient of one process in which row-parallel modules add their bias that often."""
+    """Number of times -> gradient of one process in which row-parallel modules add their bias that many times."""
     restarted_positions: Tensors = field(default_factory=dict)
     """Gradient of one process in which positions restart in each shard of a sequence; empty without context
     parallelism."""
@@ -78,13 +78,13 @@ class Evidence:
 
     @property
     def nth(self) -> int:
-        """The number of `step` counted from 1, as people see it."""
+        """The number of `step` counted from 1, for messages."""
         return self.step + 1
 
     @property
     def first(self) -> Gap:
         """The first gap beyond its limit, which made the plan fail."""
-        assert self.comparison.first is not None  # noqa: S101 - nothing is investigated without one
+        assert self.comparison.first is not None  # noqa: S101 - only diverged plans are investigated
         return self.comparison.first
 
     @property
@@ -94,7 +94,7 @@ class Evidence:
 
     @property
     def degrees(self) -> list[int]:
-        """Numbers of shards into which the layout may have split a tensor."""
+        """The numbers of shards into which the layout may split a tensor."""
         layout = self.plan.layout
         degrees = {layout.world_size, layout.dp, layout.shard, layout.tp, layout.shard * layout.tp}
         return sorted(degree for degree in degrees if degree > 1)
@@ -116,7 +116,7 @@ class Evidence:
         return list(dict.fromkeys([*(name for name, gap in gaps.items() if gap > self.tolerance), *self.split]))
 
     def is_explained_by(self, hypothesis: Tensors) -> bool:
-        """Whether the plan's gradient equals that of a hypothesis, and is much closer to it than to one process."""
+        """Return whether the plan's gradient equals that of a hypothesis, and is much farther from one process."""
         here = max(relative_gaps(self.gradients, self.expected_gradients).values(), default=0.0)
         there = max(relative_gaps(self.gradients, hypothesis).values(), default=0.0)
         return there < min(MATCH * here, max(SAME, self.tolerance))
@@ -127,7 +127,7 @@ class Evidence:
 
 
 def total_gradient(cells: Sequence[Cell]) -> dict[str, Tensor]:
-    """Return the sum of the gradients of cells."""
+    """Return the sum of the gradients of cells by parameter."""
     return _sum_by_name([cell.gradients for cell in cells])
 
 
@@ -138,7 +138,7 @@ def mean_gradient(cells: Sequence[Cell]) -> dict[str, Tensor]:
 
 
 def plain_average(means: Sequence[Tensors]) -> dict[str, Tensor]:
-    """Return the unweighted average of gradients."""
+    """Return the unweighted average of gradients by parameter."""
     return {name: value / len(means) for name, value in _sum_by_name(means).items()}
 
 
@@ -151,14 +151,14 @@ def _sum_by_name(gradients: Sequence[Tensors]) -> dict[str, Tensor]:
     return {name: torch.stack(some).sum(0) for name, some in values.items()}
 
 
-# Misplaced shards: whether a tensor is another one whose equal shards are in a different order.
+# Misplaced shards: tests whether one tensor is another tensor with its shards in a different order.
 
 
 _CLOSE = 1e-6
 
 
 def misplaced_pieces(found: Tensor, wanted: Tensor, degrees: Sequence[int]) -> str | None:
-    """Return which shards replace which if `found` is `wanted` with its shards permuted; None if it is not."""
+    """Return a description of the permutation if `found` is `wanted` with its shards permuted, else None."""
     if found.shape != wanted.shape:
         return None
     for degree, dim in _splits(wanted, degrees):
@@ -192,7 +192,7 @@ def _splits(value: Tensor, degrees: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _source(place: int, piece: Tensor, pieces: Sequence[Tensor]) -> int | None:
-    """Return the index of the shard at `place`: the correct one if it matches, and never an empty shard."""
+    """Return the index of the shard that equals the piece at `place`, if possible `place` itself; skip zero shards."""
     if _equal(piece, pieces[place]):
         return place
     return next((number for number, each in enumerate(pieces) if each.any() and _equal(piece, each)), None)
@@ -204,4 +204,4 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _moved_text(sources: Sequence[int | None], degree: int, dim: int) -> str:
     moved = [f"{source} at {place}" for place, source in enumerate(sources) if source != place]
-    return f"pieces in the wrong place ({', '.join(moved)} of {degree} along dim {dim})"
+    return f"shards in the wrong order ({', '.join(moved)} of {degree} along dim {dim})"

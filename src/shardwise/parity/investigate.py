@@ -1,4 +1,4 @@
-"""Investigation of a failed plan: run it again with the tensors of every rank, analyze one step, and find the cause."""
+"""Investigates a failed plan: trains again with the tensors of every rank, analyzes one step, and finds the cause."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ class Case:
     plan: Plan
     precision: Exact
     twin: Variant
-    """How one process groups its rows to be comparable with the plan."""
+    """Grouping of rows that makes training in one process comparable with the plan."""
     record: Record
     comparison: Comparison
 
 
 def investigate(runner: ParityRunner, case: Case) -> list[Finding]:
-    """Return the causes of a divergence; trains under the plan and in one process again."""
+    """Return the causes of a divergence; repeats the training under the plan and in one process."""
     step = _step_of(case.comparison, runner.preparation.steps)
     again = runner.run(case.plan, close_up=step)
     expected = runner.one(case.precision, case.twin, close_up=step)
 
     def examine(world: World) -> list[Finding]:
         values = load_tensors(values_file(expected.folder, step))
-        parts = _take_apart(world, runner, case, again.folder, values)
+        parts = _model_data(world, runner, case, again.folder, values)
         return diagnose(
             Evidence(
                 plan=case.plan,
@@ -89,14 +89,14 @@ def investigate(runner: ParityRunner, case: Case) -> list[Finding]:
 
 
 def _step_of(comparison: Comparison, steps: int) -> int:
-    """Return the step to examine: that of the divergence, or the nearest one if it was before or after all steps."""
+    """Return the step to examine: the step of the divergence, or the step nearest to it."""
     first = comparison.first
     if first is None or first.step is None:
         return 0 if first is not None and first.kind == "initial value" else steps - 1
     return first.step
 
 
-def _take_apart(world: World, runner: ParityRunner, case: Case, folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+def _model_data(world: World, runner: ParityRunner, case: Case, folder: Path, values: dict[str, Any]) -> dict[str, Any]:
     """Return the evidence that requires the model, computed with the weights of one process before the step."""
     job = prepare_job(runner.preparation)
     model = unwrap(build_step(job, one_process(runner.batch_size, dtype=case.precision), world).model)
@@ -120,7 +120,7 @@ def _take_apart(world: World, runner: ParityRunner, case: Case, folder: Path, va
 
 
 def _repeated_bias(job: Job, model: nn.Module, by_dp_rank: Any, degree: int) -> dict[int, Any]:
-    """Return the gradient of the step as if row-parallel modules added their bias on every rank."""
+    """Return the gradient of the step as if row-parallel modules added their bias 2 or `degree` times, by number."""
     if degree == 1:
         return {}
     styles = styles_by_name(model, find_rules(model, job.tensor_rules))
@@ -133,11 +133,11 @@ def _repeated_bias(job: Job, model: nn.Module, by_dp_rank: Any, degree: int) -> 
 
 
 _RUNS = 3
-"""Number of runs, sufficient to see changes with every forward pass or every second one."""
+"""Number of runs, sufficient to detect a model that changes with every forward pass or every second forward pass."""
 
 
 def take_apart(job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBatch]]) -> list[list[Cell]]:
-    """Return the contributions of all micro-batches of all data-parallel ranks, with the weights of `model`."""
+    """Return the gradient and count of each micro-batch of each data-parallel rank, with the weights of `model`."""
     return [[_cell(job, model, micro_batch) for micro_batch in micro_batches] for micro_batches in by_dp_rank]
 
 
@@ -177,7 +177,7 @@ def repeat_gap(job: Job, model: nn.Module, micro_batch: MicroBatch) -> float:
 def with_repeated_bias(
     job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBatch]], names: Sequence[str], times: int
 ) -> dict[str, Tensor]:
-    """Return the gradient of the step as if each named module added its bias `times` times, without those biases."""
+    """Return the gradient of the step, without these biases, as if each named module added its bias `times` times."""
     hooks = []
     for name in names:
         module = model.get_submodule(name)
@@ -208,7 +208,7 @@ def with_restarted_positions(
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return parameter name -> its other names, for parameters that several modules share."""
+    """Return the other names of each parameter that several modules share, by its first name."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -216,7 +216,7 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def by_module(job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBatch]]) -> dict[str, list[Tensor]]:
-    """Return the gradients of shared parameters in the step by module; unties the parameters of `model`."""
+    """Return the gradient of each shared parameter in the step by module; unties the parameters of `model`."""
     tied = tied_names(model)
     for others in tied.values():
         for name in others:

@@ -1,4 +1,4 @@
-"""A segment of a training, run as by `shardwise train`, recorded step by step, and killed at a chosen moment."""
+"""Runs a segment of a training as `shardwise train` does, records each step, and kills all ranks at a chosen moment."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ if TYPE_CHECKING:
     from shardwise.training.callbacks import CallbackContext
 
 LEAST_STEPS = 4
-"""One step is saved and one lost before the first kill; one is saved and one save interrupted before the second."""
+"""Smallest number of steps: each of the two kills requires a committed checkpoint and a later step or save."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """When all ranks of a run are killed."""
+    """The moment at which all ranks of a run are killed."""
 
     moment: Literal["step", "open", "os.rename"]
-    """After a step, before the first byte of a save is written, or after the last byte but before the commit."""
+    """After a step, before a save writes its first byte, or after its last byte but before the commit."""
     step: int
-    """The step, counted from 0, or the number of steps of the interrupted checkpoint."""
+    """The step, counted from 0, or the step number of the interrupted checkpoint."""
 
     def __str__(self) -> str:
         where = {
@@ -70,21 +70,21 @@ class Kill:
 
 
 def choose_kills(name: str, steps: int) -> tuple[Kill, Kill]:
-    """Return the kills of the first two segments: after a step, and in a save. They depend on plan and length only."""
+    """Return the kills of the first two segments, after a step and during a save, from the plan's name and length."""
     if steps < LEAST_STEPS:
         raise InputError(
             f"--resume requires at least {LEAST_STEPS} steps for two kills, got {steps}",
             code="verify.too-few-steps",
-            fix=f"use --steps {LEAST_STEPS} or more",
+            fix=f"pass --steps {LEAST_STEPS} or more",
         )
-    chosen = random.Random(f"{name} {steps}")  # noqa: S311 - a choice that can be repeated, not a secret
+    chosen = random.Random(f"{name} {steps}")  # noqa: S311 - a reproducible choice, not a secret
     first = chosen.randint(1, steps - 3)
     second = chosen.randint(first + 2, steps - 1)
     return Kill(moment="step", step=first), Kill(moment=chosen.choice(("open", "os.rename")), step=second)
 
 
 class SeenSamples(msgspec.Struct, frozen=True, kw_only=True):
-    """The recording of one rank in one step."""
+    """The recording of one step on one rank."""
 
     step: int
     loss: float | None
@@ -94,7 +94,7 @@ class SeenSamples(msgspec.Struct, frozen=True, kw_only=True):
     rate: float
     """Learning rate."""
     draw: float
-    """A random number that is sampled after the step."""
+    """A random number sampled after the step, which shows the state of the random generator."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class SegmentFolder:
 
     @property
     def killed(self) -> Path:
-        """File that exists if the ranks were killed as planned, and did not fail otherwise."""
+        """File that exists if the ranks were killed as planned and did not fail for another reason."""
         return self.path / "killed"
 
     @property
@@ -114,7 +114,7 @@ class SegmentFolder:
         return self.path / "final.pt"
 
     def log(self, rank: int) -> Path:
-        """Return the file with the recording of a rank, a line per step."""
+        """Return the file with the recording of a rank, one line per step."""
         return self.path / f"{rank}.jsonl"
 
     def read(self, ranks: int) -> list[list[SeenSamples]]:
@@ -139,8 +139,8 @@ def run_segment(  # noqa: PLR0917 - positions of one caller
 ) -> None:
     """Train from the newest of `checkpoints` to the end or the kill. Communicates over the world; call on every rank.
 
-    With None for `checkpoints`, the segment starts at step 0 and saves nothing. A rank without progress for longer than
-    `limit` writes its location into `folder` and exits.
+    If `checkpoints` is None, the segment starts at step 0 and saves no checkpoint. A rank without progress for longer
+    than `limit` writes its location into `folder` and exits.
     """
     pulse = Pulse()
     end = None
@@ -173,12 +173,12 @@ def run_segment(  # noqa: PLR0917 - positions of one caller
 
 @dataclass(frozen=True)
 class _Marks:
-    """The tensors of a batch that contain rows, in a file: loader workers collate, and the loss reads rows."""
+    """The marks of batch tensors that contain rows, in a file that data-loader workers write and the loss reads."""
 
     path: Path
 
     def collate(self, job: Job, samples: list[Any]) -> Any:
-        """Collate as the job does; the first call also writes the marks, for which it needs two samples."""
+        """Collate with the job's function; the first call also writes the marks, which require two samples."""
         if not self.path.exists():
             with untouched_generators(), contextlib.suppress(Exception):  # user code may not collate a sample twice
                 marks = CountedCollate(job.collate)(samples if len(samples) > 1 else samples * 2).marks
@@ -188,18 +188,18 @@ class _Marks:
         return (job.collate or stack_samples)(samples)
 
     def of(self, batch: Any, rows: int) -> RowMarks:
-        """Return the marks of a batch, by length if the tensor that determines `rows` has none, as in packed graphs."""
+        """Return the marks of a batch; by length if its first tensor has no rows, as in packed graphs."""
         known = msgspec.json.decode(self.path.read_bytes(), type=RowMarks) if self.path.exists() else ()
         shaped = [mark for mark, tensor in zip(known, tensors(batch), strict=False) if tensor.ndim]
         return settle_marks(known if any(shaped[:1]) else None, batch, rows)
 
 
 def _watched(job: Job, log: IO[bytes], after_step: Callable[[int], None] | None, marks: _Marks, *, engine: str) -> Job:
-    """Return the job with a loss that records its rows, and a recording of every step."""
+    """Return the job with a loss that records its rows, and a callback that records every step."""
     rows: set[str] = set()
     encode = msgspec.json.Encoder().encode
 
-    def look(batch: Any) -> None:
+    def record_rows(batch: Any) -> None:
         number = num_rows(batch)
         rows.update(digest_rows(batch, number, marks.of(batch, number)))
 
@@ -220,7 +220,7 @@ def _watched(job: Job, log: IO[bytes], after_step: Callable[[int], None] | None,
 
     return dataclasses.replace(
         job,
-        loss=dataclasses.replace(job.loss, sum=engine_named(engine).observe_loss(look, job.loss.sum)),
+        loss=dataclasses.replace(job.loss, sum=engine_named(engine).observe_loss(record_rows, job.loss.sum)),
         on_step=on_step,
         on_evaluate=None,
         evaluate_every=None,
@@ -241,13 +241,13 @@ def _end(
     if kill.moment != "step":
         if not world.is_main:
             return None
-        torn = str(checkpoints / f"{TEMPORARY}{name_of(kill.step)}-")
+        draft = str(checkpoints / f"{TEMPORARY}{name_of(kill.step)}-")
 
         def on_event(event: str, arguments: Sequence[Any]) -> None:
-            if event == kill.moment and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(torn):
+            if event == kill.moment and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(draft):
                 _kill_all(pids, folder)
 
-        # An audit hook is called before every open and rename in any thread, so that no save is too short for a kill.
+        # An audit hook runs before every open and rename in any thread, so that it can interrupt even a short save.
         sys.addaudithook(on_event)
         return None
 
@@ -261,7 +261,7 @@ def _end(
 
 
 def _wait_for(checkpoints: Path, step: int, pulse: Pulse) -> None:
-    """Wait until the checkpoint of `step` is committed, because the next segment resumes from it."""
+    """Wait until the checkpoint of `step`, from which the next segment resumes, is committed; raise after SAVE_S."""
     deadline = time.monotonic() + SAVE_S
     while time.monotonic() < deadline:
         pulse.beat()
@@ -275,7 +275,7 @@ def _wait_for(checkpoints: Path, step: int, pulse: Pulse) -> None:
 
 
 def _kill_all(pids: Sequence[int], folder: SegmentFolder) -> None:
-    """Send SIGKILL to every rank, to this one last."""
+    """Send SIGKILL to every rank, and to this process last."""
     folder.killed.touch()
     for pid in [*(pid for pid in pids if pid != os.getpid()), os.getpid()]:
         with contextlib.suppress(ProcessLookupError):

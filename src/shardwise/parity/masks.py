@@ -1,6 +1,6 @@
-"""Random numbers of all ranks in one training step, compared with each other.
+"""Compares the random numbers that the ranks sample in one training step.
 
-verify sets dropout to 0 while it compares losses and gradients, so it checks the seeds in an extra step with dropout
+`verify` sets dropout to 0 while it compares losses and gradients, so it checks the seeds in an extra step with dropout
 on. A dispatch mode below autograd records every tensor that this step samples. This includes dropout inside
 `scaled_dot_product_attention` and stochastic depth, however the model calls them. The invariant: ranks that process
 different samples or tokens (data and context parallelism) sample different masks. Tensor-parallel ranks sample the same
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from shardwise.plans import Plan
 
 _FEWEST_BITS = 32
-"""Masks with less entropy than this may be equal by chance."""
+"""Smallest entropy, in bits, of masks that are compared; masks with less may be equal by chance."""
 _SAMPLERS = frozenset(
     {
         *("bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial"),
@@ -55,12 +55,12 @@ class Mask(msgspec.Struct, frozen=True, kw_only=True):
     """One call of a random operator."""
 
     module: str
-    """Name of the innermost module that ran."""
+    """Name of the innermost module that was running."""
     operator: str
     digest: str = ""
     """Digest of the sampled tensor; empty if it has too few bits to compare, or if the operator does not return it."""
     input: Print | None = None
-    """Fingerprint of the activation that the sampled tensor was applied to; None if there was none."""
+    """Fingerprint of the activation that the sampled tensor was applied to; None if it was not applied to any."""
 
 
 class MaskReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,11 +69,11 @@ class MaskReport(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = ()
     """The first wrong mask, if there is one."""
     note: str = ""
-    """Names the modules whose masks could not be compared, and what to write instead; empty if all were compared."""
+    """Modules whose masks could not be compared, and the code to use instead; empty if all masks were compared."""
 
 
 def without_compile(plan: Plan) -> Plan:
-    """Return the plan without compile, because a dispatch mode cannot record the samples inside compiled kernels."""
+    """Return the plan without compilation, because a dispatch mode cannot record samples inside compiled kernels."""
     return dataclasses.replace(plan, compile="none")
 
 
@@ -102,7 +102,7 @@ def record_step(
 
 @contextmanager
 def recorded_masks(model: nn.Module, pulse: Pulse) -> Iterator[list[Mask]]:
-    """Record every mask that is sampled inside of this context, with the module of `model` that samples it."""
+    """Record every mask that is sampled in this context, and the module of `model` that samples it."""
     path = [""]
     hooks = []
 
@@ -125,14 +125,14 @@ class _MaskRecorder(TorchDispatchMode):
     """Records sampled tensors, and follows each one to the activation that it is first combined with."""
 
     def __init__(self, path: Sequence[str], pulse: Pulse) -> None:
-        """`path` has the names of the modules that run, innermost last."""
+        """Create the recorder; `path` contains the names of the running modules, innermost last."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.masks: list[Mask] = []
         self._path = path
         self._pulse = pulse
         self._unapplied: dict[int, tuple[Tensor, int]] = {}
-        """id of a tensor computed only from samples -> the tensor, which keeps the id valid, and the index of its
-        mask."""
+        """id of a tensor computed only from samples -> the tensor (a reference keeps the id valid) and the index of
+        its mask."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -146,7 +146,7 @@ class _MaskRecorder(TorchDispatchMode):
         generator = kwargs.get("generator") or torch.default_generator
         before = generator.get_state()
         result = func(*args, **kwargs)
-        if not torch.equal(before, generator.get_state()):  # attention at a rate of 0, for example, samples nothing
+        if not torch.equal(before, generator.get_state()):  # attention with dropout_p 0, for example, does not sample
             self._record(func.overloadpacket.__name__, args, result)
         return result
 
@@ -165,7 +165,7 @@ class _MaskRecorder(TorchDispatchMode):
         """Find the activation of a mask: torch scales a mask first, then multiplies the activation by it."""
         tensors = [each for each in args if isinstance(each, Tensor)]
         if func is torch.ops.aten.copy_.default:
-            tensors = tensors[1:]  # the values of the target are overwritten
+            tensors = tensors[1:]  # copy_ overwrites the values of its target
         for tensor in tensors:
             if id(tensor) not in self._unapplied:
                 continue
@@ -187,7 +187,7 @@ def _digest(sampled: Tensor) -> str:
 
 
 def compare_masks(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> MaskReport:
-    """Compare the masks of all ranks with each other."""
+    """Compare the masks of all ranks with each other and return the first wrong mask."""
     finding = _compare_tensor_parallel(by_rank, layout) or _compare_data_parallel(by_rank, layout)
     not_compared: dict[str, str] = {}
     for mask in chain.from_iterable(by_rank):
@@ -230,7 +230,7 @@ def _tensor_parallel_finding(module: str, ranks: tuple[int, int], *, is_same_mas
 
 
 def _compare_data_parallel(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> Finding | None:
-    """Find two ranks with different samples or tokens whose masks are all equal; a single one may be by chance."""
+    """Find two ranks with different samples or tokens whose masks are all equal; a single mask may match by chance."""
     for group in layout.groups("replicate", "shard", "cp"):
         for first, second in combinations(group, 2):
             pairs = []

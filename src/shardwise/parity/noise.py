@@ -1,11 +1,11 @@
-"""The rounding noise of a job, and the elements of parameters that it determines.
+"""Measures the rounding noise of a job, and excludes parameter elements that rounding determines.
 
-One process is compared with itself, with rows in another order and weights changed by one rounding error. The largest
-gaps are the noise floors. Adam and similar optimizers divide a gradient by its own magnitude. So an element whose exact
-gradient is zero, such as the bias of a convolution before batch normalization, moves by a full step in a direction that
-depends on rounding, and no two correct runs agree on it. An element is ill-conditioned if its gradient in some step is
-not well above the noise of the gradients of its tensor. Ill-conditioned elements are excluded and counted; all others
-keep a strict limit.
+Training in one process is compared with itself, with rows in a different order and weights changed by one rounding
+error. The largest gaps are the noise floors. Adam and similar optimizers divide a gradient by its own magnitude, so an
+element whose exact gradient is zero, such as the bias of a convolution before batch normalization, moves by a full step
+in a direction that depends on rounding, and no two correct runs agree on it. An element is ill-conditioned if its
+gradient in some step is not well above the noise of the gradients of its tensor. Ill-conditioned elements are excluded
+and counted; all others keep a strict limit.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
 
 LOOSEST = 1e-6
-"""Largest limit in fp64. A job with more noise computes in a lower precision, or is not deterministic."""
+"""Largest useful limit in fp64. A job with more noise computes in a lower precision, or is not deterministic."""
 
 _LEAST = {"fp64": EXACT / NOISE, "fp32": 2.0**-23}
-"""Smallest floors, one rounding error in fp32. A floor of zero only means that the trials agreed by chance."""
+"""Smallest noise floors: in fp32, one rounding error. A measured floor of zero only means that the trials agreed."""
 _AMPLIFIED = {"fp64": EXACT / 10, "fp32": 1e-5}
 """Gaps between one process and its variants above which the job amplifies rounding errors."""
 _CONDITION = {"fp64": 1e7, "fp32": 1e2}
-"""How far above its noise a gradient must be; the relative error of Adam's update is then at most the inverse."""
+"""Smallest ratio of a gradient to its noise; the relative error of Adam's update is then at most the inverse."""
 
 _LARGEST_DOUBLE = 1e-10
 """Noise of the first gradient that fp64 can explain: its rounding error is 1e-16, that of fp32 6e-8."""
@@ -63,10 +63,10 @@ _LARGEST_NOISE = 1e-3
 
 
 def measure_noise(dtype: Exact, base: Record, whole: Sequence[Record], split: Sequence[Record], masks: Path) -> Limits:
-    """Return the limits of a job from trainings that differ only by rounding; writes the masks of parameters.
+    """Return the limits of a job from trainings that differ only by rounding; writes parameter masks to `masks`.
 
-    Trainings in `split` have several micro-batches per step. There, a buffer that counts forward passes differs by more
-    than rounding, so the noise of buffers is measured with `whole` only.
+    Trainings in `split` have several micro-batches per step, in which a buffer that counts forward passes differs by
+    more than rounding. The noise of buffers is therefore measured with `whole` only.
     """
     others = [*whole, *split]
     compared = _well_conditioned(dtype, base, others)
@@ -91,26 +91,26 @@ def measure_noise(dtype: Exact, base: Record, whole: Sequence[Record], split: Se
 
 
 def is_comparable(limits: Limits) -> bool:
-    """Whether the noise of an fp64 job is that of fp64, and small enough for useful limits."""
+    """Return whether the noise of an fp64 job is that of fp64, and small enough for useful limits."""
     # A metric may change by a whole row because of rounding, which is unrelated to the precision of the model.
     sharp = all(limit <= LOOSEST for kind, limit in limits.kinds.items() if kind not in {"initial value", "metric"})
     return sharp and limits.first_gradient <= _LARGEST_DOUBLE
 
 
 def computes_in_less(limits: Limits) -> bool:
-    """Whether the noise of an fp64 job is that of a lower precision inside the model."""
+    """Return whether the noise of an fp64 job is that of a lower precision inside the model."""
     return _LARGEST_DOUBLE < limits.first_gradient <= _LARGEST_NOISE
 
 
 def may_be_noise(first: Gap) -> bool:
-    """Whether amplified rounding could explain a divergence: that of values after an optimizer step, or a small gap."""
+    """Return whether rounding, possibly amplified by the optimizer, could explain a divergence."""
     if first.kind == "initial value":
         return False
     return first.kind in {"parameter", "buffer"} or first.relative <= _LARGEST_NOISE
 
 
 def conditions(limits: Limits) -> str:
-    """Return a clause about values that were excluded or compared with their own noise; empty if there are none."""
+    """Return text about values that were excluded or have their own limits, for a verdict; empty if there are none."""
     text = ""
     if limits.left_out:
         text += (
@@ -137,14 +137,14 @@ def _well_conditioned(dtype: Exact, base: Record, others: Sequence[Record]) -> d
 
 
 def _is_noise(gradient: Tensor, varied: Sequence[Tensor], condition: float) -> Tensor:
-    """Return which elements of a gradient are not well above the noise; an exact zero in every run is not noise."""
+    """Return a mask of the gradient elements that are not well above the noise, without exact zeros in all runs."""
     spread = torch.stack([(each - gradient).abs() for each in varied]).amax(0)
     touched = (gradient != 0) | (spread != 0)
     return touched & (gradient.abs() <= condition * spread.max())
 
 
 def _gaps(base: Record, others: Sequence[Record], which: str) -> dict[str, float]:
-    """Return name -> largest gap of final values between one process and its variants."""
+    """Return the largest gap of each final value between one process and its variants, by name."""
     wanted = _values(base, which)
     found = [relative_gaps(_values(other, which), wanted) for other in others]
     return {name: max(gaps[name] for gaps in found) for name in wanted}
@@ -157,7 +157,7 @@ def _values(record: Record, which: str) -> dict[str, Tensor]:
 
 # Plans that change the arithmetic: losses within a band, gradients and updates as close to fp32 as rounding permits.
 #
-# In lower precision no values are equal, but the magnitude of rounding can be measured: one process trains in fp32 and
+# In lower precision values are not equal, but the magnitude of rounding can be measured: one process trains in fp32 and
 # in the precision of the plan. The relative L2 distance between the two gradients bounds that of the plan, and
 # therefore its direction and norm: the distance is 1.0 for a gradient scaled by 2, and about 0.01 for rounding in bf16.
 # Replicas are compared with each other as well. Plans whose gradients differ by design (PowerSGD, local steps, local
@@ -165,12 +165,12 @@ def _values(record: Record, which: str) -> dict[str, Tensor]:
 
 
 _LOWER = ("bf16", "fp16")
-"""Lower precisions, the less precise first."""
+"""Lower precisions, the least precise first."""
 _TIMES, _TIMES_LATER, _TIMES_SHARDED = 3.0, 6.0, 10.0
-"""How many times farther from fp32 than one process a plan may be: in the first step, in later steps, and in later
-steps with FSDP2. One process uses autocast; FSDP2 casts parameters, so that norms and residuals are rounded too. In the
-first step, such plans were twice as far. In the third, they were up to 6 times and others up to 5.3 times as far, since
-Adam turns the rounding of a small gradient into a full update."""
+"""Largest distance of a plan from fp32, as a multiple of that of one process: in the first step, in later steps, and in
+later steps with FSDP2. One process uses autocast; FSDP2 casts parameters, so norms and residuals are rounded too. The
+measured multiple was 2 for FSDP2 in the first step. In the third step it was up to 6 for FSDP2 and 5.3 for other plans,
+because Adam turns the rounding of a small gradient into a full update."""
 _LEAST_WHOLE, _LEAST_ONE, _LEAST_UPDATE = 0.015, 0.2, 0.15
 """Smallest limits of the full gradient and its norm, of the gradient of a parameter, and of the full update. Correct
 plans with compression, which one process does not round, differed by up to 0.004, 0.05 and 0.02; Adam amplifies
@@ -179,11 +179,11 @@ _SMALL_GRADIENT = 0.03
 """A gradient below this fraction of the largest is compared relative to it, because it is rounding of cancelled
 terms."""
 _WIDEST = 0.5
-"""Limits above this are meaningless; a value that one process cannot represent in this precision is not compared."""
+"""Largest useful limit; a value with a larger limit is dominated by rounding in one process and is not compared."""
 
 
 def rounds_in(plan: Plan) -> str | None:
-    """Return the lower precision that is the only reason why gradients differ; None if they differ by design."""
+    """Return the lower precision to which a plan rounds; None if it does not, or differs for other reasons as well."""
     by_design = plan.communication.compression == "powersgd" or plan.communication.sync_every > 1
     if by_design or plan.batch_norm == "local":
         return None
@@ -192,24 +192,24 @@ def rounds_in(plan: Plan) -> str | None:
 
 
 def exact_counterpart(plan: Plan, precision: Exact) -> Plan:
-    """Return the plan in a single dtype and without compression, for which a cause can be found by value."""
+    """Return the plan in a single dtype and without compression, so that its values can be compared exactly."""
     communication = dataclasses.replace(plan.communication, compression="none")
     return dataclasses.replace(in_precision(plan, precision), communication=communication)
 
 
 def loss_band_gaps(record: Record, expected: Record, band: float) -> list[Gap]:
-    """Return the gaps between the loss of each step and of the final evaluation, and those in fp32."""
+    """Return the gaps to fp32 of the loss of each step and of the final evaluation."""
     pairs = zip(losses_of(record.traced, record.layout), expected.traced[0].losses, strict=True)
     gaps = [
         Gap(kind="loss", name="", step=step, relative=ratio(abs(found - wanted), abs(wanted)), limit=band)
         for step, (found, wanted) in enumerate(pairs)
     ]
-    # A metric such as accuracy counts rows: with few rows, a change of one by rounding exceeds any band.
+    # A metric such as accuracy counts rows: with few rows, rounding that changes one row exceeds any band.
     return gaps + evaluation_gaps(record.traced, expected.traced[0], {"evaluation": band})
 
 
 def rounding_gaps(record: Record, expected: Record, lower: Record, plan: Plan) -> list[Gap]:
-    """Return the gaps of gradients, norms and the full update to fp32; `lower` is one process in the plan's dtype.
+    """Return the gaps to fp32 of gradients, norms and the full update; `lower` is one process in the plan's dtype.
 
     Reads full tensors from all three folders.
     """
@@ -231,11 +231,11 @@ def rounding_gaps(record: Record, expected: Record, lower: Record, plan: Plan) -
 
 
 def no_exact_cause(first: Gap, dtype: str) -> Finding:
-    """Return the finding that a plan fails in lower precision only."""
+    """Return the finding that a plan differs from one process in lower precision only."""
     return Finding(
         cause=f"wrong in {dtype} alone",
-        evidence=f"the same plan equals one process in fp64, but in {dtype} {first} is {first.relative:.1e} from fp32,"
-        f" more than rounding takes one process ({first.limit:.1e})",
+        evidence=f"the same plan equals one process in fp64, but in {dtype} {first} differs by {first.relative:.1e}"
+        f" from fp32, more than the limit from rounding in one process ({first.limit:.1e})",
         parameter=first.name or None,
         step=first.step,
     )
@@ -262,9 +262,9 @@ def _parameter_gaps(step: int, found: Tensors, usual: Tensors, wanted: Tensors, 
 
 
 def _norm_gaps(step: int, record: Record, expected: Record, farthest: float) -> Iterator[Gap]:
-    """Yield the gaps of norms to fp32; norms differ at most as much as the gradients (triangle inequality).
+    """Yield the gaps of gradient norms to fp32; norms differ at most as much as gradients (triangle inequality).
 
-    The norm of one process is not used as a measure, because it is a single number that may be close by chance.
+    The limit is not derived from the norm of one process, which is a single number that may be close by chance.
     """
     wanted = expected.traced[0].norms[step]
     if not wanted:
@@ -279,7 +279,7 @@ def _norm_gaps(step: int, record: Record, expected: Record, farthest: float) -> 
 
 
 def _replica_gaps(step: int, record: Record) -> list[Gap]:
-    """Compare ranks with the same shard, in the gradient and in the weights after the step."""
+    """Compare the gradients, and the weights after the step, of ranks with the same shard."""
     gradients = [each.gradients[step] for each in record.traced]
     parameters = [each.parameters[step + 1] for each in record.traced]
     return [
@@ -289,7 +289,7 @@ def _replica_gaps(step: int, record: Record) -> list[Gap]:
 
 
 def _at_norm(gradients: Tensors, record: Record, step: int, dtype: str | None) -> Tensors:
-    """Return fp16 gradients without the loss scale, which their reported norm does not contain."""
+    """Return fp16 gradients scaled to their reported norm, which does not include the loss scale."""
     norm = record.traced[0].norms[step]
     if dtype != "fp16" or norm is None:
         return gradients
@@ -298,7 +298,7 @@ def _at_norm(gradients: Tensors, record: Record, step: int, dtype: str | None) -
 
 
 def _update(record: Record, steps: int) -> Tensors:
-    """Return the total update of each parameter."""
+    """Return the difference between the final and the initial value of each parameter."""
     before, after = (load_tensors(values_file(record.folder, number))["parameters"] for number in (0, steps))
     return {name: after[name].double() - before[name].double() for name in before}
 

@@ -1,4 +1,4 @@
-"""Preparation of a job for verify: a few steps, no random masks, and optionally a smaller model."""
+"""Prepares a job for `verify`: a few steps, no random masks, and optionally a smaller model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from shardwise.parity.spec import VerifySpec
 
 _MOST_LAYERS = 8
-"""Largest number of layers, sufficient for four pipeline ranks with two stages each."""
+"""Largest number of layers of a shrunk model, sufficient for four pipeline ranks with two stages each."""
 _HEAD_WIDTH = 8
 _MOST_GROUPS = 4
-"""Largest number of key and value heads, sufficient for four tensor-parallel ranks."""
+"""Largest number of key and value heads of a shrunk model, sufficient for four tensor-parallel ranks."""
 
 
 class Preparation(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepare_job(preparation: Preparation) -> Job:
-    """Load the job and prepare it for verify. Call on every rank."""
+    """Load the job and prepare it for `verify`; call on every rank."""
     job = source_job(preparation.source)
     return dataclasses.replace(
         job,
@@ -69,14 +69,14 @@ def source_job(source: JobReference | Job) -> Job:
 
 
 def job_source(spec: VerifySpec, job: Job | None) -> tuple[JobReference | Job, dict[str, str]]:
-    """Return the source of the job with its settings applied, and the remaining settings, which are for plans."""
+    """Return the source of the job with its settings applied, and the remaining settings, which are plan fields."""
     if job is None:
         return split_settings(spec.job, spec.settings)
     if spec.settings:
         raise InputError(
             f"set={list(spec.settings)} requires a job file, but the job is a Job object",
             code="verify.settings-of-job-object",
-            fix="use dataclasses.replace(job, ...), or plans such as ddp+KEY=VALUE",
+            fix="call dataclasses.replace(job, ...), or use plans such as ddp+KEY=VALUE",
         )
     return job, {}
 
@@ -87,12 +87,12 @@ def job_name(source: JobReference | Job) -> str:
 
 
 class PreparedData:
-    """The job's data, limited so that the last but one step is partial and the evaluation ends with a partial batch.
+    """The job's data, limited so that the last step but one is partial and the evaluation ends with a partial batch.
 
-    A partial step has a number of rows that is not divisible, for which counts, padding and empty ranks may be wrong.
-    It ends the epoch. The full step after it, the first of the next epoch, shows whether optimizer, statistics,
-    normalizer and data position are correct afterwards. With two steps, the last is partial; a single step is full. A
-    stream, or a dataset that ends earlier, is unchanged.
+    The number of rows of a partial step is not divisible, so that errors in counts, padding and empty ranks show. The
+    partial step ends the epoch. The full step after it, the first of the next epoch, shows whether optimizer,
+    statistics, normalizer and data position are still correct. With two steps, the last is partial; a single step is
+    full. A stream, or a dataset that ends earlier, is unchanged.
     """
 
     def __init__(self, job: Job, steps: int) -> None:
@@ -122,7 +122,7 @@ class PreparedData:
 
 
 class PreparedModel:
-    """Builds the model for verify; `silenced` is whether a dropout of the model or its adapters was set to 0."""
+    """Builds the model for `verify`; `silenced` is whether a dropout of the model or its adapters was set to 0."""
 
     def __init__(self, job: Job, preparation: Preparation) -> None:
         self._make = job.model
@@ -132,7 +132,7 @@ class PreparedModel:
         self.silenced = self._silences and job.lora is not None and job.lora.dropout > 0
 
     def __call__(self) -> nn.Module:
-        """Return a new model, without dropout unless it stays on."""
+        """Return a new model; its dropout is set to 0 unless the preparation keeps dropout on."""
         made = shrunk(self._make) if self._shrinks else self._make()
         if self._silences:
             for module, name in dropouts(made):
@@ -144,7 +144,7 @@ class PreparedModel:
 
 
 def _prepare_lora(job: Job, preparation: Preparation) -> Lora | None:
-    """Return the job's adapters without random masks; a shrunk model starts from new adapters."""
+    """Return the job's LoRA options without random masks; a shrunk model starts from new adapters."""
     if job.lora is None:
         return None
     keeps_dropout = preparation.dropout or job.masks == "keyed"
@@ -171,10 +171,10 @@ def dropouts(model: nn.Module) -> Iterator[tuple[Any, str]]:
 
 
 def plain_experts(model: nn.Module) -> None:
-    """Make transformers' mixtures of experts multiply one expert at a time, since grouped matmuls lack fp64."""
+    """Make transformers' mixtures of experts multiply one expert at a time, because grouped matmuls lack fp64."""
     for part in model.modules():
         if getattr(getattr(part, "config", None), "_experts_implementation", None) == "grouped_mm":
-            part.config._experts_implementation = "eager"  # type: ignore[union-attr]  # noqa: SLF001 - from_config's own door
+            part.config._experts_implementation = "eager"  # type: ignore[union-attr]  # noqa: SLF001 - as from_config sets it
 
 
 def shrunk(make: Any) -> nn.Module:
@@ -187,7 +187,7 @@ def shrunk(make: Any) -> nn.Module:
     if hasattr(config, "to_dict") and hasattr(config, "num_hidden_layers") and hasattr(config, "hidden_size"):
         return type(large)(_small_transformer(config))  # type: ignore[no-any-return]
     raise JobError(
-        f"--shrink does not support {type(large).__name__}, which has no known config",
+        f"--shrink requires sw.models.decoder or a transformers model with a config, got {type(large).__name__}",
         code="verify.shrink-unsupported",
         fix="remove --shrink, or use a small model in the job",
     )
@@ -207,7 +207,7 @@ def _small_decoder(config: Any) -> Any:
 
 
 def _small_transformer(config: Any) -> Any:
-    """Set the fields of a transformers config that exist; its attribute map translates the names."""
+    """Return a transformers config with reduced sizes; sets only existing fields, through the attribute map."""
     small = type(config)(**config.to_dict())
     per_group = config.num_attention_heads // (
         getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -1,11 +1,11 @@
-"""Progress of the ranks of a plan: a rank without progress for too long writes its location, and the plan is stopped.
+"""Detects hangs of the ranks of a plan: a rank without progress for too long writes its location and exits.
 
-The limit is derived from one process, whose longest pause between two progress marks was measured. Ranks share the
-processors and wait for each other, but a pause ten times longer than that explains is a hang. Compilers and other
-engines pause while they build, and in the first step of each kind (full, partial, evaluation), so the limit is longer
-there. Afterwards a rank may pause twice as long as its own longest pause, since recompilation takes no longer than the
-first compilation. Time in which a rank was runnable but had no core, or which the hypervisor used, is not counted:
-ranks that wait for a starved rank do not hang. A rank that hangs is not runnable.
+The limit is derived from the longest measured pause between two progress marks of training in one process. Ranks share
+the processors and wait for each other, but a pause ten times longer than this accounts for is a hang. Compilers and
+some engines pause while they build, and in the first step of each kind (full, partial, evaluation), so the limit is
+longer there. Afterwards a rank may pause twice as long as its own longest pause, because recompilation takes no longer
+than the first compilation. Time in which a rank was runnable but had no core, or which the hypervisor used, is not
+counted: ranks that wait for a starved rank do not hang. A rank that hangs is not runnable.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from shardwise.plans import Plan
 
 LEAST_S = 15.0
-"""Shortest limit, because machines may stall for seconds."""
+"""Shortest limit of a pause in seconds, because machines may stall for seconds."""
 _TIMES, _TIMES_OWN = 10, 2
-"""Longest pause as a multiple of the longest pause of one process, and of the longest pause of the rank."""
+"""Limit of a pause as a multiple of the longest pause of one process, and of the longest pause of the rank."""
 _GRACE_S = 1.0
-"""Time from the first hanging rank to the stop, in which the other ranks write their locations."""
+"""Seconds from the first hanging rank to the stop, in which the other ranks write their locations."""
 _EXIT_CODE = 70
 SAVE_S = 60.0
-"""Longest pause in a save, in which a rank waits for the previous checkpoint and for disks."""
+"""Longest pause in a save in seconds, in which a rank waits for the previous checkpoint and for disks."""
 
 
 class Stuck(msgspec.Struct, frozen=True, kw_only=True):
-    """Location of a rank without progress."""
+    """The location of a rank that makes no progress."""
 
     rank: int
     place: str
     """FILE:LINE and function of the innermost frame outside torch and Python."""
     inside: str
-    """Function of torch that this line called, such as a collective; empty if there is none."""
+    """Function of torch that this line called, such as a collective; empty if it called none."""
     pause_s: float
     """Time without progress in seconds."""
 
@@ -57,7 +57,7 @@ class Stuck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StuckError(RankFailedError):
-    """Ranks made no progress for longer than the limit."""
+    """Raised if ranks make no progress for longer than the limit."""
 
     stuck: tuple[Stuck, ...] = ()
 
@@ -73,14 +73,14 @@ class StuckError(RankFailedError):
 
 
 class PauseLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """The longest pause of a rank of a plan."""
+    """The longest pause that a rank of a plan may take."""
 
     usual_s: float
     first_s: float | None = None
-    """Limit while the rank builds and in its first step of each kind; None if they need no longer limit."""
+    """Limit while the rank builds the step and in its first step of each kind; None if `usual_s` applies there too."""
 
     def at(self, pulse: Pulse) -> float:
-        """Return the limit of the current pause of a rank."""
+        """Return the limit of the current pause of a rank, in seconds."""
         if pulse.kind == "save":
             return max(self.usual_s, SAVE_S)
         if self.first_s is None:
@@ -91,7 +91,7 @@ class PauseLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pause_limit(plan: Plan, longest_s: float, timeout_s: float) -> PauseLimit:
-    """Return the limit for ranks of `plan`; `longest_s` is the longest pause of one process."""
+    """Return the pause limit of the ranks of `plan`; `longest_s` is the longest pause of one process."""
     ranks_per_core = max(1.0, plan.layout.world_size / (os.cpu_count() or 1))
     usual_s = min(timeout_s, max(LEAST_S, _TIMES * longest_s * ranks_per_core))
     builds_more = plan.compile != "none" or engine_named(plan.engine).is_slow_to_start
@@ -104,9 +104,9 @@ class Pulse:
     def __init__(self) -> None:
         self.longest_s = 0.0
         self.kind: int | str = ""
-        """The kind of the current work; empty while the rank builds."""
+        """The kind of the current work; empty while the rank builds the step."""
         self.is_first = True
-        """Whether the rank builds, or performs the current kind of work for the first time."""
+        """Whether the rank builds the step, or performs the current kind of work for the first time."""
         self._kinds: set[int | str] = set()
         self._last = time.monotonic()
         self._starved_s = 0.0
@@ -152,7 +152,7 @@ def watched(pulse: Pulse, limit: PauseLimit, rank: int, folder: Path) -> Iterato
             pulse.starve(cores.lacked_s())
             pause_s = pulse.pause_s
             if pause_s > limit.at(pulse):
-                frame = sys._current_frames()[main]  # noqa: SLF001 - Python's only way to another thread
+                frame = sys._current_frames()[main]  # noqa: SLF001 - the only way to inspect another thread
                 stuck = _find_place(rank, frame, pause_s)
                 (folder / f"stuck-{rank}.json").write_bytes(msgspec.json.encode(stuck))
                 time.sleep(_GRACE_S)
@@ -166,28 +166,28 @@ def watched(pulse: Pulse, limit: PauseLimit, rank: int, folder: Path) -> Iterato
 
 
 class _Cores:
-    """Measures whether the ranks whose process ids are in a folder get the cores they need."""
+    """Measures how long the ranks whose process ids are in a folder wait for a core."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._before = self._look()
-        self._looked_at = time.monotonic()
+        self._before = self._read()
+        self._read_at = time.monotonic()
 
     def lacked_s(self) -> float:
         """Return the largest time since the last call in which a rank was runnable but had no core."""
-        now, at = self._look(), time.monotonic()
-        before, passed_s = self._before, at - self._looked_at
-        self._before, self._looked_at = now, at
+        now, at = self._read(), time.monotonic()
+        before, passed_s = self._before, at - self._read_at
+        self._before, self._read_at = now, at
         queued_s = [seconds - before.queued_s.get(rank, seconds) for rank, seconds in now.queued_s.items()]
         return min(passed_s, max(queued_s, default=0.0) + now.stolen_s - before.stolen_s)
 
-    def _look(self) -> CoreLoad:
+    def _read(self) -> CoreLoad:
         names = [file.name.split("-") for file in self._folder.glob("rank-*")]
         return read_core_load({int(rank): int(pid) for _, rank, pid in names})
 
 
 def read_stuck(folder: Path) -> tuple[Stuck, ...]:
-    """Return the locations of the ranks without progress."""
+    """Return the locations that ranks without progress wrote into `folder`."""
     files = sorted(folder.glob("stuck-*.json"))
     return tuple(msgspec.json.decode(file.read_bytes(), type=Stuck) for file in files)
 
@@ -199,7 +199,7 @@ def _find_place(rank: int, frame: FrameType | None, pause_s: float) -> Stuck:
             inside = frame.f_code.co_name
         frame = frame.f_back
     if frame is None:
-        return Stuck(rank=rank, place="an unknown place", inside=inside, pause_s=pause_s)
+        return Stuck(rank=rank, place="an unknown location", inside=inside, pause_s=pause_s)
     place = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
     return Stuck(rank=rank, place=place, inside=inside, pause_s=pause_s)
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel rules for a job without rules: proposed from a run of its model, and verified against one process."""
+"""Proposes tensor-parallel rules for a job without rules from a run of its model, and verifies them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.parallel.meta_model import structure
 from shardwise.parallel.propose_rules import ProposedSplit, merged, propose_splits
 from shardwise.parity.prepare import Preparation, job_name, job_source, prepare_job
 from shardwise.parity.runner import ParityRunner, preload
-from shardwise.parity.spec import PROPOSE_NPROC, PlanVerdict, verdict_lines
+from shardwise.parity.spec import PROPOSE_NPROC, UNKNOWN, PlanVerdict, verdict_lines
 from shardwise.parity.verify import verify_plan
 from shardwise.runs.console import CHECK_FAILED, DONE
 from shardwise.spec import Report
@@ -32,41 +32,41 @@ if TYPE_CHECKING:
     OnTrial = Callable[[dict[str, str], PlanVerdict], None]
 
 SAMPLES = 2
-"""Number of samples with which the model is run; batch norm needs more than one."""
+"""Number of samples in the batch with which the model is run; batch norm needs more than one."""
 
 
 class RulesReport(Report, frozen=True, kw_only=True):
-    """Rules for the model of a job, and how they were verified."""
+    """Tensor-parallel rules for the model of a job, and the verdict of their verification."""
 
     job: str
     model: str
     nproc: int
     rules: dict[str, str]
-    """Name pattern -> style; empty if none passed."""
+    """Module name pattern -> tensor-parallel style; empty if no rules passed."""
     verdict: PlanVerdict | None
-    """Verdict of the rules, or of the last ones that failed if none passed; None if nothing was tried."""
+    """Verdict of the last rules that were tried, which are `rules` if any passed; None if no rules were tried."""
     weakened: dict[str, str]
-    """Part of the model -> reason why its best rules failed."""
+    """Part of the model -> reason why its preferred rules failed."""
 
     def to_text(self) -> str:
-        """Return the rules as Python for a job file; empty if there are none."""
+        """Return the rules as Python code for a job file; empty if there are no rules."""
         if not self.rules:
             return ""
         lines = [f"    {pattern!r}: {style!r},".replace("'", '"') for pattern, style in self.rules.items()]
         return "\n".join(["tensor_rules={", *lines, "},"])
 
     def to_toml(self) -> str:
-        """Return the rules as a TOML file for `Job(tensor_rules=...)`."""
+        """Return the rules as the text of a TOML file for `Job(tensor_rules=...)`."""
         return rules_to_toml(self.rules, self.summary)
 
     def note(self) -> str:
-        """Return why parts of the model are not sharded in the best way, and the result."""
-        lines = [f"{part} is not sharded in the best way: {reason}" for part, reason in self.weakened.items()]
+        """Return the reasons why the preferred rules of some parts of the model failed, and the summary."""
+        lines = [f"{part} does not use its preferred rules: {reason}" for part, reason in self.weakened.items()]
         return "\n".join([*lines, self.summary])
 
     @property
     def summary(self) -> str:
-        """The result in a sentence."""
+        """The result in one sentence."""
         if self.rules and self.verdict is not None:
             worst = f", worst gap {self.verdict.worst.relative:.1e}" if self.verdict.worst else ""
             return f"{self.model}: {len(self.rules)} tensor rules confirmed, tp={self.nproc} equals one process{worst}"
@@ -78,17 +78,16 @@ class RulesReport(Report, frozen=True, kw_only=True):
 def propose_rules(spec: VerifySpec, *, job: Job | None = None, on_trial: OnTrial = lambda *_: None) -> RulesReport:
     """Propose tensor-parallel rules for the model of a job, and verify them on forked ranks against one process.
 
-    `job` replaces the job file. Rules that fail are narrowed: each part of the model is tried separately with weaker
-    rules, and the rules that pass are tried together. This process runs no tensor operations.
+    `job` replaces the job file. If the preferred rules fail, each part of the model is tried separately, also with
+    rules that shard less, and the rules that pass are tried together. This process runs no tensor operations.
     """
     source, plan_settings = job_source(spec, job)
     nproc = spec.nproc or PROPOSE_NPROC
     _check_options(spec, nproc, plan_settings)
     preload()
     preparation = Preparation(source=source, steps=spec.num_steps, shrink=spec.shrink)
-    model, batch_size, splits = run_forked(lambda _: _propose_splits(preparation, nproc), 1, timeout_s=spec.timeout_s)[
-        0
-    ]
+    (proposed,) = run_forked(lambda _: _propose_splits(preparation, nproc), 1, timeout_s=spec.timeout_s)
+    model, batch_size, splits = proposed
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
         runner = ParityRunner(
             preparation=preparation, batch_size=batch_size, folder=Path(folder), timeout_s=spec.timeout_s
@@ -96,7 +95,7 @@ def propose_rules(spec: VerifySpec, *, job: Job | None = None, on_trial: OnTrial
         if splits:
             preload(runner.one(spec.precision).traced[0].imported)
         trials = _Trials(runner, nproc, spec.precision, on_trial)
-        rules = _narrow(splits, trials)
+        rules = narrow(splits, trials)
     return RulesReport(
         job=job_name(source),
         model=model,
@@ -121,18 +120,18 @@ def _check_options(spec: VerifySpec, nproc: int, plan_settings: Mapping[str, str
             raise InputError(
                 f"--propose-rules cannot be combined with {option}",
                 code="cli.options-conflict",
-                fix="run verify twice",
+                fix=f"run verify without {option}, or without --propose-rules",
             )
     if nproc == 1:
         raise InputError(
             "--propose-rules requires at least 2 ranks for tensor parallelism, got 1",
             code="verify.rules-one-rank",
-            fix="use --nproc 2 or more",
+            fix="pass --nproc 2 or more",
         )
 
 
 class _Trials:
-    """Parity runs with rules; the same rules are tried only once."""
+    """Verifies tensor-parallel rules against one process; verdicts are cached by rules."""
 
     def __init__(self, runner: ParityRunner, nproc: int, precision: Exact, on_trial: OnTrial) -> None:
         self._runner = runner
@@ -143,7 +142,7 @@ class _Trials:
         self.last: PlanVerdict | None = None
 
     def passes(self, rules: dict[str, str]) -> bool:
-        """Train with the rules and compare. Forks ranks, which communicate."""
+        """Train with the rules on forked ranks and return whether the results equal those of one process."""
         key = frozenset(rules.items())
         if key not in self.verdicts:
             self._runner.preparation = msgspec.structs.replace(self._runner.preparation, tensor_rules=rules)
@@ -156,7 +155,7 @@ class _Trials:
 
 
 def _propose_splits(preparation: Preparation, degree: int) -> tuple[str, int, tuple[ProposedSplit, ...]]:
-    """Run the model on the first samples of the job and return the possible splits; runs tensor operations."""
+    """Return the model's class name, the batch size and the possible splits; runs the model, so call it in a fork."""
     job = prepare_job(preparation)
     module = structure(job.model, job.seed).module
     batch = _first_batch(job)
@@ -175,25 +174,27 @@ def _first_batch(job: Job) -> Any:
     return (job.collate or default_collate)([dataset[index % len(dataset)] for index in range(SAMPLES)])
 
 
-def _narrow(splits: Iterable[ProposedSplit], trials: _Trials) -> dict[str, str]:
-    """Return the best rules of all parts or, if they fail together, of the parts that pass separately; else nothing."""
+def narrow(splits: Iterable[ProposedSplit], trials: _Trials) -> dict[str, str]:
+    """Return the preferred rules of all parts or, if they fail together, the rules that pass for each part; else {}."""
     best = merged(split.options[0] for split in splits)
     if not best or trials.passes(best):
         return best
+    if trials.last is not None and trials.last.is_random:
+        return {}  # with other rules, the ranks sample different numbers, too
     kept = merged(_first_passing(split, trials) for split in splits)
     return kept if kept and trials.passes(kept) else {}
 
 
 def _first_passing(split: ProposedSplit, trials: _Trials) -> dict[str, str]:
-    """Return the best rules of a part of the model that pass separately; empty if none pass."""
-    for way in split.options:
-        if trials.passes(way):
-            return way
+    """Return the first rules of a part of the model that pass separately; empty if none pass."""
+    for rules in split.options:
+        if trials.passes(rules):
+            return rules
     return {}
 
 
 def _weakened(splits: Iterable[ProposedSplit], trials: _Trials, rules: dict[str, str]) -> dict[str, str]:
-    """Return why each part of the model is not sharded in its best way."""
+    """Return the reasons why the preferred rules of parts of the model failed, by part."""
     lost = [split for split in splits if not split.options[0].items() <= rules.items()]
     verdicts = {split.name: trials.verdicts.get(frozenset(split.options[0].items())) for split in lost}
     failed = {name: verdict for name, verdict in verdicts.items() if verdict and verdict.status != "passed"}
@@ -201,6 +202,6 @@ def _weakened(splits: Iterable[ProposedSplit], trials: _Trials, rules: dict[str,
 
 
 def _reason(verdict: PlanVerdict) -> str:
-    """Return the first value that diverged, and the finding or the error of a rank that explains it."""
-    lines = verdict_lines(verdict)
-    return lines[-1] if lines else verdict.status
+    """Return the cause of a failed verdict and its fix; if the cause is not known, the error or first divergence."""
+    known = [str(finding) for finding in verdict.findings if finding.cause != UNKNOWN]
+    return (known or verdict_lines(verdict)[-1:] or [verdict.status])[0]

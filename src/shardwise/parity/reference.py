@@ -1,11 +1,11 @@
-"""The reference of verify: the user's model in plain PyTorch, in one process.
+"""The reference of `verify`: the user's model trained in plain PyTorch, in one process.
 
 The model is the result of `Job.model` under the job's seed, the optimizer is built by the job's factory, and the loop
 is forward, loss sum over count, backward, clipping and optimizer step. It shares no code with plans that could hide an
 error: no meta device, no transforms, no wrappers, no padding. Four properties of the job apply here as well: the
 samples of each batch, the learning rate schedule, counter-based dropout masks, and that a non-finite gradient skips the
-step. LoRA adapters, and weights that are initialized by parameter name or loaded from a file, are not results of
-`Job.model`, so the reference starts from the same values as the plan.
+step. `Job.model` does not create LoRA adapters, nor weights that are initialized by parameter name or loaded from a
+file; for these, the reference starts from the same values as the plan.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PlainTraining:
     """A training loop in plain PyTorch on the CPU."""
 
     def __init__(self, job: Job, plan: Plan, world: World, *, before_update: Callable[[], None]) -> None:
-        """`plan` is that of one process, in fp32 or fp64; `before_update` is called after each backward pass."""
+        """Build the training for a one-rank `plan` in fp32 or fp64; `before_update` is called before each clipping."""
         check_fit(job, plan, world)
         self.feed, self.length = make_feed(job, plan, world, None, 0, fill=False)
         check_schedule(job.schedule, self.length.num_steps)
@@ -72,7 +72,7 @@ class PlainTraining:
         self._loss_check: LossCheck | None = LossCheck(job.loss, self.remarks.append)
 
     def __call__(self, batch: StepBatch) -> StepReport:
-        """Train on a global batch."""
+        """Train on one global batch and return the report of the step."""
         job, optimizer, number = self._job, self.optimized.optimizer, self._number
         factor = job.schedule(number, self.length.num_steps)
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
@@ -105,13 +105,13 @@ class PlainTraining:
 
     @torch.no_grad()
     def evaluate(self, dataset: Dataset[Any]) -> dict[str, float]:
-        """Return the mean loss and the metrics of the job over a dataset, in batches of the training's size."""
+        """Return the mean loss and the metrics of the job over a dataset, in batches of the global batch size."""
         job = self._job
         measures: dict[str, Metric] = {"loss": job.loss, **job.metrics}
         totals, counts = dict.fromkeys(measures, 0.0), dict.fromkeys(measures, 0.0)
         self.model.eval()
         dtype = torch.float64 if next(iter(self._parameters)).dtype == torch.float64 else None
-        generator = torch.Generator()  # otherwise the loader would use the generator of the training
+        generator = torch.Generator()  # otherwise the loader would advance the random generator of the training
         collate = CountedCollate(job.collate)  # the first tensor of a batch need not have a row per sample
         for batch, rows, _ in DataLoader(dataset, job.batch_size, collate_fn=collate, generator=generator):
             moved = move(batch, torch.device("cpu"), dtype)
@@ -183,19 +183,19 @@ def _copy_values(model: nn.Module, specs: Iterable[tuple[str, Tensor]], weights:
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """A variation of the training in one process; the default is none."""
+    """A variation of the training in one process; the defaults change nothing."""
 
     dp_size: int = 1
     accumulation: int = 1
-    """Group rows into the micro-batches of this many data-parallel ranks, which have their own batch statistics."""
+    """Number of micro-batches, with separate batch statistics, into which rows are grouped as on `dp_size` ranks."""
     reverse: bool = False
-    """Sum in another order."""
+    """Reverse the rows of each micro-batch, so that sums are computed in a different order."""
     nudge: bool = False
     """Change every weight by up to one rounding error."""
 
     @torch.no_grad()
     def perturb(self, step: Any) -> None:
-        """Apply the nudge to the weights of a step."""
+        """Change the weights of a step if `nudge` is set."""
         if not self.nudge:
             return
         generator = torch.Generator().manual_seed(1)
@@ -206,7 +206,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def vary(batches: Iterable[StepBatch], variant: Variant) -> Iterator[StepBatch]:
-    """Yield each step with its rows grouped and ordered by `variant`, from steps of a single micro-batch."""
+    """Yield each step with its rows regrouped and reordered by `variant`; the given steps have one micro-batch each."""
     for step in batches:
         (whole,) = step.micro_batches
         groups = regroup(whole.rows, variant.dp_size, variant.accumulation)
@@ -215,7 +215,7 @@ def vary(batches: Iterable[StepBatch], variant: Variant) -> Iterator[StepBatch]:
 
 
 def regroup(rows: int, dp_size: int, accumulation: int) -> list[list[int]]:
-    """Return the rows of each micro-batch over all data-parallel ranks, as Slices assigns them."""
+    """Return the row indices of each micro-batch over all data-parallel ranks, in the order of `Slices`."""
     cells = dp_size * accumulation
     spans = [range(cell * rows // cells, (cell + 1) * rows // cells) for cell in range(cells)]
     return [
@@ -235,7 +235,7 @@ def _take(whole: MicroBatch, order: list[int]) -> MicroBatch:
     return MicroBatch(batch, len(order), len(order), positions, None, whole.marks)
 
 
-# Without casts from fp64: models that cast to fp32 would hide differences below 1e-7, or add some.
+# fp64 without casts: a model that casts to fp32 would hide differences below 1e-7, or add differences of that size.
 
 
 _CASTING: tuple[tuple[Any, str], ...] = (
@@ -246,7 +246,7 @@ _CASTING: tuple[tuple[Any, str], ...] = (
     (functional, "softmax"),
     (functional, "log_softmax"),
 )
-"""Methods by which models cast. The smallest fp64 number, used as a mask, is -inf in an fp32 softmax."""
+"""Methods with which models cast. The smallest fp64 number, used as an attention mask, is -inf in an fp32 softmax."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Exact resume: a training is killed and resumed, also on other ranks, and compared with an uninterrupted run."""
+"""Verifies exact resume: kills a training, resumes it, also on other ranks, and compares with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from shardwise.errors import InputError, PlanError, RankFailedError, TrainingErr
 from shardwise.parity.compare import relative, relative_gaps
 from shardwise.parity.kill import Kill, SeenSamples, SegmentFolder, choose_kills, run_segment
 from shardwise.parity.noise import is_comparable
-from shardwise.parity.spec import KEYED, Finding, Gap, PlanVerdict, changed_numbers, in_precision, settle_plan
+from shardwise.parity.spec import KEYED, RANDOM, Finding, Gap, PlanVerdict, changed_numbers, in_precision, settle_plan
+from shardwise.runs.console import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -31,21 +32,22 @@ _KINDS: tuple[Kind, ...] = ("parameter", "buffer")
 
 
 def verify_resume(runner: ParityRunner, name: str, plan: Plan, names: Sequence[str], precision: Exact) -> PlanVerdict:
-    """Train `plan` uninterrupted, then killed and resumed twice, the second time on other ranks by the next plan.
+    """Train `plan` uninterrupted, then killed and resumed twice, and compare; the last segment uses other ranks.
 
-    Each segment runs on newly forked ranks. This process runs no tensor operations.
+    Each segment runs on newly forked ranks, the last one under the next of `names`. This process runs no tensor ops.
     """
     kills = choose_kills(name, runner.preparation.steps)
     one = runner.one(precision).traced[0]
     plan = in_precision(plan, precision)
-    targets = _other_worlds(runner, name, plan, names, has_batch_norm=one.has_batch_norm)
+    targets = other_worlds(runner, name, plan, names, has_batch_norm=one.has_batch_norm)
     limits = runner.limits(precision)
-    here = f"{name} on {_ranks(plan)}"
+    ranks = counted(plan.layout.world_size, "rank")
+    here = f"{name} on {ranks}"
     with tempfile.TemporaryDirectory(dir=runner.folder) as folder:
         segments = _SegmentRunner(runner=runner, folder=Path(folder))
         whole = segments.run("whole", here, plan, saves=False)
         first = segments.run("first", here, plan, kill=kills[0])
-        # The first kill is before the checkpoint of its step, the second interrupts the save of its step.
+        # The first kill precedes the checkpoint of its step, the second interrupts the save of its step.
         second = segments.run("second", f"{here}, resumed", plan, begins=kills[0].step, kill=kills[1])
         target, last = segments.run_first(targets, precision, begins=kills[1].step - 1)
         gaps = loss_gaps(whole, [first, second, last], limits.of("loss"))
@@ -64,7 +66,7 @@ def verify_resume(runner: ParityRunner, name: str, plan: Plan, names: Sequence[s
     return PlanVerdict(
         plan=name,
         status="passed" if finding is None else "failed",
-        measure=f"killed {kills[0]} and {kills[1]}, resumed on {_ranks(plan)}, then as {last.label}",
+        measure=f"killed {kills[0]} and {kills[1]}, resumed on {ranks}, then as {last.label}",
         worst=max(gaps, key=lambda gap: gap.beyond),
         first=next((gap for gap in gaps if gap.beyond > 1), None),
         findings=() if finding is None else (finding,),
@@ -82,44 +84,44 @@ def value_gaps(folder: SegmentFolder, expected: SegmentFolder, limits: Limits) -
     ]
 
 
-def _other_worlds(
+def other_worlds(
     runner: ParityRunner, name: str, plan: Plan, names: Sequence[str], *, has_batch_norm: bool
 ) -> list[tuple[str, Plan]]:
-    """Return the plans to continue with and their labels, best first: the next of `names`, the same one, and ddp."""
+    """Return the plans to resume with and their labels, in order of preference: the next of `names`, `name`, ddp."""
     here = plan.layout.world_size
     size = here // 2 or 2
     following = names[(names.index(name) + 1) % len(names)]
+    choices = [(following, size), (name, size), ("ddp", size), ("ddp", min(size, 1))]
+    if size == 1 and following != name:
+        choices.insert(0, (following, here))
     found = {}
-    for each, on in dict.fromkeys([(following, size), (name, size), ("ddp", size), ("ddp", min(size, 1))]):
+    for each, on in dict.fromkeys(choices):
         try:
             other = _settle_on(runner, each, on, usual=here)
             require_supported(other)
         except InputError:
             continue
+        if on == here and other.layout.dp > 1:
+            continue  # only plans that do not shard anything on one rank, such as tp, keep all ranks
         regrouped = has_batch_norm and max(plan.accumulation, other.accumulation) > 1
         if not regrouped and not changed_numbers(other, has_batch_norm=has_batch_norm):
-            found[f"{each} on {_ranks(other)}"] = other
+            found[f"{each} on {counted(other.layout.world_size, 'rank')}"] = other
     if not found:
         raise PlanError(
             "batch statistics depend on the micro-batches, which change with the number of ranks",
             code="verify.batch-statistics",
-            fix="use accumulation=1",
+            fix="set accumulation=1 in the plan, as in ddp+accumulation=1",
         )
     return list(found.items())
 
 
 def _settle_on(runner: ParityRunner, name: str, size: int, *, usual: int) -> Plan:
-    """Resolve a plan for another number of ranks, by its name or by a refit."""
+    """Return the plan `name` resolved for `size` ranks, or resolved for `usual` ranks and refitted to `size`."""
     settle = partial(settle_plan, name, batch_size=runner.batch_size, framework=runner.framework)
     try:
         return settle(nproc=size)
     except InputError:
         return settle(nproc=usual).refit(size)
-
-
-def _ranks(plan: Plan) -> str:
-    size = plan.layout.world_size
-    return f"{size} ranks" if size > 1 else "1 rank"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +138,9 @@ class _SegmentRunner:
     def run(
         self, name: str, label: str, plan: Plan, *, begins: int = 0, saves: bool = True, kill: Kill | None = None
     ) -> Segment:
-        """Train from the newest checkpoint, which should be that of step `begins`, to the end or the kill."""
+        """Train from the newest checkpoint, expected to be that of step `begins`, to the end or the kill."""
         here = self.at(name)
-        shutil.rmtree(here.path, ignore_errors=True)  # of a plan that was rejected
+        shutil.rmtree(here.path, ignore_errors=True)  # files of a previous plan that does not support the job
         here.path.mkdir()
         checkpoints = self.folder / "checkpoints" if saves else None
         limit = self.runner.pause_limit(plan)
@@ -158,18 +160,18 @@ class _SegmentRunner:
         return Segment(label=label, layout=plan.layout, begins=begins, ranks=here.read(plan.layout.world_size))
 
     def run_first(self, targets: Sequence[tuple[str, Plan]], precision: Exact, *, begins: int) -> tuple[Plan, Segment]:
-        """Continue to the end with the first plan that supports the job."""
-        refused: InputError | None = None
+        """Resume with the first plan that supports the job and train to the end; return the plan and the segment."""
+        first_error: InputError | None = None
         for label, target in targets:
             plan = in_precision(target, precision)
             try:
                 return plan, self.run("last", label, plan, begins=begins)
             except InputError as error:
-                refused = refused or error
-        raise refused or PlanError("no plan supports the job on another number of ranks", code="verify.no-other-plan")
+                first_error = first_error or error
+        raise first_error or PlanError("no plan supports the job at another world size", code="verify.no-other-plan")
 
     def find_plan_error(self, whole: Segment, label: str, plan: Plan, limit: float) -> Finding | None:
-        """Return a finding if a plan has different results even without a kill."""
+        """Return a finding if the losses of a plan differ from `whole` even without a kill."""
         alone = self.run("alone", label, plan, saves=False)
         gap = next((gap for gap in loss_gaps(whole, [alone], limit) if gap.beyond > 1), None)
         if gap is None:
@@ -186,12 +188,12 @@ BETWEEN = "the resumed run and the uninterrupted one"
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentStep:
-    """A step of a segment over all ranks."""
+    """The recordings of one step of a segment, combined over all ranks."""
 
     step: int
     loss: float
     rows: frozenset[str]
-    """Digests of the rows. This is a set, because padding and the probe of a pipeline repeat rows of the step."""
+    """Digests of the rows; a set, because padding and the pipeline probe repeat rows of the step."""
     rate: float
     draws: tuple[float, ...]
     """Random numbers by rank."""
@@ -199,17 +201,17 @@ class SegmentStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A run from its first step to its end or its kill."""
+    """The recording of a run from its first step to its end or its kill."""
 
     label: str
-    """Label such as "zero3 on 4 ranks"."""
+    """Name in findings, such as "zero3 on 4 ranks"."""
     layout: Layout
     begins: int
     """The expected first step."""
     ranks: Sequence[Sequence[SeenSamples]]
 
     def steps(self) -> list[SegmentStep]:
-        """Return the steps that all ranks have recorded; before a kill, some ranks may record one more."""
+        """Return the steps that all ranks have recorded; before a kill, some ranks may record one more step."""
         return [self._step(seen) for seen in zip(*self.ranks, strict=False)]
 
     def _step(self, seen: Sequence[SeenSamples]) -> SegmentStep:
@@ -244,10 +246,10 @@ class Divergence:
 
 
 def find_divergence(whole: Segment, segments: Sequence[Segment], limit: float, *, drawn_by: str) -> Divergence | None:
-    """Return why the segments of a killed training differ from the uninterrupted run; None if they do not differ.
+    """Return the first divergence of the segments of a killed training from the uninterrupted run, or None.
 
     `segments` are in order, from the first to the last step. `drawn_by` is the name of the module that samples random
-    numbers although every dropout is 0; empty if there is none.
+    numbers although dropout modules are set to 0; empty if no module does.
     """
     wanted = {found.step: found for found in whole.steps()}
     for segment in segments:
@@ -267,13 +269,13 @@ def name_values(gaps: Sequence[Gap]) -> Finding | None:
     cause = "buffers not restored" if all(gap.kind == "buffer" for gap in off) else "weights not restored"
     return Finding(
         cause=cause,
-        evidence=f"every loss agrees; of the final values {len(off)} do not, {worst} most ({worst.relative:.1e})",
+        evidence=f"all losses agree, but {len(off)} final values differ, {worst} most ({worst.relative:.1e})",
         parameter=worst.name,
     )
 
 
 def _as_non_deterministic(finding: Finding) -> Finding:
-    """Return the finding for the first segment, which ran on the same ranks, so that a kill cannot explain it."""
+    """Return the finding for a divergence of the first segment, which no kill precedes."""
     evidence = f"repeated runs of the same plan have different results ({finding.evidence})"
     return Finding(cause="non-deterministic operation", evidence=evidence, step=finding.step)
 
@@ -305,7 +307,7 @@ def _wrong_end(segment: Segment, wanted: Mapping[int, SegmentStep]) -> Finding |
 def _causes(
     segment: Segment, whole: Segment, wanted: Mapping[int, SegmentStep], limit: float, *, drawn_by: str
 ) -> Iterator[Finding]:
-    """Yield findings step by step; within a step, possible causes precede their consequences."""
+    """Yield findings step by step; within a step, causes precede their consequences."""
     for found in segment.steps():
         if found.step not in wanted:
             yield Finding(
@@ -313,10 +315,10 @@ def _causes(
             )
             continue
         right = wanted[found.step]
-        if segment.layout.cp == whole.layout.cp and found.rows != right.rows:  # else a loss sees other slices of them
+        if segment.layout.cp == whole.layout.cp and found.rows != right.rows:  # slices of rows depend on cp
             yield _other_samples(segment, found, wanted)
         if relative(found.rate, right.rate) > limit:
-            evidence = f"{segment.label}: step {found.step + 1} has {found.rate:.6g}, not {right.rate:.6g}"
+            evidence = f"{segment.label}: step {found.step + 1} has {found.rate:.6g}, expected {right.rate:.6g}"
             yield Finding(cause="learning rate not restored", evidence=evidence, step=found.step)
         if segment.layout == whole.layout and found.draws != right.draws:
             yield _other_draws(segment, found, right)
@@ -339,8 +341,8 @@ def _other_draws(segment: Segment, found: SegmentStep, right: SegmentStep) -> Fi
     ranks = tuple(rank for rank, draw in enumerate(found.draws) if draw != right.draws[rank])
     return Finding(
         cause="random numbers not restored",
-        evidence=f"{segment.label}: on ranks {', '.join(map(str, ranks))} the number drawn after step {found.step + 1}"
-        " is another, at the same layout",
+        evidence=f"{segment.label}: on ranks {', '.join(map(str, ranks))} the random number sampled after step"
+        f" {found.step + 1} differs although the layout is the same",
         step=found.step,
         ranks=ranks,
     )
@@ -349,20 +351,19 @@ def _other_draws(segment: Segment, found: SegmentStep, right: SegmentStep) -> Fi
 def _other_loss(segment: Segment, found: SegmentStep, *, same_layout: bool, drawn_by: str) -> Finding:
     if drawn_by and not same_layout:
         return Finding(
-            cause="random numbers",
-            evidence=f"{drawn_by} samples random numbers although dropout is off, and they restart on another layout:"
-            f" {KEYED}",
+            cause=RANDOM,
+            evidence=f"{drawn_by} samples random numbers, which change with the layout: {KEYED}",
             step=found.step,
         )
     at = f"{segment.label}, which began with step {segment.begins + 1}"
     if found.step == segment.begins:
         return Finding(
             cause="weights not restored",
-            evidence=f"{at}: its first loss differs, although it used the same rows",
+            evidence=f"{at}: its first loss differs although the rows are the same",
             step=found.step,
         )
     return Finding(
         cause="optimizer not restored",
-        evidence=f"{at}: its losses agree up to an update, and diverge in step {found.step + 1}, on the same rows",
+        evidence=f"{at}: its losses agree at first, but diverge in step {found.step + 1} on the same rows",
         step=found.step,
     )

@@ -1,4 +1,4 @@
-"""Runs trainings of a job on forked ranks, caches those of one process, and measures rounding noise."""
+"""Runs trainings of a job on forked ranks, caches trainings in one process, and measures rounding noise."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ _PRELOAD = (
     "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining",
 )
-"""Modules that are imported before the fork, because ranks would import up to 800 modules in 1.5 s."""
+"""Modules that are imported before the fork; otherwise each rank would import up to 800 modules in 1.5 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A recorded training: the recordings of its ranks, and the folder with full tensors."""
+    """A recorded training: the recordings of its ranks, and the folder with its full tensors."""
 
     folder: Path
     traced: list[Traced]
     layout: Layout
 
     def discard(self) -> None:
-        """Delete the tensors."""
+        """Delete the folder with the tensors."""
         shutil.rmtree(self.folder)
 
 
 @dataclass(kw_only=True)
 class ParityRunner:
-    """Runs trainings of a job; caches those of one process, with which many plans are compared."""
+    """Runs trainings of a job; caches trainings in one process, with which many plans are compared."""
 
     preparation: Preparation
     batch_size: int
@@ -119,7 +119,7 @@ class ParityRunner:
         return folder
 
     def pause_limit(self, plan: Plan) -> PauseLimit:
-        """Return the longest pause allowed to a rank of `plan`, from the longest pause of one process so far."""
+        """Return the longest pause that a rank of `plan` may take, from the longest pause of one process so far."""
         return pause_limit(plan, self._longest_s, self.timeout_s)
 
     def on_ranks(self, fn: Callable[[World], T], plan: Plan, folder: Path, *, label: str = "") -> list[T]:
@@ -138,7 +138,7 @@ class ParityRunner:
     def one(
         self, dtype: Exact, variant: Variant | None = None, *, close_up: int | None = None, steps: int | None = None
     ) -> Record:
-        """Train in one process, in plain PyTorch or by an engine without such a reference; results are cached."""
+        """Train in one process and cache the result; in plain PyTorch, unless the engine has no plain reference."""
         variant = variant or Variant()
         key = dtype, variant, steps or self.preparation.steps
         if key not in self._ones or close_up is not None:
@@ -152,14 +152,14 @@ class ParityRunner:
                 raise TrainingError(
                     f"the job failed in one process ({type(error).__name__}: {error})",
                     code="verify.reference-failed",
-                    fix="reproduce and fix it with shardwise train --nproc 1",
+                    fix="run shardwise train --nproc 1 to reproduce the error, and fix the job",
                 ) from error
         return self._ones[key]
 
     def one_in(self, plan: Plan, variant: Variant) -> Record:
-        """Train in one process with the rounding of `plan`, to measure its effect; results are cached.
+        """Train in one process in the precision of `plan`, to measure the effect of rounding; results are cached.
 
-        A fused loss rounds as well, because it casts the logits of each chunk of tokens.
+        A fused loss also rounds, because it casts the logits of each chunk of tokens.
         """
         key = plan.precision, plan.fused_loss, variant
         if key not in self._lower:
@@ -168,28 +168,28 @@ class ParityRunner:
             self._lower[key] = self.run(rounding, variant=variant)
         return self._lower[key]
 
-    def exact(self, asked: Exact) -> tuple[Exact, tuple[str, ...]]:
-        """Return the dtype for the comparison, with a note if the model does not compute in the requested one."""
-        if asked == "fp32":
-            return asked, ()
+    def exact(self, requested: Exact) -> tuple[Exact, tuple[str, ...]]:
+        """Return the dtype of the comparison, and a note if the model does not compute in the requested dtype."""
+        if requested == "fp32":
+            return requested, ()
         try:
-            dtype = self.one(asked).traced[0].loss_dtype
+            dtype = self.one(requested).traced[0].loss_dtype
         except TrainingError as error:
-            self.one("fp32")  # raises if fp32 fails as well, since fp64 is then not the reason
+            self.one("fp32")  # raises if fp32 fails as well: then fp64 is not the reason
             reason = str(error.__cause__).splitlines()[0]
             engine = engine_named(self.framework)
             trainer = "one process" if engine.has_plain_reference else engine.title
             return "fp32", (f"compared in fp32, because {trainer} does not train this model in fp64 ({reason})",)
         if dtype not in {"", "float64"}:
             return "fp32", (f"compared in fp32, because the model casts fp64 inputs and its loss is {dtype}",)
-        return asked, ()
+        return requested, ()
 
     def compare(self, record: Record, expected: Record, limits: Limits) -> Comparison:
-        """Compare a training with one in one process."""
+        """Compare a recorded training with training in one process."""
         return self.in_fork(lambda: compare(record, expected, limits))
 
     def compare_with_one(self, record: Record, expected: Record, dtype: Exact) -> tuple[Comparison, Limits]:
-        """Compare with strict limits; if noise may explain a gap in fp64, measure the noise and compare again."""
+        """Return the comparison and its limits: strict ones, or measured ones if noise may explain an fp64 gap."""
         limits = self.limits(dtype)
         comparison = self.compare(record, expected, limits)
         if dtype == "fp64" and comparison.first is not None and may_be_noise(comparison.first):
@@ -199,7 +199,7 @@ class ParityRunner:
         return comparison, limits
 
     def compare_masks(self, plan: Plan) -> MaskReport:
-        """Train one step with dropout on and compare masks; cached for plans with the same layout and ZeRO stage."""
+        """Train one step with dropout on and compare the masks of all ranks; cached by layout and ZeRO stage."""
         key = plan.layout, plan.zero
         if key not in self._masks:
             folder, eager = self._new_folder(), without_compile(plan)
@@ -215,22 +215,22 @@ class ParityRunner:
         return self._masks[key]
 
     def in_fork(self, work: Callable[[], T]) -> T:
-        """Run tensor operations in a fork, so that this process can still be forked."""
+        """Run `work`, which may use tensor operations, in a fork, so that this process can still be forked."""
         result: T = run_forked(lambda _: work(), 1, timeout_s=self.timeout_s)[0]
         return result
 
     def limits(self, dtype: Exact) -> Limits:
-        """Return the largest gaps that count as equal: 1e-9 in fp64, and from the measured noise in fp32."""
+        """Return the largest gaps that count as equal: 1e-9 in fp64, limits from the measured noise in fp32."""
         return strict_limits() if dtype == "fp64" else self.noise(dtype)
 
     def noise(self, dtype: Exact) -> Limits:
-        """Return limits from the measured noise of the job in a dtype; trains in one process again."""
+        """Return limits from the measured rounding noise of the job in a dtype; the first call trains several times."""
         if dtype not in self._noise:
             self._noise[dtype] = self._measure_noise(dtype)
         return self._noise[dtype]
 
     def _measure_noise(self, dtype: Exact) -> Limits:
-        """Compare one process with itself, with sums in another order and weights changed by one rounding error."""
+        """Compare one process with itself, with sums in a different order and weights changed by one rounding error."""
         base = self.one(dtype)
         whole = [self.one(dtype, variant) for variant in (Variant(reverse=True), Variant(nudge=True))]
         split = []
@@ -242,14 +242,14 @@ class ParityRunner:
 
 
 def preload(names: Iterable[str] = _PRELOAD) -> None:
-    """Import modules before a fork that every rank would import otherwise."""
+    """Import modules before a fork, so that not every rank must import them."""
     for name in names:
-        with contextlib.suppress(Exception):  # what cannot be imported here may still be imported there
+        with contextlib.suppress(Exception):  # a module that fails to import here may not be needed by the ranks
             importlib.import_module(name)
 
 
 def on_ranks(fn: Callable[[World], T], nproc: int, *, timeout_s: float, backend: str = "gloo") -> list[T]:
-    """Run `fn(world)` on `nproc` forked gloo ranks, or ranks of mpirun, on the CPU; return its results by rank.
+    """Run `fn(world)` on `nproc` CPU ranks, forked with gloo or started by mpirun; return its results by rank.
 
     The exception of the first failing rank is raised with the last line of output as a note; other output is discarded.
     This process must not have run multi-threaded tensor operations, because their threads do not survive a fork.
@@ -274,7 +274,7 @@ def on_ranks(fn: Callable[[World], T], nproc: int, *, timeout_s: float, backend:
 
 def _in_own_world(fn: Callable[[World], T], backend: str, timeout_s: float) -> T:
     """Run `fn` in a new world of the ranks that mpirun started. Communicates; call on every rank."""
-    torch.set_num_threads(1)  # as in forks
+    torch.set_num_threads(1)  # the same number of threads as in forked ranks
     with world(backend=backend, device="cpu", timeout_s=timeout_s) as here:
         return fn(here)
 

@@ -1,4 +1,4 @@
-"""The Spec and the Report of `verify`: job, plans and limits of the comparison, and a verdict per plan."""
+"""The Spec and the Report of `verify`: the job and the plans to compare, and a verdict per plan."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from shardwise.job.job import Framework
 
 STEPS = 4
-"""Default number of steps: two full ones, a partial one, and a full one that depends on the state after it."""
+"""Default number of steps: two full steps, a partial step, and a full step that depends on the state after it."""
 RESUMED_STEPS = 6
 NPROC = 4
 PROPOSE_NPROC = 2
 
 
 class VerifySpec(Spec, frozen=True, kw_only=True):
-    """A job and the plans that are compared with one process."""
+    """The options of `shardwise verify`: a job, and the plans to compare with training in one process."""
 
     job: Annotated[str, argument("JOB.py[:NAME]")]
     plans: str | tuple[str, ...] = "all"
@@ -47,7 +47,7 @@ class VerifySpec(Spec, frozen=True, kw_only=True):
     resume: bool = False
     """Kill each plan, resume it on other ranks, and compare with an uninterrupted run."""
     shrink: bool = False
-    """Reduce width and depth of the model, without changing its structure."""
+    """Reduce the width and depth of the model without changing its structure."""
     settings: Annotated[tuple[str, ...], option("--set", metavar="KEY=VALUE")] = ()
     """Override a field of the job or of every plan."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
@@ -65,13 +65,15 @@ class VerifySpec(Spec, frozen=True, kw_only=True):
 Status = Literal["passed", "failed", "refused", "does not apply"]
 STATUSES: dict[Status, str] = {"passed": "green", "failed": "bold red", "refused": "yellow", "does not apply": "dim"}
 """Status -> style on a terminal, in the order of the summary."""
-KEYED = 'set Job(masks="keyed"), or --set masks=keyed, which makes each draw a function of its sample'
+KEYED = 'set Job(masks="keyed"), or pass --set masks=keyed, which makes random numbers a function of the sample'
 """Fix that makes random numbers comparable."""
+RANDOM, UNKNOWN = "random numbers", "unknown cause"
+"""Causes of findings."""
 Kind = Literal["initial value", "loss", "gradient", "gradient norm", "parameter", "buffer", "evaluation", "metric"]
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True):
-    """Difference between a value of a plan and of one process, or between two ranks."""
+    """The difference between a value under a plan and in one process, or between two ranks."""
 
     kind: Kind
     name: str
@@ -79,13 +81,13 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     """Counted from 0; None for values before the first step or after the last."""
     relative: float
-    """Largest difference over the largest value."""
+    """Largest difference divided by the largest value."""
     limit: float
     between: str = "the plan and one process"
 
     @property
     def beyond(self) -> float:
-        """The gap as a multiple of its limit; at most 1 passes."""
+        """The gap as a multiple of its limit; a value above 1 fails."""
         return self.relative / self.limit
 
     def __str__(self) -> str:
@@ -107,7 +109,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Comparison of a plan with one process."""
+    """The result of comparing a plan with one process."""
 
     plan: str
     status: Status
@@ -120,14 +122,19 @@ class PlanVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Number of parameter elements that were not compared, because their gradient is rounding noise."""
     findings: tuple[Finding, ...] = ()
     reason: str = ""
-    """Why a plan is not supported or crashed."""
+    """The reason why a plan is not supported, or the error with which it crashed."""
     code: str = ""
     """Error code of a plan that is not supported."""
     seconds: float = 0.0
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the plan differs because ranks sample different random numbers."""
+        return any(finding.cause == RANDOM for finding in self.findings)
+
 
 class VerifyReport(Report, frozen=True, kw_only=True):
-    """Comparison of all plans with one process on a job."""
+    """The verdicts on all plans of a job, each compared with one process."""
 
     job: str
     nproc: int
@@ -140,7 +147,7 @@ class VerifyReport(Report, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, verdicts: Sequence[PlanVerdict], **facts: Any) -> Self:
-        """Return the report of verdicts; its exit code is 3 if a plan failed, 2 if a requested one is not supported."""
+        """Return the report of verdicts; exit code 3 if a plan failed, 2 if a requested plan is not supported."""
         statuses = {verdict.status for verdict in verdicts}
         code = BAD_INPUT if "refused" in statuses else DONE
         return cls(verdicts=tuple(verdicts), exit_code=CHECK_FAILED if "failed" in statuses else code, **facts)
@@ -164,7 +171,7 @@ class VerifyReport(Report, frozen=True, kw_only=True):
 
 
 def verdict_lines(verdict: PlanVerdict) -> list[str]:
-    """Return a verdict as sentences: the finding, the first divergence, or why the plan is not supported."""
+    """Return a verdict as sentences: its findings, the first divergence, and the reason for a refusal or crash."""
     lines = [str(finding) for finding in verdict.findings]
     first = verdict.first
     if first is not None:
@@ -217,13 +224,13 @@ def _cell(verdict: PlanVerdict) -> str:
 Exact = Literal["fp64", "fp32"]
 
 BANDS = {"rounds": 0.25, "powersgd": 0.15, "batch_norm": 0.15, "bf16": 0.03, "fp16": 0.03}
-"""Option that changes the arithmetic -> largest relative difference of a step's loss. A low-rank gradient, statistics
-of half a batch and steps of half a batch change all values; 8 bits of mantissa are rounding. For losses that halve
-within four steps, replicas that trained a partial step locally were 18 % behind after it."""
+"""Option that changes the arithmetic -> largest relative difference of a step's loss. Low-rank gradients, statistics of
+half a batch and steps of half a batch change all values; an 8-bit mantissa only rounds them. For losses that halve
+within four steps, the loss of replicas after a local partial step was 18 % higher."""
 
 
 def all_plans(nproc: int) -> list[str]:
-    """Return all plans that are useful on this many ranks, as in --plans."""
+    """Return the plans of `--plans all` on `nproc` ranks."""
     plans = [
         "ddp",
         "ddp+accumulation=2",
@@ -257,7 +264,7 @@ def all_plans(nproc: int) -> list[str]:
 
 
 def _pipelines(nproc: int) -> Iterator[str]:
-    """Yield a pipeline per schedule, with twice as many micro-batches as stages, so that every schedule overlaps."""
+    """Yield a pipeline plan per schedule, with twice as many micro-batches as ranks, so that all schedules overlap."""
     for schedule in SCHEDULES:
         yield f"pp+accumulation={2 * nproc}+pipeline.schedule={schedule}"
 
@@ -282,34 +289,34 @@ def _products(nproc: int) -> list[str]:
 
 
 def named_plans(plans: str | Sequence[str], settings: Mapping[str, str]) -> list[str] | None:
-    """Return the requested plans with the settings for all plans; None for "all"."""
+    """Return the requested plans with `settings` applied to each; None for "all"."""
     if plans != "all":
         more = "".join(f"+{key}={value}" for key, value in settings.items())
         return [name + more for name in parse_plans(plans if isinstance(plans, str) else ",".join(plans))]
     if settings:
         raise InputError(
-            f"--set {next(iter(settings))} is a field of plans, and cannot be combined with --plans all",
+            f"--set {next(iter(settings))} sets a field of the plan, which cannot be combined with --plans all",
             code="cli.option-not-applicable",
-            fix="list the plans",
+            fix="list the plans, as in --plans ddp,zero3",
         )
     return None
 
 
 def parse_plans(text: str) -> list[str]:
-    """Parse --plans; raises InputError for an empty list or a repeated plan."""
+    """Parse the value of --plans; raise InputError for an empty list or a repeated plan."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise InputError(
-            f"--plans {text!r} contains no plan", code="verify.no-plans", fix="write --plans all, or --plans ddp,zero3"
+            f"--plans {text!r} contains no plan", code="verify.no-plans", fix="pass --plans all, or --plans ddp,zero3"
         )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise InputError(f"--plans names {twice[0]} twice", code="verify.plan-repeated", fix="name each plan once")
+        raise InputError(f"--plans repeats {twice[0]}", code="verify.plan-repeated", fix="list each plan only once")
     return names
 
 
 def settle_plan(text: str, *, batch_size: int, nproc: int, framework: Framework = "torch") -> Plan:
-    """Resolve SPEC+KEY=VALUE+... for a batch size, this many CPU ranks, and a model of this framework."""
+    """Return the plan SPEC+KEY=VALUE+... resolved for a batch size, `nproc` CPU ranks and a model of `framework`."""
     spec, *settings = text.split("+")
     overrides = parse_overrides(settings)
     device = engine_named(framework).local_device("cpu") or LocalDevice()
@@ -317,7 +324,7 @@ def settle_plan(text: str, *, batch_size: int, nproc: int, framework: Framework 
 
 
 def one_process(batch_size: int, *, dtype: Exact, accumulation: int = 1, framework: Framework = "torch") -> Plan:
-    """Return the plan of one process, with which others are compared."""
+    """Return the one-rank plan with which other plans are compared."""
     plan = Plan.preset("ddp", 1, batch_size=batch_size, accumulation=accumulation)
     return with_engine(in_precision(plan, dtype), framework)
 
@@ -328,9 +335,9 @@ def in_precision(plan: Plan, dtype: Exact) -> Plan:
     return dataclasses.replace(plan, precision=precision)
 
 
-def measured_in(plan: Plan, asked: Exact) -> Exact:
+def measured_in(plan: Plan, requested: Exact) -> Exact:
     """Return the dtype in which a plan is compared: fp32 if its engine does not support fp64."""
-    return asked if engine_named(plan.engine).has_fp64 else "fp32"
+    return requested if engine_named(plan.engine).has_fp64 else "fp32"
 
 
 def changed_numbers(plan: Plan, *, has_batch_norm: bool) -> dict[str, float]:
@@ -344,7 +351,7 @@ def changed_numbers(plan: Plan, *, has_batch_norm: bool) -> dict[str, float]:
         compression = plan.communication.compression
         changes[f"compresses gradients by {compression}"] = BANDS[compression]
     if plan.communication.sync_every > 1 and plan.layout.replicate > 1:
-        changes["lets replicas train on their own between syncs"] = BANDS["rounds"]
+        changes["trains replicas independently between synchronizations"] = BANDS["rounds"]
     if plan.batch_norm == "local" and has_batch_norm and plan.layout.dp > 1:
-        changes["normalises each rank's rows by themselves"] = BANDS["batch_norm"]
+        changes["computes batch statistics per rank"] = BANDS["batch_norm"]
     return changes

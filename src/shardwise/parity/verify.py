@@ -1,4 +1,4 @@
-"""Verification of a job: training in one process, then under each plan, and a verdict on each plan."""
+"""Verifies a job: trains it in one process and under each plan, and returns a verdict on each plan."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ if TYPE_CHECKING:
 
 _MEASURES = {"fp64": "every value equal to 1e-09 in fp64", "fp32": "every value within 4 noise floors in fp32"}
 _NOTES = {
-    "drawn": "every dropout is set to 0, but for one step in which masks are compared",
-    "keyed": "dropout is on: its masks are keyed",
+    "drawn": "dropout modules and attributes such as drop_rate are 0, except in one step in which masks are compared",
+    "keyed": "dropout is on, because its masks are keyed",
 }
 
 
 def verify(job: Job | VerifySpec | str | Path, plans: str | Sequence[str] = "all", **options: Any) -> VerifyReport:
     """Train a job under each plan and in one process, with the same weights and data, and compare all values.
 
-    `job` is a Job or the path of a job file. `plans` is "all" or plans in the form SPEC+KEY=VALUE. `VerifySpec` has the
-    other options. Ranks are forks of this process on the CPU, and this process runs no tensor operations.
+    `job` is a Job or the path of a job file. `plans` is "all" or plans in the form SPEC+KEY=VALUE. `options` are fields
+    of `VerifySpec`. Ranks are forks of this process on the CPU, and this process runs no tensor operations.
     """
     if isinstance(job, VerifySpec):
         return verify_job(job)
@@ -85,10 +85,10 @@ verify.__signature__ = signature_of(VerifySpec, "VerifyReport")  # type: ignore[
 def verify_job(
     spec: VerifySpec, *, job: Job | None = None, on_verdict: Callable[[PlanVerdict], None] = lambda _: None
 ) -> VerifyReport:
-    """Return the comparison of each plan with one process; `job` replaces the job file.
+    """Compare each plan with one process and return the report; `job` replaces the job file.
 
-    With "all" plans, a plan that does not support the job is not a failure. With `spec.resume`, each plan is killed and
-    resumed, also on other ranks by the next plan, and compared with an uninterrupted run of the same plan.
+    With `--plans all`, a plan that does not support the job is not a failure. With `spec.resume`, each plan is killed
+    and resumed, also on other ranks by the next plan, and compared with an uninterrupted run of the same plan.
     """
     source, plan_settings = job_source(spec, job)
     named = named_plans(spec.plans, plan_settings)
@@ -142,9 +142,9 @@ def _coverage(one: Traced, batch_size: int) -> tuple[str, ...]:
     if batch_size == 1:
         return ()
     if not shorts:
-        return ("no step was short: the training data is a stream, or only one step was trained",)
+        return ("no step had a partial batch: the training data is a stream, or only one step was trained",)
     if all(step in shorts for step in range(shorts[0], len(one.rows))):
-        return ("no full step followed a short one: state that a short step spoils was not seen",)
+        return ("no full step followed a partial one, so the state after a partial step was not verified",)
     return ()
 
 
@@ -155,7 +155,7 @@ def _backend_notes(backend: str) -> tuple[str, ...]:
 
 
 def _check_plans(names: Sequence[str], *, batch_size: int, nproc: int, framework: Framework) -> None:
-    """Raise InputError for plans that cannot run, before any process starts, and import modules of their engines."""
+    """Raise InputError for plans that cannot run, before any process starts, and preload the modules of engines."""
     for name in names:
         plan = settle_plan(name, batch_size=batch_size, nproc=nproc, framework=framework)
         engine = engine_named(plan.engine)
@@ -171,7 +171,7 @@ def _facts(job: Job) -> tuple[int, Masks, Framework]:
 def verify_plan(
     runner: ParityRunner, name: str, nproc: int, precision: Exact, *, resumed_as: Sequence[str] | None = None
 ) -> PlanVerdict:
-    """Train under a plan and return the verdict, which includes any error of a rank."""
+    """Train under a plan and return the verdict, also on errors; with `resumed_as` (all plans), verify exact resume."""
     try:
         plan = settle_plan(name, batch_size=runner.batch_size, nproc=nproc, framework=runner.framework)
         require_supported(plan)
@@ -190,16 +190,16 @@ def verify_plan(
         return PlanVerdict(
             plan=name, status="failed", findings=(Finding(cause="hang", evidence=str(error), ranks=ranks),)
         )
-    except Exception as error:  # noqa: BLE001 - a plan that crashes has failed, and the others still run
+    except Exception as error:  # noqa: BLE001 - a plan that crashes has failed, and the other plans still run
         return PlanVerdict(plan=name, status="failed", reason=_crash_text(error))
 
 
 def _require_exact(changes: dict[str, float]) -> None:
     if changes:
         raise InputError(
-            f"it {' and '.join(changes)}, so that results depend on the number of ranks",
+            f"the plan {' and '.join(changes)}, so results depend on the number of ranks",
             code="verify.plan-not-exact",
-            fix="verify --resume an exact plan",
+            fix="use an exact plan such as ddp or zero3 with --resume",
         )
 
 
@@ -214,7 +214,7 @@ def _crash_text(error: Exception) -> str:
 
 
 def _verify_by_value(runner: ParityRunner, name: str, plan: Plan, precision: Exact) -> PlanVerdict:
-    """Compare all values, and find the cause if one differs."""
+    """Compare all values of a plan with one process, and find the cause if a value differs."""
     variant = _twin(runner, plan, precision)
     record = runner.run(plan)
     comparison, limits = runner.compare_with_one(record, runner.one(precision, variant), precision)
@@ -228,7 +228,7 @@ def _verify_by_value(runner: ParityRunner, name: str, plan: Plan, precision: Exa
         masks = _compare_masks(runner, plan, precision)
         findings = [*not_applied(plan, record.traced), *masks.findings]
     elif not engine_named(plan.engine).has_plain_reference:
-        evidence = f"{comparison.first} diverged first; causes are searched in models of torch only"
+        evidence = f"{comparison.first} diverged first; only the causes in torch models are diagnosed"
         findings = [Finding(cause="not known", evidence=evidence)]
     else:
         case = Case(plan=plan, precision=precision, twin=variant, record=record, comparison=comparison)
@@ -246,13 +246,13 @@ def _verify_by_value(runner: ParityRunner, name: str, plan: Plan, precision: Exa
 
 
 def _casts_inside(runner: ParityRunner, comparison: Comparison) -> bool:
-    """Whether the gaps in fp64 are as small as the noise of a model that casts to a lower precision."""
+    """Return whether the gaps in fp64 are as small as the noise of a model that casts to a lower precision."""
     first = comparison.first
     return first is not None and may_be_noise(first) and computes_in_less(runner.noise("fp64"))
 
 
 def _measure(precision: Exact, limits: Limits) -> str:
-    """Return the limit of all values, and the excluded values."""
+    """Return text about the limits of the compared values and about excluded values."""
     loosest = max(limits.kinds.values())
     if precision == "fp64" and loosest > EXACT:
         return f"every value within 4 noise floors in fp64 (at most {loosest:.1e}){conditions(limits)}"
@@ -260,7 +260,7 @@ def _measure(precision: Exact, limits: Limits) -> str:
 
 
 def _compare_masks(runner: ParityRunner, plan: Plan, precision: Exact) -> MaskReport:
-    """Compare masks in one more step with dropout on, if the job has dropout that was set to 0 for the other steps."""
+    """Compare dropout masks in an extra step with dropout on, if dropout was set to 0 in the other steps."""
     has_peers = plan.layout.world_size > 1 and engine_named(plan.engine).has_plain_reference
     if not has_peers or not runner.one(precision).traced[0].silenced:
         return MaskReport()
@@ -268,7 +268,7 @@ def _compare_masks(runner: ParityRunner, plan: Plan, precision: Exact) -> MaskRe
 
 
 def not_applied(plan: Plan, traced: Sequence[Traced]) -> list[Finding]:
-    """Return findings about axes that should shard the model but do not; full copies have equal values."""
+    """Return findings about mesh axes that should shard the model but replicate it, which equal values do not show."""
     shards_weights = plan.zero == 3 or (plan.zero == 2 and engine_named(plan.engine).uses_fsdp)
     findings = []
     for axis in ("pp", "tp", "shard"):
@@ -287,7 +287,7 @@ def _all_alike(traced: Sequence[Traced], ranks: Sequence[int]) -> bool:
 
 
 def _twin(runner: ParityRunner, plan: Plan, precision: Exact) -> Variant:
-    """Return how one process must group its rows, because batch statistics depend on the micro-batch."""
+    """Return how one process must group its rows so that batch norms compute the same statistics as the plan."""
     has_batch_norm = runner.one(precision).traced[0].has_batch_norm
     if has_batch_norm and plan.accumulation > 1:
         return Variant(dp_size=plan.layout.dp, accumulation=plan.accumulation)
@@ -302,7 +302,7 @@ def _verify_by_band(runner: ParityRunner, name: str, plan: Plan, changes: dict[s
     record = runner.run(plan, steps=steps)
     band = sum(changes.values())
     gaps = loss_band_gaps(record, expected, band)
-    measure = f"losses within {band:.0%} of fp32, since it {' and '.join(changes)}"
+    measure = f"losses within {band:.0%} of fp32, because the plan {' and '.join(changes)}"
     dtype = rounds_in(plan)
     if dtype is not None:
         lower = runner.one_in(plan, twin)

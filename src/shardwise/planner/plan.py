@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 
 
 class PlanSpec(Spec, frozen=True, kw_only=True):
-    """The request of `shardwise plan`: a model, a cluster and a batch size."""
+    """Options of `shardwise plan`: a model, a cluster and a batch size."""
 
     model: Annotated[str | None, argument("MODEL|JOB.py[:NAME]|PLAN.toml")] = None
     """A published model, or the file of a job."""
     cluster: str = "this"
-    """8xH100, 2xp4d.24xlarge, 4x8xA100-40GB, or this machine."""
+    """Cluster such as 8xH100, 2xp4d.24xlarge or 4x8xA100-40GB; `this` is this machine, `2xthis` two of its GPUs, or two
+    ranks on its CPU."""
     batch_size: PositiveInt | None = None
     """Samples per step over all devices."""
     length: PositiveInt | None = None
@@ -48,7 +49,7 @@ class PlanSpec(Spec, frozen=True, kw_only=True):
     precision: Literal["bf16", "fp16", "fp32", "fp64"] | None = None
     """Compute dtype."""
     engine: Literal["torch", "deepspeed"] = "torch"
-    """deepspeed: predict its ZeRO stages and offloads as well, and choose one."""
+    """Engine; deepspeed also predicts its ZeRO stages and offloads, and chooses one."""
     lora: Annotated[PositiveInt | None, option("--lora", metavar="RANK")] = None
     """Fine-tune a published model with LoRA adapters."""
     catalogue: Path | None = None
@@ -69,9 +70,9 @@ class PlanReport(Report, frozen=True, kw_only=True):
     subject: Subject
     answer: Answer
     forms: tuple[EngineForm, ...] = ()
-    """The engine's own stages and offloads, with `engine="deepspeed"`."""
+    """ZeRO stages and offloads of DeepSpeed, with `engine="deepspeed"`."""
     advice: str = ""
-    """What to change if nothing fits."""
+    """Error message with the smallest change after which a plan fits; empty if one fits."""
 
     @property
     def best(self) -> Plan | None:
@@ -92,7 +93,7 @@ class PlanReport(Report, frozen=True, kw_only=True):
 
     @property
     def rejected(self) -> dict[str, str]:
-        """Why families of plans cannot be used, by family."""
+        """Reasons why families of plans cannot be used, by family."""
         families = self.answer.families.items()
         return {name: reason(self.answer, name) for name, entry in families if isinstance(entry, Rejected)}
 
@@ -102,15 +103,15 @@ class PlanReport(Report, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
 
     def to_text(self) -> str:
-        """Return the best plan of each family (or every plan), and cost and reasons of the chosen one."""
+        """Return the best plan of each family (or every plan), and the cost of the chosen plan with reasons."""
         return answer_text(self.answer, self.forms, self.subject, every=self.spec.every)
 
     def note(self) -> str:
-        """Return the advice if nothing fits, else an empty text."""
+        """Return the advice if no plan fits, else an empty string."""
         return f"shardwise: {self.advice}" if self.advice else ""
 
     def to_svg(self) -> str:
-        """Return a picture: memory of each family by kind, and the timeline of one step of the best plan."""
+        """Return an SVG with the memory of each family by kind, and the timeline of one step of the best plan."""
         question, best = self.answer.question, self.answer.best
         spans = timeline(question.time_model(), question.model.for_plan(best.plan), best.plan) if best else []
         title = f"{question.model.plain.name} on {question.cluster.num_devices} x {question.cluster.device.name}"
@@ -155,7 +156,7 @@ def _subject(spec: PlanSpec, job: Job | None, cluster: Cluster) -> Subject:
     """Return the model of the job, loaded from its file if necessary, or the published model."""
     if job is None and spec.model is None:
         raise InputError(
-            "plan needs a model",
+            "plan requires a model",
             code="plan.nothing-named",
             fix="pass a published model, a job, or --from-deepspeed FILE",
         )
@@ -174,7 +175,7 @@ def _subject(spec: PlanSpec, job: Job | None, cluster: Cluster) -> Subject:
             raise InputError(
                 f"{name} is valid for published models only, but {owner} is a job",
                 code="cli.option-not-applicable",
-                fix="change the job's file",
+                fix="remove the option, and change the job file",
             )
     return job_subject(
         job or load_named_job(spec), cluster, batch_size=spec.batch_size, precision=spec.precision, owner=owner
@@ -182,12 +183,12 @@ def _subject(spec: PlanSpec, job: Job | None, cluster: Cluster) -> Subject:
 
 
 def load_named_job(spec: PlanSpec) -> Job:
-    """Load the job of the file that a Spec names."""
+    """Return the job in the file `spec.model`."""
     return load_job(refer(spec.model or "", {}))
 
 
 def _advice(question: Question, *, batch_is_fixed: bool) -> str:
-    """Return one sentence: nothing fits, and the smallest change that would."""
+    """Return the message that no plan fits, with the smallest change after which one fits."""
     found = smallest_cluster(question, question.batch_size if batch_is_fixed else None)
     name, cluster = question.model.plain.name, question.cluster
     fact = f"no plan of {name} fits on {cluster.num_devices} x {cluster.device.name}"

@@ -1,4 +1,4 @@
-"""Resolves a plan: the one place where "auto" becomes a Plan, each value with its source."""
+"""Resolution of "auto", presets and plan files into a Plan with the source of each value."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shardwise.engines.engine import engine_for, engine_named
 from shardwise.errors import InputError, LaunchError, PlanError, nearest
 from shardwise.hardware import probe_gpus
 from shardwise.job import Job, Lora, refer
+from shardwise.job.callbacks import EarlyStopping
 from shardwise.job.load import job_parameters, literal, parse_overrides, replace_at
 from shardwise.job.optimizers import SGD, AdamW
 from shardwise.job.schedules import Constant, Cosine, Linear
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 Chooser = Callable[[int], tuple[Plan | None, str]]
-"""Returns the best plan for a number of ranks, or None, and why."""
+"""Function that returns the best plan for a number of ranks, or None, and the reason."""
 
 BATCH_KEYS = ("micro_batch", "accumulation")
 
@@ -44,7 +45,7 @@ class LocalDevice:
     engine: Framework = "torch"
     """The framework of the job's model."""
     default_reason: str = "auto: the simplest, on a CPU"
-    """Why "auto" is ddp without a search."""
+    """Reason if "auto" is ddp without a search."""
 
 
 def settle(
@@ -83,7 +84,7 @@ def with_engine(plan: Plan, engine: Framework) -> Plan:
 
 
 def _named(spec: str, world_size: int, device: LocalDevice, choose: Chooser | None) -> tuple[Plan, bool]:
-    """Return the plan that a spec names, and whether it was searched."""
+    """Return the plan that a spec names, and whether a search found it."""
     if spec.endswith(".toml"):
         return read_plan(Path(spec)), False
     if spec != "auto":
@@ -109,7 +110,7 @@ def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:
         name = key.partition(".")[0]
         fields = {field.name for field in dataclasses.fields(Plan)} - {"sources", "version"}
         if name not in fields:
-            raise PlanError(f"--set {key}: unknown key {name!r}", code="cli.set-unknown-key", fix=nearest(name, fields))
+            raise PlanError(f"--set {key} has an unknown key", code="cli.set-unknown-key", fix=nearest(name, fields))
         if key == "layout":
             raise PlanError("--set cannot change the layout", code="cli.set-layout", fix=f"use --plan {text}")
         plan = replace_at(plan, key, _value(key, text))
@@ -121,28 +122,28 @@ def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:
 
 
 def _value(key: str, text: str) -> Any:
-    """Return the value of a --set; "none" is a choice of most plan fields, not None."""
+    """Return the value of a --set option; "none" is a choice of most plan fields, not None."""
     if key == "precision":
         return Precision(compute=text)  # type: ignore[arg-type]
     return "none" if text == "none" else literal(text)
 
 
 def _settle_batch(plan: Plan, batch_size: int, overrides: Mapping[str, str], *, fixed: bool) -> Plan:
-    """Return the plan with micro-batch and accumulation: from --set, else from a plan file, else one accumulation."""
-    asked = {key: literal(text) for key, text in overrides.items()}
-    for key, value in asked.items():
+    """Return the plan with micro-batch and accumulation: from --set, a plan file, or the default accumulation."""
+    requested = {key: literal(text) for key, text in overrides.items()}
+    for key, value in requested.items():
         if not isinstance(value, int) or value < 1:
             raise PlanError(
                 f"--set {key} must be a positive integer, got {value}",
                 code="plan.not-whole-number",
                 fix="use an integer of at least 1",
             )
-    if fixed and not asked:
+    if fixed and not requested:
         split_batch(batch_size, dp=plan.layout.dp, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
         return plan
-    if not asked:
-        asked = {"accumulation": fill_pipeline(batch_size, plan.layout)}
-    split = split_batch(batch_size, dp=plan.layout.dp, **asked)
+    if not requested:
+        requested = {"accumulation": fill_pipeline(batch_size, plan.layout)}
+    split = split_batch(batch_size, dp=plan.layout.dp, **requested)
     derived = f"derived: batch_size {batch_size} over dp {plan.layout.dp}"
     sources = {key: "--set" if key in overrides else derived for key in BATCH_KEYS}
     return dataclasses.replace(
@@ -168,14 +169,14 @@ def split_settings(job: str, settings: Sequence[str]) -> tuple[JobReference, dic
             of_plan[key] = value
         else:
             raise InputError(
-                f"--set {key}: unknown key {name!r}", code="cli.set-unknown-key", fix=nearest_key(key, parameters)
+                f"--set {key} has an unknown key", code="cli.set-unknown-key", fix=nearest_key(key, parameters)
             )
     return refer(job, of_job), of_plan
 
 
 def set_keys() -> frozenset[str]:
-    """Return the dotted keys that --set accepts: fields of Job and Plan, and of shardwise's own values of these."""
-    sections: list[tuple[str, Any]] = [("", Job), ("", Plan), ("lora.", Lora)]
+    """Return the dotted keys that --set accepts: fields of Job, Plan and their sections, optimizers and schedules."""
+    sections: list[tuple[str, Any]] = [("", Job), ("", Plan), ("lora.", Lora), ("on_evaluate.", EarlyStopping)]
     sections += [("optimizer.", kind) for kind in (AdamW, SGD)]
     sections += [("schedule.", kind) for kind in (Constant, Cosine, Linear)]
     for field in dataclasses.fields(Plan):
@@ -189,9 +190,9 @@ def set_keys() -> frozenset[str]:
 
 
 def nearest_key(key: str, parameters: frozenset[str] = frozenset()) -> str:
-    """Return advice for an unknown key: the keys that end in it, else the one of the closest spelling.
+    """Return the fix for an unknown key: keys with the same last component, else the key with the closest spelling.
 
-    `parameters` are keys of the job file's own, beside fields of Job and Plan.
+    `parameters` are the parameters of the job file, which --set accepts as well.
     """
     keys = set_keys() | parameters
     if found := keys_ending_in(key, keys):
@@ -205,14 +206,14 @@ def keys_ending_in(name: str, keys: frozenset[str]) -> list[str]:
     return sorted(key for key in keys if key.rpartition(".")[2] == last)
 
 
-def local_device(asked: str | None, nproc: int, framework: Framework = "torch") -> LocalDevice:
-    """Return the device to resolve a plan for, without initializing CUDA; an engine may find its own."""
-    found = engine_named(framework).local_device(asked)
+def local_device(requested: str | None, nproc: int, framework: Framework = "torch") -> LocalDevice:
+    """Return the device to resolve a plan for, without initializing CUDA; an engine may select its own."""
+    found = engine_named(framework).local_device(requested)
     if found is not None:
         return found
-    gpus = probe_gpus() if asked != "cpu" else ()
+    gpus = probe_gpus() if requested != "cpu" else ()
     if not gpus:
-        if asked == "cuda":
+        if requested == "cuda":
             raise LaunchError(
                 "--device cuda requires an NVIDIA GPU, but none is visible",
                 code="launch.no-gpu",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How the samples of an optimizer step are split on each data-parallel rank."""
+    """Split of the samples of an optimizer step on each data-parallel rank."""
 
     micro_batch: int
     accumulation: int
@@ -51,7 +51,7 @@ def split_batch(
 
 
 def fill_pipeline(batch_size: int | None, layout: Layout) -> int:
-    """Return the accumulation that fills the pipeline of `layout`: 4 x pp, or 2 x pp or pp if only they divide."""
+    """Return the accumulation steps that fill a pipeline: 4, 2 or 1 x pp, the most that divide the batch evenly."""
     if layout.pp == 1:
         return 1
     for per_stage in (4, 2, 1):
@@ -67,7 +67,7 @@ def refit_batch(batch_size: int, *, dp: int, largest_micro_batch: int) -> BatchS
     for micro_batch in range(min(largest_micro_batch, per_rank), 0, -1):
         if per_rank % micro_batch == 0:
             return BatchSplit(micro_batch, per_rank // micro_batch)
-    raise AssertionError("1 divides everything")
+    raise AssertionError("unreachable: a micro-batch of 1 divides every batch")
 
 
 def _divide(batch_size: int, parts: int, divisor: str) -> int:

@@ -39,9 +39,9 @@ class PipelineSchedule:
     splits_backward: bool = False
     """Whether the gradients of inputs and of weights are computed in separate backward passes."""
     micro_batches: Literal["any", "per_stage", "rounds"] = "any"
-    """Valid numbers of micro-batches: any, at least one per stage, or rounds of equal size of at least pp each."""
+    """Valid numbers of micro-batches: any, at least one per stage, or rounds of equal size with at least pp each."""
     is_searched: bool = False
-    """Whether the planner proposes it. The others are similar to a schedule that it proposes."""
+    """Whether the planner searches the schedule; each of the others is similar to one that is searched."""
 
     @property
     def stages_per_rank(self) -> int:
@@ -79,7 +79,7 @@ SCHEDULES: dict[str, PipelineSchedule] = {
 
 _REQUIREMENTS = {
     "per_stage": "requires at least one micro-batch per stage",
-    "rounds": "requires rounds of micro-batches of equal size, of at least pp each",
+    "rounds": "requires rounds of equal size with at least pp micro-batches each",
 }
 
 
@@ -142,7 +142,7 @@ class StageSplit:
 
 
 def split_layers(plan: Plan, num_layers: int) -> StageSplit:
-    """Return the layers of each stage: the plan's split, or an even one by `even_bounds`."""
+    """Return the layers of each stage: by the plan's split, or evenly by `even_bounds`."""
     num_stages, pp, split = _num_stages(plan), plan.layout.pp, plan.pipeline.split
     if num_stages > num_layers:
         most = num_layers // (num_stages // pp)
@@ -176,7 +176,7 @@ def _num_stages(plan: Plan) -> int:
     raise PlanError(
         f"schedule {schedule!r} on pp = {pp} requires {default} stages, but pipeline split {list(split)} has {given}",
         code="plan.pipeline-split-count",
-        fix=f"pass {default - 1} boundaries, or none",
+        fix=f"set pipeline.split to {default - 1} boundaries, or remove it",
     )
 
 

@@ -155,7 +155,7 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to train a job on a layout. Every value is resolved (none is "auto"), and `sources` has its origin."""
+    """A plan for training a job on a layout. Every value is resolved (not "auto"), with its origin in `sources`."""
 
     version: int = VERSION
     layout: Layout = field(default_factory=Layout)
@@ -205,9 +205,9 @@ class Plan:
                 )
         if (self.zero == 0) != (self.layout.shard == 1) and not (self.layout.shard == 1 < self.layout.cp):
             raise PlanError(
-                f"plan has zero = {self.zero} with shard = {self.layout.shard}",
+                f"zero = {self.zero} does not match shard = {self.layout.shard}",
                 code="plan.zero-shard-mismatch",
-                fix="use zero 1, 2 or 3 if shard or cp is above 1, and zero 0 otherwise",
+                fix="set zero to 1, 2 or 3 if shard or cp is above 1, else to 0",
             )
         _check_ranges(self.communication)
 
@@ -312,7 +312,7 @@ def _option(name: str, value: Any) -> Any:
     if name == "precision" and value == "fp64":
         return Precision(**dict.fromkeys(_DTYPE_FIELDS, value))
     if name == "precision" and isinstance(value, str):
-        return Precision(compute=value)  # type: ignore[arg-type]  # check_types refuses others; weights stay in fp32
+        return Precision(compute=value)  # type: ignore[arg-type]  # check_types rejects other values; weights stay in fp32
     if name in _SECTIONS and isinstance(value, Mapping):
         known = [part.name for part in dataclasses.fields(_SECTIONS[name])]
         for key in value:
@@ -352,7 +352,7 @@ def _check_ranges(options: Communication) -> None:
 
 
 def _refit_shard(layout: Layout, dp: int) -> int:
-    """Return the shard degree for `dp` ranks: 1 for replicas only, the same for a hybrid if it divides, else `dp`."""
+    """Return the shard degree for `dp` ranks: 1 for DDP, unchanged for HSDP if it divides `dp`, else `dp`."""
     if layout.shard == 1:
         return 1
     if layout.replicate > 1 and dp % layout.shard == 0:
@@ -374,10 +374,10 @@ def check_types(value: Any, prefix: str = "") -> None:
         elif choices and all(isinstance(choice, str | int) for choice in choices):
             if given not in choices or isinstance(given, bool):
                 fix = nearest(str(given), map(str, choices))
-                raise PlanError(f"plan {name} is {given!r}", code="plan.unknown-choice", fix=fix)
+                raise PlanError(f"plan {name} cannot be {given!r}", code="plan.unknown-choice", fix=fix)
         elif expected in (int, bool, float) and not _has_type(given, expected):
-            fix = f"it must be {_TYPE_NAMES[expected]}"
-            raise PlanError(f"plan {name} is {given!r}", code="plan.wrong-type", fix=fix)
+            fix = f"set {name} to {_TYPE_NAMES[expected]}"
+            raise PlanError(f"plan {name} cannot be {given!r}", code="plan.wrong-type", fix=fix)
 
 
 @functools.cache

@@ -47,7 +47,7 @@ def plan_from_toml(text: str, origin: str) -> Plan:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         fact = f"{origin} is not valid TOML ({error})"
-        raise PlanError(fact, code="plan.not-toml", fix="correct that line") from None
+        raise PlanError(fact, code="plan.not-toml", fix="correct the TOML syntax") from None
     if "version" not in data:
         raise PlanError(f"{origin} has no version", code="plan.version-missing", fix="add version = 1 at the top")
     sources = dict.fromkeys(_dotted(data), origin)
@@ -80,7 +80,7 @@ def _build(kind: type[Any], data: dict[str, Any], origin: str, prefix: str = "",
         elif isinstance(default, type):
             if not isinstance(given, dict):
                 raise PlanError(
-                    f"{origin}: {prefix + key} must be a section, got {given!r}",
+                    f"{prefix + key} in {origin} must be a section, got {given!r}",
                     code="plan.not-a-section",
                     fix=f"write a section [{prefix + key}]",
                 )

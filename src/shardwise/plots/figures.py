@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     Row = tuple[int, float | None, float | None, float | None]
+    Span = tuple[int, int] | None
     "First step of a range of steps, and the minimum, maximum and mean in it; None if the range has no value."
 
 Point = tuple[float, float]
@@ -266,11 +267,12 @@ def bounds(rows: Sequence[Row], *, from_zero: bool = False) -> tuple[float, floa
 
 
 def draw_curve(
-    rows: Sequence[Row], width: int, height: int, low: float, high: float, *, braille: bool = True
+    rows: Sequence[Row], width: int, height: int, low: float, high: float, *, braille: bool = True, steps: Span = None
 ) -> list[str]:
     """Return `height` lines of `width` characters that show the values from `low` to `high`.
 
-    Each column is filled from its minimum to its maximum, so that spikes are visible.
+    Each column is filled from its minimum to its maximum, so that spikes are visible. The columns cover the first to
+    the last of `steps`, by default the steps of the curve.
     """
     num_columns, num_rows = width, height
     if braille:
@@ -280,7 +282,7 @@ def draw_curve(
         scale = (num_rows - 1) / (high - low)
     dots = [bytearray(num_columns) for _ in range(num_rows)]  # 1 where a dot is set
     previous: tuple[int, int] | None = None
-    for x, column in sorted(_columns(rows, num_columns).items()):
+    for x, column in sorted(_columns(rows, num_columns, steps).items()):
         bottom = num_rows - 1 - round((column[0] - low) * scale)
         top = num_rows - 1 - round((column[1] - low) * scale)
         first, last = top, bottom
@@ -297,12 +299,13 @@ def draw_curve(
 _ASCII = bytes.maketrans(b"\0\1", b" #")
 
 
-def _columns(rows: Sequence[Row], num_columns: int) -> dict[int, tuple[float, float]]:
+def _columns(rows: Sequence[Row], num_columns: int, steps: Span) -> dict[int, tuple[float, float]]:
     """Return the minimum and maximum in each column of dots; columns between two points are interpolated."""
     columns: dict[int, tuple[float, float]] = {}
     if not rows:
         return columns
-    first, last = rows[0][0], max(rows[-1][0], rows[0][0] + 1)
+    first, last = steps or (rows[0][0], rows[-1][0])
+    last = max(last, first + 1)
     for step, low, high, _ in rows:
         if low is None or high is None:
             continue

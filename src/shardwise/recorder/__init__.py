@@ -1,4 +1,4 @@
-"""The recorder inside of every rank: a record of its collectives, and stacks of its threads on request."""
+"""The recorder in every rank, which records collectives and dumps the stacks of all threads on request."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _BLOCK = 1 << 22
-"""Elements per block on a GPU: their products take 32 MiB temporarily."""
+"""Elements per block on a GPU; the products of a block temporarily need 32 MiB."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WEYL, _MIX = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 """Odd constants that decorrelate the factors of neighbouring elements."""
@@ -21,8 +21,8 @@ _WEYL, _MIX = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     """Return a fingerprint of the bits of each tensor on this rank; synchronizes with the device once.
 
-    Equal bits have equal fingerprints; different bits have equal ones in one of 4e9 cases on the host, more rarely on a
-    GPU. Fingerprints of host and GPU tensors cannot be compared.
+    Equal bits have equal fingerprints. Different bits have equal fingerprints with a probability of 1 in 4e9 on the
+    CPU, and less on a GPU. Fingerprints of CPU tensors and of GPU tensors cannot be compared.
     """
     found = [0] * len(tensors)
     sums: dict[int, Tensor] = {}
@@ -61,14 +61,14 @@ def _plain_settings(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def mixed_sum(bits: Tensor, factors: Tensor) -> Tensor:
-    """Return the sum of flat integers, each times the factor of its position, modulo 2**64, as a device tensor.
+    """Return the sum modulo 2**64 of flat integers, each multiplied by the factor of its position, as a device tensor.
 
     Factors are odd, so a change of one element always changes the sum.
     """
     blocks = [torch.sum(block * factors[: len(block)]) for block in bits.split(len(factors))]
     if len(blocks) == 1:
         return blocks[0]
-    # Factors that no block uses: otherwise element 2 of block 1 and element 1 of block 2 would have the same factor.
+    # These factors differ from those within a block, so that element 2 of block 1 and element 1 of block 2 differ.
     return torch.sum(torch.stack(blocks) * position_factors(len(blocks), bits.device, first=_BLOCK))
 
 

@@ -1,4 +1,4 @@
-"""torch's flight recorder: collectives that C++ issues, such as those of DDP's gradient buckets."""
+"""Reading torch's flight recorder for collectives that C++ issues, such as those of DDP's gradient buckets."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16
 
 
 class FlightThread:
-    """A thread that reads the counters of C++ twice a second, in 5 us, and copies stuck collectives into the ring.
+    """A thread that reads torch's collective counters twice a second (5 us) and copies stuck collectives to the ring.
 
-    The flight recorder is private to torch: an unexpected format ends this thread, but not the training.
+    The flight recorder is private to torch: an unexpected format stops this thread, but not the training.
     """
 
     def __init__(self, ring: CallRing, group_by_name: Callable[[str], int]) -> None:
@@ -35,21 +35,21 @@ class FlightThread:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._slots: dict[str, tuple[int, int]] = {}
-        """By torch's number of a group: its slot in the ring, and the position of its key in the table."""
+        """Torch's number of a group -> its slot in the ring and the position of its key in the table."""
         self._before: dict[str, tuple[int, int]] = {}
         self._reported: dict[str, int] = {}
         self._searched: dict[str, int] = {}
-        """By group without a slot: its number of collectives at the last search for it."""
+        """Group without a slot -> its number of collectives at the last search for it."""
 
     def start(self) -> None:
-        """Start the thread at the first call."""
+        """Start the thread; later calls do nothing."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="shardwise record", daemon=True)
             self._thread.start()
             atexit.register(self._end)
 
     def _end(self) -> None:
-        """Stop before the interpreter exits: a thread that returns from C++ after it would abort the process."""
+        """Stop the thread before the interpreter exits: a thread that returned from C++ later would abort Python."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(1.0)
@@ -60,12 +60,12 @@ class FlightThread:
                 self._clear_pending()
 
     def _clear_pending(self) -> None:
-        """Clear collectives that were stuck at the last read: no later read clears them, and the exit may take long."""
+        """Clear collectives that were stuck at the last read: no later read clears them, and the exit may be slow."""
         for number, now in self._before.items():
             self._write(number, now, (0, 0, 0, 0))
 
     def _copy_last(self) -> None:
-        """Record the last collective of each group, in which its rank ended: torch counts a failed one as completed."""
+        """Record the last collective of each group as pending: torch counts a failed collective as completed."""
         # torch imports its compiler to resolve source lines, which breaks the same import in the script's own thread.
         entries = _dump(stacks=is_inductor_imported())
         self._learn(entries)
@@ -109,7 +109,7 @@ class FlightThread:
             self._copy_stuck(stuck)
 
     def _has_new_groups(self, status: dict[str, dict[str, int]]) -> bool:
-        """Whether a group without a slot has issued collectives, twice as many as at the last search for it.
+        """Whether a group without a slot has issued at least twice as many collectives as at the last search for it.
 
         Reading all entries takes 10,000 times as long as reading the counters, and some groups are not recorded.
         """
@@ -135,7 +135,7 @@ class FlightThread:
         for number, now in stuck.items():
             open_entries = [entry for entry in entries if str(entry["pg_id"]) == number and not entry["retired"]]
             pending = (0, 0, 0, 0)
-            # All may be complete: gloo's threads finish out of order, and torch counts the last one to report.
+            # All may be complete: gloo's threads finish out of order, and torch counts the last collective to report.
             if open_entries:
                 pending = self._pending(min(open_entries, key=lambda entry: entry["collective_seq_id"]))
             self._write(number, now, pending)
@@ -159,7 +159,7 @@ class FlightThread:
         )
 
     def _copy_arrivals(self, entries: list[dict[str, Any]]) -> None:
-        """Record when the last collectives were issued."""
+        """Record the times at which the last collectives were issued."""
         for index, entry in enumerate(entries[-ARRIVALS:]):
             slot = self._slots.get(str(entry["pg_id"]))
             if slot is not None and not entry["is_p2p"]:
@@ -176,7 +176,7 @@ def _name(entry: dict[str, Any]) -> str:
 
 
 def _status() -> dict[str, dict[str, int]]:
-    """Return the progress of each group by recorder (of NCCL or of other backends) and torch's number of the group."""
+    """Return the status of each group, keyed by recorder (NCCL or other backends) and torch's number of the group."""
     status = {}
     for kind, records in flight_records(entries=False, stacks=False).items():
         for number, facts in records["pg_status"].items():
@@ -185,7 +185,7 @@ def _status() -> dict[str, dict[str, int]]:
 
 
 def _dump(*, stacks: bool) -> list[dict[str, Any]]:
-    """Return all entries, oldest first; `pg_id` is numbered as in `_status`."""
+    """Return all entries of the flight recorders, oldest first, with a `pg_id` that is a key of `_status`."""
     dump = []
     for kind, records in flight_records(entries=True, stacks=stacks).items():
         dump += [{**entry, "pg_id": f"{kind}{entry['pg_id']}"} for entry in records["entries"]]
@@ -193,7 +193,7 @@ def _dump(*, stacks: bool) -> list[dict[str, Any]]:
 
 
 def _site(frames: list[dict[str, Any]]) -> str:
-    """Return the innermost line of user code, otherwise of shardwise; `frames` has the innermost frame first."""
+    """Return the innermost source line of user code, or else of shardwise; `frames` has the innermost frame first."""
     import torch
 
     sites = Sites(torch.__path__[0], len)

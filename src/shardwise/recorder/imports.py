@@ -1,4 +1,4 @@
-"""Import hooks, the options that a launcher passes to the recorder of a rank, and determinism."""
+"""Import hooks, recorder options that the launcher passes to a rank, and deterministic execution."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def when_imported(actions: Mapping[str, Callable[[], None]]) -> None:
-    """Run each action after the module of its name is imported; at once if it is imported already."""
+    """Run each action after the module named by its key is imported, or immediately if it is already imported."""
     waiting = {}
     for name, action in actions.items():
         if name in sys.modules:
@@ -29,7 +29,7 @@ def when_imported(actions: Mapping[str, Callable[[], None]]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Delegates to the other finders, and wraps the loader of the modules that it waits for."""
+    """A meta path finder that delegates to the other finders and wraps the loaders of the awaited modules."""
 
     def __init__(self, waiting: dict[str, Callable[[], None]]) -> None:
         self._waiting = waiting
@@ -37,7 +37,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of one of the modules from the other finders, with a loader that runs the action."""
+        """Return the spec of an awaited module with a loader that runs its action; None for other modules."""
         action = self._waiting.pop(fullname, None)
         if action is None:
             return None
@@ -107,22 +107,22 @@ def take_options() -> RecorderOptions:
     return RecorderOptions(deterministic=_DETERMINISTIC in found, check_replicas=int(found.get(_CHECK_REPLICAS) or 0))
 
 
-# Determinism: two runs of one program give the same bits, or a non-deterministic operation is refused by name.
+# Determinism: two runs of a program produce identical bits, or a non-deterministic operation raises an error.
 
 
 _VARIABLES = {
-    # cuBLAS uses any free workspace, on whose size the order of sums depends; this gives each stream its own.
+    # The order of sums in cuBLAS depends on the size of its workspace; this assigns a fixed workspace to each stream.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # NCCL chooses an algorithm by size and topology, and in-network reduction sums in order of arrival; a ring has one
-    # order.
+    # NCCL chooses an algorithm by size and topology, and in-network reduction sums in order of arrival; a ring sums in
+    # a fixed order.
     "NCCL_ALGO": "Ring",
-    # Sets the iteration order of sets of strings; Python reads it when an interpreter starts.
+    # Fixes the iteration order of sets of strings; Python reads this variable when an interpreter starts.
     "PYTHONHASHSEED": "0",
 }
 
 
 def deterministic_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a deterministic rank that `environ` does not set."""
+    """Return the environment variables for deterministic execution that `environ` does not set."""
     return {name: value for name, value in _VARIABLES.items() if name not in environ}
 
 
@@ -134,14 +134,14 @@ def be_deterministic(seed: int | None) -> None:
     """
     own = variables("")
     adopt({**own, **deterministic_variables(own)})
-    actions = {"torch": lambda: _settle_torch(seed)}
+    actions = {"torch": lambda: _make_torch_deterministic(seed)}
     if seed is not None:
         random.seed(seed)
         actions["numpy"] = lambda: sys.modules["numpy"].random.seed(seed)
     when_imported(actions)
 
 
-def _settle_torch(seed: int | None) -> None:
+def _make_torch_deterministic(seed: int | None) -> None:
     import torch
 
     torch.use_deterministic_algorithms(True)  # noqa: FBT003 - torch's own signature

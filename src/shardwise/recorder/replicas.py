@@ -26,9 +26,9 @@ _OPTIMIZER = "torch.optim.optimizer"
 
 
 def record_replicas(path: Path, every: int) -> None:
-    """Append fingerprints to `path` at the first and at every `every`-th optimizer step, without communication.
+    """Append fingerprints of replicated parameters to `path` at the first and every `every`-th optimizer step.
 
-    Each optimizer writes the events `tensors` (names and groups of ranks) and `check`, which the launcher compares.
+    Does not communicate. The launcher compares the events `tensors` (names, groups of ranks) and `check` of all ranks.
     """
     watch = _OptimizerWatch(path, every)
     when_imported({_DDP: watch.attach_to_ddp, _OPTIMIZER: watch.attach_to_optimizers})
@@ -112,7 +112,7 @@ class _OptimizerWatch:
         return replicated
 
 
-# Detection of a rank that trains without a process group: it makes optimizer steps and does not communicate.
+# Detection of a rank that runs optimizer steps without a process group, so that it does not synchronize gradients.
 
 
 OTHER_TRANSPORTS = (
@@ -123,7 +123,7 @@ OTHER_TRANSPORTS = (
 
 
 def record_separate_steps(ring: CallRing, world_size: int) -> None:
-    """Count the first optimizer steps of this rank while it does not communicate."""
+    """Record how many of its first optimizer steps this rank runs without a process group or another transport."""
     if world_size == 1:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -148,7 +148,7 @@ def record_separate_steps(ring: CallRing, world_size: int) -> None:
 
 
 def _communicates() -> bool:
-    """Whether this rank has, or may have, a way to synchronize what it trains with other ranks."""
+    """Whether this rank can synchronize gradients or weights with other ranks, through torch or another library."""
     import torch.distributed as dist
 
     if any(name in sys.modules for name in OTHER_TRANSPORTS):

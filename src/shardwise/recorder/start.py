@@ -1,4 +1,4 @@
-"""Starting the recorder of a rank before its script runs; torch is patched when the script imports it."""
+"""Start the recorder of a rank before its script runs, and patch torch when the script imports it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 _C10D = "torch.distributed.distributed_c10d"
 STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else 0
-"""Makes a rank write the stacks of its threads; a real-time signal, since scripts use the named ones."""
+"""Signal on which a rank dumps the stacks of its threads; a real-time signal, since scripts use the named signals."""
 
 
 def start_record(run: RunDirectory, rank: int, world_size: int) -> None:
-    """Start to record this rank in `run`, and apply the options that the launcher passed.
+    """Start recording this rank in `run`, and apply the options that the launcher passed.
 
     If files cannot be mapped or the disk is full, the rank runs without a record.
     """
@@ -68,9 +68,9 @@ def _record(ring: CallRing, world_size: int) -> None:
 
 
 def _register_stacks(run: RunDirectory, rank: int) -> int:
-    """Make STACKS_SIGNAL append all stacks to a file, also while C code holds the GIL; return the signal's number.
+    """Dump all stacks to a file on STACKS_SIGNAL, even while C code holds the GIL; return the signal's number.
 
-    A fatal signal, such as the SIGABRT of gloo, does the same, unless faulthandler was enabled before.
+    Fatal signals, such as SIGABRT from gloo, dump the stacks too, unless faulthandler was enabled before.
     """
     if not STACKS_SIGNAL:
         return 0
@@ -95,13 +95,13 @@ _FOLDER = str(Path(__file__).with_name("site"))
 
 
 def record_variables(environ: Mapping[str, str], run: Path) -> dict[str, str]:
-    """Return the variables that make a new interpreter record its collectives in `run`; it removes them at once."""
+    """Return the environment variables that make a new interpreter record in `run`; the interpreter unsets them."""
     path = environ.get(_PATH)
     return {_RUN: str(run), _PATH: f"{_FOLDER}{os.pathsep}{path}" if path else _FOLDER}
 
 
 def listener_variables(folder: str) -> dict[str, str]:
-    """Return the variables that make a new interpreter with a recorder use `folder` for multiprocessing's sockets."""
+    """Return the environment variables that make a recorded interpreter put multiprocessing's sockets in `folder`."""
     return {_LISTENERS: folder}
 
 

@@ -1,4 +1,4 @@
-"""Recording the calls of torch's process groups and data loaders by wrapping their methods.
+"""Record the calls of torch's process groups and data loaders by wrapping their methods.
 
 A hang is diagnosed from another process, since a rank that hangs cannot run Python. So each call writes a few numbers
 (group, operation, source line, sequence) into a memory-mapped ring before it is issued and after it completes.
@@ -70,7 +70,7 @@ def record_collectives(ring: CallRing, world_size: int) -> CollectiveRecorder:
 
 
 def _wrap_group_creation(recorder: CollectiveRecorder, world_size: int) -> None:
-    """Record which ranks wait for the others while a group is created."""
+    """Wrap the functions that create groups, where ranks wait for other ranks, and the one that destroys them."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -82,10 +82,20 @@ def _wrap_group_creation(recorder: CollectiveRecorder, world_size: int) -> None:
         setattr(distributed_c10d, name, wrapped)
         if hasattr(dist, name):
             setattr(dist, name, wrapped)
+    destroy = distributed_c10d.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_recorded(group: Any = None) -> None:
+        if group is None or group is dist.group.WORLD:
+            recorder.ring.leave_world()
+        destroy(group)
+
+    for module in (distributed_c10d, dist):
+        setattr(module, destroy.__name__, destroy_recorded)
 
 
 def record_batches(ring: CallRing) -> None:
-    """Wrap the step of torch's DataLoader iterators."""
+    """Wrap `__next__` of torch's DataLoader iterators, to record when this rank waits for a batch."""
     iterator_class = loader_iterator()
     real = iterator_class.__next__
 
@@ -110,7 +120,7 @@ class _GroupState:
 
 
 class CollectiveRecorder:
-    """Records the calls of wrapped methods; any thread may call."""
+    """Records the calls of wrapped methods; thread-safe."""
 
     def __init__(self, ring: CallRing) -> None:
         import torch
@@ -204,7 +214,7 @@ class CollectiveRecorder:
         self.ring.leave(self.ring.issue(next(state.counts[operation.channel]), what))
 
     def group_by_name(self, name: str) -> int:
-        """Return the table position of the newest group of that name; 0 without such a group."""
+        """Return the table position of the process group named `name`; 0 if it does not exist."""
         for group, store in groups_with_stores():
             if store is not None and group.group_name == name:
                 return self.ring.intern((self._groups.get(id(group)) or self._learn_group(group)).key)
@@ -227,7 +237,7 @@ class CollectiveRecorder:
             return state
 
     def forget_group(self, group: Any) -> None:
-        """Forget an earlier group at this address: the recorder has no reference to it, so that it can be destroyed."""
+        """Forget an earlier group at this address; the recorder keeps no reference, so that groups can be destroyed."""
         self._groups.pop(id(group), None)
 
     def _learn_kind(self, key: tuple[Any, ...]) -> int:
@@ -268,7 +278,7 @@ def _own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else -1
 
 
-# Recording functional collectives, which DTensor uses: they call C++ without the methods of a process group.
+# Functional collectives, which DTensor uses, call C++ directly and bypass the methods of ProcessGroup.
 
 
 _NAMES = (
@@ -284,9 +294,9 @@ _NAMES = (
     ("reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd"),
     ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
 )
-"""Names in torch 2.13, then before it: in 2.13 the older function calls the newer one."""
+"""Names in torch 2.13, then in earlier versions; in 2.13 the older function calls the newer one."""
 _CHANNEL = "functional"
-"""They are counted separately from the calls of the process group's methods."""
+"""Channel of functional collectives, which are counted separately from calls of the process group's methods."""
 
 
 def record_functional(recorder: CollectiveRecorder, module: ModuleType) -> None:
@@ -298,7 +308,7 @@ def record_functional(recorder: CollectiveRecorder, module: ModuleType) -> None:
 
 
 def _wrap(recorder: CollectiveRecorder, module: ModuleType, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper that records when a functional collective is issued; torch's flight recorder has its completion.
+    """Return a wrapper that records when a functional collective is issued; the flight recorder has its completion.
 
     While torch.compile traces it, the wrapper records nothing and adds nothing to the graph.
     """

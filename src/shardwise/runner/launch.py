@@ -1,11 +1,13 @@
-"""`launch`: run a script on ranks of one or more nodes, and report how it ended."""
+"""`launch`: run a script on the ranks of one or more nodes, and return a LaunchReport."""
 
 from __future__ import annotations
 
 import inspect
 import shlex
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardwise.errors import LaunchError
 from shardwise.launcher.explain import explain_outcome
 from shardwise.launcher.local.attempts import Launched
 from shardwise.launcher.local.attempts import launch as launch_local
@@ -29,7 +31,7 @@ from shardwise.runner.observers import Tee, failure_text, start_guard, start_rep
 from shardwise.runner.remote import start_by_slurm, start_remote
 from shardwise.runs import create_run, share_run
 from shardwise.runs.console import INTERRUPTED, JOB_FAILED, echo_error
-from shardwise.spec import Report, signature_of
+from shardwise.spec import Report, option_names, signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,11 +43,11 @@ if TYPE_CHECKING:
 
 
 class LaunchReport(Report, frozen=True, kw_only=True):
-    """How a launch ended."""
+    """The result of a launch: exit code, run directory, restarts and failure."""
 
     exit_code: int
     run: str = ""
-    """The run directory; empty if nothing ran on this machine."""
+    """The run directory; empty if no ranks ran on this machine."""
     restarts: int = 0
     failure: str = ""
     """The failed rank, its traceback and the fix; empty without a failure."""
@@ -65,12 +67,13 @@ def launch(target: str | LaunchSpec | Callable[..., Any], *arguments: Any, **opt
     """Run a script or a function on several processes. Replaces torchrun.
 
     `launch("train.py", nproc=2)` runs a script, accepts the options of `shardwise launch` and returns a LaunchReport.
-    `launch(fn, 1, 2, nproc=2)` calls a function with the arguments on every rank and returns the results by rank.
+    `launch(fn, 1, x=2, nproc=2)` calls fn(1, x=2) on every rank and returns the results by rank; of the options, a
+    function accepts nproc (default: 2) and start_method.
     """
     if isinstance(target, LaunchSpec):
         return launch_script(target)
     if callable(target):
-        return launch_function(target, *arguments, **options)
+        return _launch_function(target, arguments, options)
     return launch_script(LaunchSpec.of(str(target), tuple(map(str, arguments)), **options))
 
 
@@ -83,8 +86,38 @@ launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 )
 
 
+def _launch_function(fn: Callable[..., Any], arguments: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
+    """Call a function on every rank with those keywords that are not options of `launch`."""
+    names = option_names(LaunchSpec)
+    try:
+        parameters = list(inspect.signature(fn).parameters)[len(arguments) :]
+    except ValueError:  # some built-in functions have no signature
+        parameters = []
+    options: dict[str, Any] = {"nproc_per_node": 2}
+    keywords: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in names:
+            keywords[name] = value
+            continue
+        if name in parameters:
+            raise LaunchError(
+                f"{name!r} is an option of sw.launch and also a parameter of {getattr(fn, '__name__', fn)}",
+                code="launch.option-is-parameter",
+                fix="pass the parameter by position, or rename it",
+            )
+        if names[name] not in {"nproc_per_node", "start_method"}:
+            raise LaunchError(
+                f"sw.launch does not support the option {name!r} for a function, only nproc and start_method",
+                code="launch.option-of-scripts",
+                fix=f"remove {name}=, or launch a script: sw.launch('train.py', {name}={value!r})",
+            )
+        options[names[name]] = value
+    spec = LaunchSpec.of("", **options)
+    return launch_function(partial(fn, *arguments, **keywords), spec.nproc, fork=spec.start_method == "fork")
+
+
 def launch_script(spec: LaunchSpec, *, owns_process: bool = False) -> LaunchReport:
-    """Run a script on all ranks, on this or other machines, and return how it ended.
+    """Run a script on all ranks, on this or other machines, and return a LaunchReport.
 
     `owns_process` means that this process does nothing else: it becomes the reaper of orphans and kills all its
     descendants at the end. A Python process that calls `launch` may have other children.

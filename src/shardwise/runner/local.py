@@ -1,4 +1,4 @@
-"""Conversion of Specs to launches: targets, nodes, output, presets, command lines, and the inputs of a run."""
+"""Resolves the Specs of `launch` and `train`: targets, nodes, presets, command lines, and the inputs of a run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from shardwise.diagnosis.catalogue import find_preset
 from shardwise.diagnosis.env import CERTAIN, EnvironmentFacts
 from shardwise.diagnosis.run.nccl_log import run_effects
 from shardwise.environment import profiler, run_secret, variables
-from shardwise.errors import LaunchError
+from shardwise.errors import InputError, LaunchError
 from shardwise.hardware import probe_gpus, usable_cores
+from shardwise.job import JobReference
 from shardwise.launcher.local.attempts import LocalLaunch
 from shardwise.launcher.local.target import Module, Program, Script, Target
 from shardwise.launcher.nodes.node import NodesSpec
@@ -34,6 +35,7 @@ from shardwise.launcher.slurm import nodes_of_step
 from shardwise.launcher.spec import LaunchSpec, RendezvousSpec, SubmitSpec
 from shardwise.plans.toml import plan_to_toml
 from shardwise.recorder.imports import RecorderOptions, deterministic_variables
+from shardwise.runs import RunDirectory, create_run, share_run
 from shardwise.runs.console import echo_error
 from shardwise.torch_private.distributed import DYNAMO
 from shardwise.training.spec import RunStart
@@ -41,9 +43,7 @@ from shardwise.training.spec import RunStart
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardwise.job import JobReference
     from shardwise.plans import Plan
-    from shardwise.runs import RunDirectory
     from shardwise.training.spec import TrainSpec
 
 _DDP = frozenset({"DistributedDataParallel", "DDP"})
@@ -62,7 +62,7 @@ class SettledLaunch:
     nodes: NodesSpec | None
     """The nodes of the run; None for a single node."""
     note: str
-    """A note for the user about how ranks are started; may be empty."""
+    """A message for the user about how ranks are started; may be empty."""
 
 
 def target_of(spec: LaunchSpec) -> Target:
@@ -79,7 +79,7 @@ def settle_launch(target: Target, spec: LaunchSpec) -> SettledLaunch:
         raise LaunchError(
             "--check-replicas and --deterministic cannot be combined with --no-python",
             code="cli.option-not-applicable",
-            fix="remove them, or --no-python",
+            fix="remove --check-replicas and --deterministic, or remove --no-python",
         )
     nodes = settle_nodes(spec.rendezvous, standalone=spec.standalone, max_restarts=spec.max_restarts)
     num_gpus = len(probe_gpus())
@@ -112,7 +112,7 @@ def watches_hangs(spec: LaunchSpec, target: Target) -> bool:
 
 
 def settle_nodes(rendezvous: RendezvousSpec, *, standalone: bool, max_restarts: int) -> NodesSpec | None:
-    """Return the nodes of torchrun's options or of an srun step; None for a single node."""
+    """Resolve the nodes of a run from torchrun's options or from an srun step; None for a single node."""
     rendezvous = _implied_by_slurm(rendezvous, standalone=standalone)
     least, most = read_nodes(rendezvous.nnodes or "1")
     check_nodes((least, most), rendezvous.node_rank, rendezvous.rdzv_backend)
@@ -137,6 +137,7 @@ def settle_nodes(rendezvous: RendezvousSpec, *, standalone: bool, max_restarts: 
         secret=run_secret(),
         local_addr=rendezvous.local_addr or "",
         max_restarts=max_restarts,
+        lost_s=rendezvous.node_timeout_s,
         **read_rdzv_conf(rendezvous.rdzv_conf),
     )
 
@@ -149,7 +150,7 @@ def _implied_by_slurm(rendezvous: RendezvousSpec, *, standalone: bool) -> Rendez
 
 
 def _determinism_variables(spec: LaunchSpec) -> dict[str, str]:
-    """Return the variables that enable the comparison of replicas and deterministic mode in ranks."""
+    """Return the environment variables that enable replica checks and deterministic mode in ranks."""
     options = RecorderOptions(deterministic=spec.deterministic, check_replicas=spec.replicas.every)
     return {**options.variables(), **(deterministic_variables(variables("")) if spec.deterministic else {})}
 
@@ -196,10 +197,26 @@ def _names(target: Target) -> frozenset[str] | None:
     return frozenset(names)
 
 
+def open_run(spec: TrainSpec, reference: JobReference) -> RunDirectory:
+    """Return a new run directory; with --resume auto or --resume RUN_DIR, an existing run of the same job."""
+    run = RunDirectory(spec.run_dir or Path())
+    continues = spec.run_dir is not None and spec.save.resume in ("auto", str(run.path.resolve()))
+    if not continues or not run.is_resumable:
+        return create_run(spec.run_dir, reference.name)
+    known = msgspec.json.decode(run.job.read_bytes(), type=JobReference)
+    if (known.path, known.attribute) != (reference.path, reference.attribute):
+        raise InputError(
+            f"run directory {run.path} is of the job {known.path}:{known.attribute}",
+            code="run.other-job",
+            fix="choose another directory with --run-dir",
+        )
+    return share_run(run.path)
+
+
 def write_run_inputs(
     run: RunDirectory, reference: JobReference, plan: Plan, *, started_at: float | None = None
 ) -> None:
-    """Write the job reference, the resolved plan and, if `started_at` is passed, the start time of the launcher."""
+    """Write the job reference, the resolved plan and, if `started_at` is set, the start time of the launcher."""
     run.job.write_bytes(msgspec.json.format(msgspec.json.encode(reference), indent=1))
     run.plan.write_text(plan_to_toml(plan))
     if started_at is not None:
@@ -209,7 +226,7 @@ def write_run_inputs(
 def worker_launch(
     spec: TrainSpec, run: RunDirectory, *, nproc: int, added: Mapping[str, str] | None = None
 ) -> LocalLaunch:
-    """Return the launch of the workers of a node, which receive the Spec with this run directory."""
+    """Return the LocalLaunch of a node's training workers, which receive `spec` with this run directory."""
     worker_spec = spec.replace(run_dir=run.path.resolve())
     deterministic = deterministic_variables(variables("")) if spec.deterministic else {}
     return LocalLaunch(
@@ -242,22 +259,24 @@ def node_argv(
 
 
 def command_argv(spec: LaunchSpec | TrainSpec, first: Sequence[str]) -> list[str]:
-    """Return the arguments of the same command on another machine: `first`, then all options except node options."""
-    spec = spec.replace(rendezvous=RendezvousSpec(rdzv_conf=spec.rendezvous.rdzv_conf), submit=SubmitSpec())
+    """Return the arguments of this command for another machine: `first`, then all options except node options."""
+    given = spec.rendezvous
+    rendezvous = RendezvousSpec(rdzv_conf=given.rdzv_conf, node_timeout_s=given.node_timeout_s)
+    spec = spec.replace(rendezvous=rendezvous, submit=SubmitSpec(), dry_run=False)
     if isinstance(spec, LaunchSpec):
-        spec = spec.replace(standalone=False, dry_run=False)
+        spec = spec.replace(standalone=False)
     options, arguments = spec.to_argv()
     return [spec.command, *first, *options, *arguments]
 
 
 def resume_argv(spec: TrainSpec, run: Path) -> list[str]:
-    """Return the command that resumes this training with the same options from the checkpoints of `run`."""
-    options, arguments = spec.replace(run_dir=None, save=spec.save.replace(resume="auto")).to_argv()
+    """Return the command that resumes training from the checkpoints of `run` with the same options."""
+    options, arguments = spec.replace(run_dir=None, save=spec.save.replace(resume=None)).to_argv()
     return ["shardwise", spec.command, *arguments, *options, f"--resume={run}"]
 
 
 def describe(spec: LaunchSpec, settled: SettledLaunch) -> str:
-    """Return the command lines of all nodes and ranks, with the variables of each rank, for --dry-run."""
+    """Return the command lines of all nodes and ranks, with the environment variables of each rank, for --dry-run."""
     local, nodes = settled.local, settled.nodes
     how = "forked from one process that imports torch" if local.fork else "each in a new process"
     if nodes is None:
@@ -273,6 +292,15 @@ def describe(spec: LaunchSpec, settled: SettledLaunch) -> str:
     return "\n".join(lines)
 
 
+def describe_plan(spec: TrainSpec, nodes: NodesSpec | None, plan: Plan) -> str:
+    """Return the command of each node and the plan of a training run, for --dry-run."""
+    commands = []
+    if nodes is not None:
+        commands = [shlex.join(["shardwise", *node_argv(spec, nodes, node)]) for node in range(nodes.most)]
+    lines = [f"# node {node}: {command}" for node, command in enumerate(commands)]
+    return "\n".join([f"# {plan.layout.world_size} ranks", *lines, plan_to_toml(plan).rstrip()])
+
+
 def _ranks(settled: SettledLaunch, node: int, num_nodes: int) -> list[str]:
     local = settled.local
     lines = []
@@ -284,12 +312,12 @@ def _ranks(settled: SettledLaunch, node: int, num_nodes: int) -> list[str]:
 
 
 def preset_variables(name: str | None) -> dict[str, str]:
-    """Return the variables of a preset that the user has not set; raises if the preset does not exist."""
+    """Return the variables of a preset that the user has not set; raises InputError if the preset does not exist."""
     return {} if name is None else find_preset(name).missing_from(variables(""))
 
 
 def report_preset(name: str | None) -> None:
-    """Print the variables that a preset sets and those that the user has set; raises if the preset does not exist."""
+    """Print the variables that a preset sets or leaves unchanged; raises InputError if the preset does not exist."""
     if name is None:
         return
     preset, own = find_preset(name), variables("")

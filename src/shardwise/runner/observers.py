@@ -1,4 +1,4 @@
-"""Observers of running ranks: progress of rank 0, copies of output, mirrors to trackers, and guards."""
+"""Observers of running ranks: progress of rank 0, copies of output, mirrors to experiment trackers, and guards."""
 
 from __future__ import annotations
 
@@ -37,12 +37,15 @@ _NICENESS = 10
 
 
 class Follower:
-    """Shows the progress bar and the output of rank 0. It is the only writer to the terminal, so they do not mix."""
+    """Shows the progress bar and the output of rank 0. One writer to the terminal keeps them from mixing."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._view = ProgressView.on_stderr()
         self._state = RunState(run, listener=self._show)
         self._outputs = (Tail(run.stdout(0)), Tail(run.stderr(0)))
+        self._began_at = time.time()
+        for output in self._outputs:
+            output.read()  # of an earlier part of this run, which --resume auto continues
 
     def tick(self) -> None:
         """Show new output and events."""
@@ -53,11 +56,11 @@ class Follower:
             pass
 
     def _show(self, writer: str, event: dict[str, Any]) -> None:
-        if writer == "rank0":
+        if writer == "rank0" and event["at"] >= self._began_at:
             self._view.show(event)
 
     def line(self, text: str) -> None:
-        """Show a line of the launcher."""
+        """Show a message of the launcher."""
         self._view.line(text)
 
     def close(self) -> None:
@@ -132,7 +135,7 @@ class Tee:
 
 
 class Mirrors:
-    """A process per sink that runs `shardwise watch RUN --sink SINK`, with its log in the run directory."""
+    """Runs one `shardwise watch RUN --sink SINK` process per sink, with its log in the run directory."""
 
     def __init__(self, run: RunDirectory, sinks: Sequence[SinkSpec]) -> None:
         self._run = run
@@ -151,7 +154,7 @@ class Mirrors:
         return child, log
 
     def close(self) -> None:
-        """Wait until the mirrors have copied the finished run; kill and report those that do not finish in time."""
+        """Wait until the mirrors have copied the finished run; kill and report mirrors that exceed the time limit."""
         deadline = time.monotonic() + _MIRROR_WAIT_S
         for sink, child, log in self._children:
             command = f"shardwise watch {self._run.path} --sink {sink}"
@@ -197,7 +200,7 @@ def start_replica_watch(run: RunDirectory, spec: ReplicaSpec, ranks: range, node
 
 
 def failure_text(guards: Sequence[Guard | ReplicaWatch], explanation: str) -> str:
-    """Return the text of a failed launch: the location of each rank, the explanation, and verdicts not in it."""
+    """Return the text of a failed launch: the last collective of each rank, the explanation, and other verdicts."""
     before = [guard.places() for guard in guards if not guard.verdict]
     after = [guard.verdict for guard in guards if guard.verdict not in explanation]
     return "\n".join(text for text in [*before, explanation, *after] if text)

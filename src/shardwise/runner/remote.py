@@ -42,11 +42,16 @@ from shardwise.runs.console import PREEMPTED, echo, echo_error
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from shardwise.launcher.kubernetes import PodsSpec
     from shardwise.runs import RunDirectory
     from shardwise.training.spec import TrainSpec
 
-_FORWARDED = re.compile(r"(NCCL|GLOO|TORCH|UCX|OMP|MKL)_.*|PYTHON(?!HOME).+")
-"""Environment variables that are forwarded over ssh. CUDA_VISIBLE_DEVICES is not, since it depends on the host."""
+_FORWARDED = re.compile(
+    r"(?!.*(?:TOKEN|KEY|SECRET|PASSWORD)$)(?:(NCCL|GLOO|TORCH|TORCHDYNAMO|TORCHINDUCTOR|PYTORCH|TRITON|UCX|FI|OMP|MKL|HF|TOKENIZERS|WANDB|MLFLOW)_.*"
+    r"|CUDA_(?!VISIBLE_DEVICES).+|PYTHON(?!HOME).+)"
+)
+"""Environment variables that are forwarded over ssh. CUDA_VISIBLE_DEVICES is not, since it depends on the host, and
+credentials such as HF_TOKEN are not, unless --env names them."""
 
 
 def start_remote(spec: LaunchSpec | TrainSpec, *, grace_s: float, dry_run: bool = False) -> int | None:
@@ -60,7 +65,7 @@ def start_remote(spec: LaunchSpec | TrainSpec, *, grace_s: float, dry_run: bool 
         return None
     if len(given) > 1:
         raise LaunchError(
-            f"--{given[0]} cannot be combined with --{given[1]}", code="cli.options-conflict", fix="use one of them"
+            f"--{given[0]} cannot be combined with --{given[1]}", code="cli.options-conflict", fix="pass only one"
         )
     _check_no_node_options(spec, given[0])
     if submit.hosts is not None:
@@ -92,7 +97,7 @@ def _on_hosts(spec: LaunchSpec | TrainSpec, hosts: Sequence[HostSpec], grace_s: 
         raise LaunchError(
             f"--nnodes {most} does not match the {len(hosts)} hosts of --hosts",
             code="launch.nnodes-hosts-mismatch",
-            fix=f"use --nnodes {len(hosts)}",
+            fix=f"pass --nnodes {len(hosts)}, or remove --nnodes",
         )
     if not isinstance(spec, LaunchSpec):
         _check_equal_slots(hosts, spec.nproc or 1)
@@ -104,7 +109,7 @@ def _on_hosts(spec: LaunchSpec | TrainSpec, hosts: Sequence[HostSpec], grace_s: 
     if dry_run:
         echo(_describe(hosts, argv_of, spec))
         return 0
-    kept = {name: value for name, value in variables("").items() if _FORWARDED.fullmatch(name)}
+    kept = forwarded_variables(variables(""), spec.submit.env)
     return launch_on_hosts(
         hosts,
         _target(spec),
@@ -119,8 +124,23 @@ def _on_hosts(spec: LaunchSpec | TrainSpec, hosts: Sequence[HostSpec], grace_s: 
     )
 
 
+def forwarded_variables(environ: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:
+    """Return the variables that every host receives: those of known libraries, then NAME or NAME=VALUE in `given`."""
+    found = {name: value for name, value in environ.items() if _FORWARDED.fullmatch(name)}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name or not (equals or name in environ):
+            raise LaunchError(
+                f"--env {text}: the environment variable {name!r} is not set here",
+                code="launch.env-not-set",
+                fix=f"export {name or 'NAME'}=VALUE first, or pass --env {name or 'NAME'}=VALUE",
+            )
+        found[name] = value if equals else environ[name]
+    return found
+
+
 def _check_equal_slots(hosts: Sequence[HostSpec], default: int) -> None:
-    """Raise LaunchError if hosts have different numbers of ranks; each node assumes that all have as many as itself."""
+    """Raise LaunchError if hosts have different numbers of ranks: every node derives the world size from its own."""
     slots = [host.slots or default for host in hosts]
     for host, num_ranks in zip(hosts, slots, strict=True):
         if num_ranks != slots[0]:
@@ -128,7 +148,7 @@ def _check_equal_slots(hosts: Sequence[HostSpec], default: int) -> None:
                 f"train requires the same number of ranks on every host, but --hosts has {slots[0]} on {hosts[0].name}"
                 f" and {num_ranks} on {host.name}",
                 code="launch.unequal-slots",
-                fix=f"use {min(slots)} on every host",
+                fix=f"set {min(slots)} slots on every host: --hosts NAME:{min(slots)},...",
             )
 
 
@@ -158,6 +178,8 @@ def _show(stream: int, line: bytes) -> None:
 
 def _on_kubernetes(spec: LaunchSpec | TrainSpec, text: str, grace_s: float) -> int:
     cluster = read_kubernetes(text, _target(spec).name)
+    if not isinstance(spec, LaunchSpec):
+        spec = _with_run_on_volume(spec, cluster)
     least, most = read_nodes(spec.rendezvous.nnodes or "1")
     nodes = _nodes(spec, (least, most), node_0(cluster), spec.rendezvous.master_port or DEFAULT_PORTS["static"])
     nproc = cluster.gpus if cluster.gpus and spec.nproc is None else None
@@ -172,6 +194,16 @@ def _on_kubernetes(spec: LaunchSpec | TrainSpec, text: str, grace_s: float) -> i
     else:
         echo(manifest.rstrip("\n"))
     return 0
+
+
+def _with_run_on_volume(spec: TrainSpec, cluster: PodsSpec) -> TrainSpec:
+    """Return the spec with a run directory on a volume, from which new pods resume; print a note if there is none."""
+    writable = [volume.path for volume in cluster.volumes if not volume.is_read_only]
+    if spec.run_dir is None and not writable:
+        echo_error("note: the run directory and its checkpoints are lost with the pod; add volume=CLAIM:/PATH")
+        return spec
+    run_dir = spec.run_dir or Path(writable[0], "runs", cluster.name)
+    return spec.replace(run_dir=run_dir, save=spec.save.replace(resume=spec.save.resume or "auto"))
 
 
 def _write_private(path: Path, text: str) -> None:
@@ -194,7 +226,7 @@ def _target(spec: LaunchSpec | TrainSpec) -> Target:
 
 
 def start_by_slurm(spec: LaunchSpec | TrainSpec, name: str, *, grace_s: float, dry_run: bool = False) -> int | None:
-    """Submit this command to SLURM, or run it by srun in the current allocation; None if neither was requested.
+    """Submit this command to SLURM, or run it with srun in the current allocation; None if neither was requested.
 
     `name` is the name of the job, `grace_s` the time in seconds that ranks have to save a checkpoint before SIGKILL.
     In an allocation, this function does not return, because srun replaces this process.
@@ -265,7 +297,7 @@ def _warn_about_idle_nodes(spec: LaunchSpec | TrainSpec, slurm: Mapping[str, str
 
 
 def _exec_srun(argv: list[str]) -> NoReturn:
-    """Replace this process by srun, which then receives signals and owns the terminal."""
+    """Replace this process with srun, which then receives signals and owns the terminal."""
     require_slurm(argv[0])
     # The secret is not passed on the command line, which all users of the machine can read.
     os.execvpe(argv[0], argv, {**variables(""), "SHARDWISE_SECRET": secrets.token_hex(16)})  # noqa: S606 - no shell

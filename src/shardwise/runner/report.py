@@ -1,4 +1,4 @@
-"""The report of `train`: the result of a training, or the reason why it failed or stopped."""
+"""The report of `train`: the result of a training run, or the reason why it failed or stopped."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class TrainReport(Report, frozen=True, kw_only=True):
-    """How a training ended."""
+    """The result of a training run: exit code, run directory, metrics and failure."""
 
     exit_code: int = DONE
     run: str = ""
-    """The run directory; empty if nothing ran on this machine."""
+    """The run directory; empty if no ranks ran on this machine."""
     result: TrainResult | None = None
-    """None if the training failed, was stopped, or was submitted to other machines."""
+    """Metrics and steps; None if the run failed, was stopped, or was submitted to other machines."""
     failure: str = ""
     """The failed rank, its traceback and the fix, or the command that resumes a stopped training."""
     traceback: str = ""
@@ -51,9 +51,9 @@ class TrainReport(Report, frozen=True, kw_only=True):
 
         if self.weights is None:
             raise InputError(
-                f"no trained weights are available: {self.failure or 'the training did not run on this machine'}",
+                f"no trained weights are available: {self.failure or 'the ranks did not run on this machine'}",
                 code="train.no-weights",
-                fix="run the training until it completes",
+                fix="run train again, until it completes on this machine",
             )
         weights: dict[str, Tensor] = torch.load(self.weights, map_location="cpu", weights_only=True)
         return weights
@@ -67,9 +67,9 @@ class TrainReport(Report, frozen=True, kw_only=True):
         job = job or _job_of(RunDirectory(Path(self.run)))
         if job.engine != "torch":
             raise JobError(
-                f"Job.engine is {job.engine}, and load_model returns a torch.nn.Module",
+                f"load_model requires Job.engine torch, got {job.engine}",
                 code="support.load-model-engine",
-                fix=f"start from the weights: Job(weights={str(self.weights)!r})",
+                fix=f"pass the weights to a new job: Job(weights={str(self.weights)!r})",
             )
         model = job.model()
         dtypes = {value.dtype for value in weights.values() if value.is_floating_point()}
@@ -79,7 +79,7 @@ class TrainReport(Report, frozen=True, kw_only=True):
         return model.eval()
 
     def to_text(self) -> str:
-        """Return the summary of a training: metrics, time and output files."""
+        """Return the summary of a training run: metrics, time and output files."""
         if self.result is None:
             return ""
         result, run = self.result, RunDirectory(Path(self.run))
@@ -102,29 +102,28 @@ class TrainReport(Report, frozen=True, kw_only=True):
 
 
 def _job_of(run: RunDirectory) -> Job:
-    """Return the job of a run from its job file; a job that was a value in Python has none."""
+    """Load the job of a run from its job file; raises JobError if the job was passed as a Job object."""
     if not run.job.exists():
         raise JobError(
-            f"{run.path} has no job file, because the job was passed as a Job",
+            f"{run.path} has no job file, because train received a Job object",
             code="train.no-job-file",
-            fix="pass it: report.load_model(job)",
+            fix="pass the job: report.load_model(job)",
         )
     known = msgspec.json.decode(run.job.read_bytes(), type=JobReference)
-    # Refer anew: a file that was edited since may still make the same model, which load_state_dict checks.
+    # A new reference skips the digest check: an edited file may define the same model, and load_state_dict checks it.
     return load_job(refer(f"{known.path}:{known.attribute}", known.overrides))
 
 
 def read_result(run: RunDirectory) -> TrainReport:
-    """Return the report of a finished training from its run directory."""
+    """Return the report of a finished training run from its run directory."""
     found = msgspec.json.decode(run.report_json.read_bytes())["result"]
-    found["evaluation"] = {
-        name: float("nan") if value is None else value for name, value in found["evaluation"].items()
-    }
+    for values in (found, found["evaluation"]):  # JSON has no NaN; a resumed run without further steps has no loss
+        values |= {name: float("nan") for name, value in values.items() if value is None}
     return TrainReport(run=str(run.path), result=msgspec.convert(found, TrainResult))
 
 
 def conclude(spec: TrainSpec, launched: Launched, run: RunDirectory, *, is_first: bool) -> TrainReport:
-    """Return the report of a launched training. After an input error before the first step, the run is removed."""
+    """Return the report of a training run; remove its run directory after an input error before the first step."""
     outcome, where = launched.outcome, str(run.path)
     if isinstance(launched.decision, Finish) and launched.decision.exit_code == PREEMPTED:
         code = INTERRUPTED if outcome.interrupted == signal.SIGINT else PREEMPTED

@@ -1,4 +1,4 @@
-"""`train`: train a job on ranks of one or more nodes, from its Spec to its report."""
+"""`train`: train a job on the ranks of one or more nodes, and return a TrainReport."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from shardwise.plans import Plan
 from shardwise.plans.toml import plan_to_toml
 from shardwise.recorder.imports import be_deterministic
 from shardwise.runner.local import (
+    describe_plan,
+    open_run,
     report_effects,
     report_preset,
     settle_nodes,
@@ -38,7 +40,7 @@ from shardwise.runner.observers import Follower, following, start_guard
 from shardwise.runner.remote import start_by_slurm, start_remote
 from shardwise.runner.report import TrainReport, conclude, read_result
 from shardwise.runs import RunDirectory, create_run, share_run
-from shardwise.runs.console import echo_error
+from shardwise.runs.console import echo, echo_error
 from shardwise.runs.failure import describe_failure, write_failure
 from shardwise.spec import signature_of
 from shardwise.training.spec import TrainSpec
@@ -58,7 +60,7 @@ def train(
     """Train a job on ranks that this function starts, or as a rank of an existing world.
 
     `train("job.py", nproc=2)` starts ranks and accepts the options of `shardwise train`. `train(job, plan, world)`
-    must be called on every rank of a world, and accepts the options of checkpoints and replicas, `run_dir` and
+    must be called on every rank of a world, and accepts the checkpoint and replica options, `run_dir` and
     `show_progress`. Both write a run directory with the trained weights: `report.weights`, `report.load_model()`.
     """
     refuse_during_import("sw.train")
@@ -68,9 +70,9 @@ def train(
         return _train_here(job, plan, world, **options)
     if isinstance(plan, Plan):
         raise LaunchError(
-            "a Plan object requires a world",
+            "train accepts a Plan object only together with a world",
             code="train.plan-without-world",
-            fix='pass world=, or the path of a plan file, plan="plan.toml"',
+            fix='pass world=, or the path of a plan file: plan="plan.toml"',
         )
     return train_job(TrainSpec.of(_path_of(job) if isinstance(job, Job) else str(job), plan=plan, **options))
 
@@ -96,18 +98,18 @@ def _train_here(
     show_progress: bool = True,
     **options: Any,
 ) -> TrainReport:
-    """Train in an existing world; communicates over it, call on every rank.
+    """Train in an existing world. Communicates over the world; call on every rank.
 
-    Without `run`, rank 0 creates the run directory: `run_dir`, or runs/SCRIPT-TIME as the command does.
+    Without `run`, rank 0 creates the run directory: `run_dir`, or runs/SCRIPT-TIME.
     """
     from shardwise.training.loop import train as train_in  # imports torch
 
     spec = TrainSpec.of("", **options)
     if spec != TrainSpec(job="", run_dir=spec.run_dir, save=spec.save, replicas=spec.replicas):
         raise LaunchError(
-            f"train with a world got {', '.join(options)}, but its ranks are already running",
+            f"train with a world cannot start ranks, got the options {', '.join(options)}",
             code="train.option-inside-world",
-            fix="pass only options of checkpoints and replicas, run_dir=, run= and show_progress=",
+            fix="pass only checkpoint and replica options, run_dir=, run= and show_progress=",
         )
     if isinstance(job, str):
         job = load_job(refer(job, {}))
@@ -128,7 +130,7 @@ def _train_here(
 
 
 def _script_name() -> str:
-    """Return the name of the script that runs, for its run directory; "train" in an interactive session."""
+    """Return the name of the main script, which names the run directory; "train" in an interactive session."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
         return "train"
@@ -145,17 +147,17 @@ def _path_of(job: Job) -> str:
         raise JobError(
             "ranks load a job from its file, but this Job is not a variable of the main script",
             code="job.not-in-a-file",
-            fix='define it in a file and pass the path: train("job.py", nproc=2)',
+            fix='define the Job in a file and pass its path: train("job.py", nproc=2)',
         )
     return f"{file}:{names[0]}"
 
 
 def train_job(spec: TrainSpec) -> TrainReport:
-    """Train the job of a Spec: resolve its plan, start the ranks or join their world, and return how it ended."""
+    """Train the job of a Spec: resolve its plan, start the ranks or join their world, and return a TrainReport."""
     started_at = time.time()
     report_preset(spec.preset)  # first, so that an unknown preset raises here and not on every machine
     sinks = tuple(parse_sink(text) for text in spec.sinks)
-    code = start_remote(spec, grace_s=LocalLaunch.grace_s)
+    code = start_remote(spec, grace_s=LocalLaunch.grace_s, dry_run=spec.dry_run)
     if code is not None:
         return TrainReport(exit_code=code)
     me = identify()
@@ -163,19 +165,25 @@ def train_job(spec: TrainSpec) -> TrainReport:
     job = load_job(reference)
     requested = spec
     spec = spec.replace(save=spec.save.resolved())
-    code = start_by_slurm(requested, reference.name, grace_s=LocalLaunch.grace_s)
+    code = start_by_slurm(requested, reference.name, grace_s=LocalLaunch.grace_s, dry_run=spec.dry_run)
     if code is not None:
         return TrainReport(exit_code=code)
     nodes = _nodes(spec)
-    if _is_rank(me, spec) and (nodes is None or me.source != "slurm"):
+    if not spec.dry_run and _is_rank(me, spec) and (nodes is None or me.source != "slurm"):
         _check_joining(me, spec)
         main_run = _train_in_world(spec, job, reference, plan_overrides)
         return read_result(main_run) if main_run is not None else TrainReport()
+    if spec.max_restarts and not spec.save.is_periodic:
+        lost = "a restart repeats all steps, because no checkpoint is saved before the end; add --save-every 100"
+        echo_error(f"note: --max-restarts {spec.max_restarts} without --save-every: {lost}")
     nproc = spec.nproc or 1
     device = local_device(spec.place.device, nproc, job.engine)
     num_nodes = nodes.most if nodes else 1
     plan = settle_job_plan(job, spec.plan, world_size=nproc * num_nodes, device=device, overrides=plan_overrides)
     check_model_fits(job, plan)
+    if spec.dry_run:
+        echo(describe_plan(requested, nodes, plan))
+        return TrainReport()
     num_gpus = nproc if device.kind == "cuda" else 0
     added = settle_preset(spec.preset, nproc=nproc, num_gpus=num_gpus, uses_ddp=uses_ddp(plan))
     spec = spec.replace(nproc=nproc, place=spec.place.replace(device=device.kind))
@@ -184,7 +192,7 @@ def train_job(spec: TrainSpec) -> TrainReport:
             spec, nodes, plan, reference, sinks=sinks, variables=added, started_at=started_at
         )
     else:
-        run, is_first = create_run(spec.run_dir, reference.name), True
+        run, is_first = open_run(spec, reference), True
         write_run_inputs(run, reference, plan, started_at=started_at)
         launched = _run(spec, run, sinks, added)
     report_effects(spec.preset, added, run)
@@ -206,9 +214,9 @@ def _is_rank(me: Identity, spec: TrainSpec) -> bool:
     if me.source in MPI_STARTERS:
         return True
     raise LaunchError(
-        "--backend mpi requires mpirun, which did not start this process",
+        "--backend mpi requires mpirun, but mpirun did not start this process",
         code="launch.mpi-without-mpirun",
-        fix=f"mpirun -n {spec.nproc or 2} shardwise train ... --backend mpi",
+        fix=f"run mpirun -n {spec.nproc or 2} shardwise train ... --backend mpi",
     )
 
 
@@ -219,13 +227,13 @@ def _check_joining(me: Identity, spec: TrainSpec) -> None:
         raise LaunchError(
             f"--preset {spec.preset} requires that shardwise starts the ranks, but {me.source} started them",
             code="cli.option-inside-world",
-            fix=f"remove it, and run {export} before {me.source}",
+            fix=f"remove --preset, and run {export} before {me.source}",
         )
     if spec.sinks:
         raise LaunchError(
             f"--sink {spec.sinks[0]} requires that shardwise starts the ranks, but {me.source} started them",
             code="cli.option-inside-world",
-            fix=f"remove it, and run shardwise watch RUN --sink {spec.sinks[0]} during the training",
+            fix=f"remove --sink, and run shardwise watch RUN --sink {spec.sinks[0]} while the ranks train",
         )
     if spec.nproc is not None:
         raise LaunchError(
@@ -254,14 +262,14 @@ def _run_on_nodes(
     variables: Mapping[str, str],
     started_at: float,
 ) -> tuple[Launched, RunDirectory, bool]:
-    """Run a node of a multi-node training; return the outcome, the run directory, and whether this is node 0.
+    """Run one node of a multi-node training run; return the outcome, the run directory, and whether this is node 0.
 
     `plan` is for the maximum number of nodes. The workers refit it to the nodes that have joined. Node 0 mirrors the
     run to the sinks.
     """
     nproc = spec.nproc or 1
     for fewer in range(nodes.least, nodes.most):
-        plan.refit(fewer * nproc)  # raises now what it would raise after the loss of a node
+        plan.refit(fewer * nproc)  # raises an error now instead of after the loss of a node
     facts = {
         **node_facts(nodes, reference.name),
         "job file": reference.digest[:12],
@@ -269,7 +277,7 @@ def _run_on_nodes(
     }
 
     def make_run(named: Path | None) -> RunDirectory:
-        run = create_run(spec.run_dir, reference.name) if named is None else share_run(spec.run_dir or named)
+        run = open_run(spec, reference) if named is None else share_run(spec.run_dir or named)
         if not run.plan.exists():  # node 0 has written it if the disk is shared
             write_run_inputs(run, reference, plan, started_at=started_at)
         return run
@@ -316,7 +324,7 @@ def _train_in_world(
 
         def prepare() -> tuple[Plan, RunDirectory]:
             plan = _settled_here(job, spec.plan, here, plan_overrides)
-            run = create_run(spec.run_dir, reference.name)
+            run = open_run(spec, reference)
             write_run_inputs(run, reference, plan)
             return plan, run
 
@@ -333,7 +341,7 @@ def _train_in_world(
 
 @contextmanager
 def _failures(run: RunDirectory, here: World, *, is_new: bool) -> Iterator[None]:
-    """Write down what ends this rank; a new run that is refused before its first step leaves nothing behind."""
+    """Write the failure of this rank; remove a new run directory after an input error before the first step."""
     try:
         yield
     except Exception as error:
@@ -350,7 +358,7 @@ def _settled_here(job: Job, plan: str, here: World, overrides: Mapping[str, str]
 
 
 def _from_main(here: World, make: Callable[[], T]) -> T:
-    """Return the result of `make` on rank 0 on every rank, or raise its error on every rank. Communicates."""
+    """Call `make` on rank 0 and return its result, or raise its error, on every rank. Communicates over the world."""
     result: T | ShardwiseError | None = None
     if here.is_main:
         try:

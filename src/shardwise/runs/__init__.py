@@ -1,4 +1,4 @@
-"""The run directory, its events and failures, and the renderer of terminal output. Nothing here imports torch."""
+"""The run directory, its events and failures, and terminal output. This package does not import torch."""
 
 from shardwise.runs.directory import RunDirectory, create_run, share_run
 from shardwise.runs.events import EventLog, Tail

@@ -1,4 +1,4 @@
-"""Reading the recorded calls of a rank that runs, hangs or has ended, and comparing the last calls of all ranks."""
+"""Reads the recorded collectives of ranks that run, hang or have exited, and compares the last calls of all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.runs import calls
-from shardwise.runs.calls import MAIN_THREAD, GroupKey, Operation, describe_call, describe_difference, differ
+from shardwise.runs.calls import (
+    LEFT_WORLD,
+    MAIN_THREAD,
+    GroupKey,
+    Operation,
+    describe_call,
+    describe_difference,
+    differ,
+)
 from shardwise.runs.console import name_ranks, short
 from shardwise.runs.recorder import Stack, parse_fatal_stack, parse_traceback, user_frame
 
@@ -21,9 +29,9 @@ if TYPE_CHECKING:
 
 
 _MARGIN = 16
-"""The oldest calls of the ring may be overwritten while they are read; this many are not read."""
+"""Number of oldest calls that are skipped, because the rank may overwrite them during the read."""
 _MOST_OPEN = 256
-"""Incomplete calls without a waiting thread are followed until this many later calls have been issued."""
+"""Number of later calls after which an incomplete call without a waiting thread is no longer tracked."""
 _NUMBER, _PLACE = (1 << calls.NUMBER_BITS) - 1, (1 << calls.PLACE_BITS) - 1
 UNKNOWN = Operation("a call", "", "", "")
 """The operation of a call that did not fit into the table."""
@@ -31,35 +39,35 @@ UNKNOWN = Operation("a call", "", "", "")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of one rank; times are seconds since the epoch, 0 if it has not happened."""
+    """A recorded collective or point-to-point call of a rank. Times are seconds since the epoch; 0 means not yet."""
 
     group: GroupKey
     sequence: int
-    """Counts the calls of its channel in its group, from 1."""
+    """Sequence number of the call in its group and channel, starting at 1."""
     what: Operation
     site: str
     """Source line as FILE:LINE; empty if unknown."""
     entered: float
     waited: float
-    """Since when a thread waits for it."""
+    """Time at which a thread started to wait for the call."""
     left: float
     backward: bool
-    """Whether it was issued during backward."""
+    """Whether the call was issued during backward."""
 
     @property
     def channel(self) -> tuple[GroupKey, str]:
-        """The group and channel in which it is counted."""
+        """The process group and channel that number this call."""
         return self.group, self.what.channel
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a thread waits for it now."""
+        """Whether a thread is waiting for the call."""
         return bool(self.waited) and not self.left
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """Progress of a group's collectives, including those that C++ issued, as torch's flight recorder counts them."""
+    """Progress of a process group's collectives, including those issued by C++, from torch's flight recorder."""
 
     group: GroupKey
     enqueued: int
@@ -69,7 +77,7 @@ class Flight:
 
 
 class CallReader:
-    """Follows the ring at `path`, which may not exist yet and which a restarted rank replaces."""
+    """Reads new calls from the ring file at `path`, which may not exist yet and is replaced by a restarted rank."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -87,7 +95,7 @@ class CallReader:
         """The newest call by channel."""
 
     def refresh(self) -> list[Call]:
-        """Read the ring again and return the new calls, oldest first, without those that were overwritten."""
+        """Read the ring again and return the new calls, oldest first; overwritten calls are omitted."""
         if not self._attach():
             return []
         count = self._words[calls.COUNT]
@@ -110,7 +118,7 @@ class CallReader:
 
     @property
     def has_ring(self) -> bool:
-        """Whether the ring exists."""
+        """Whether the ring file exists."""
         return self._map is not None
 
     @property
@@ -129,16 +137,16 @@ class CallReader:
         return max(self.last.values(), key=lambda call: call.entered, default=None)
 
     def header(self, place: int) -> int:
-        """Return a field of the header, 0 without a ring."""
+        """Return a field of the ring's header; 0 if the ring does not exist."""
         return self._words[place] if self._map is not None else 0
 
     def flights(self) -> tuple[Flight, ...]:
-        """Return the progress of the groups that torch's flight recorder follows."""
+        """Return the progress of each process group that torch's flight recorder tracks."""
         flights = (self._flight(slot) for slot in range(calls.FLIGHTS))
         return tuple(flight for flight in flights if flight is not None)
 
     def arrivals(self) -> list[Call]:
-        """Return the last collectives of torch's flight recorder, without their source lines."""
+        """Return the last collectives in torch's flight recorder, without source lines."""
         found: list[Call] = []
         if self._map is None:
             return found
@@ -151,7 +159,7 @@ class CallReader:
         return found
 
     def _attach(self) -> bool:
-        """Map the file if it is new; return False without a valid ring."""
+        """Map the ring file if it is new; return False if the file is not a valid ring."""
         try:
             inode = self._path.stat().st_ino
             if inode != self._inode or self._map is None:
@@ -187,7 +195,7 @@ class CallReader:
         )
 
     def _unpack(self, what: int) -> tuple[GroupKey | None, Operation, str]:
-        """Return group, operation and source line."""
+        """Return the group, operation and source line that `what` packs."""
         group = self._value(what >> 2 * calls.PLACE_BITS & _PLACE, GroupKey)
         operation = self._value(what >> calls.PLACE_BITS & _PLACE, Operation)
         return group, operation or UNKNOWN, self._value(what & _PLACE, str) or ""
@@ -208,7 +216,7 @@ class CallReader:
         return Flight(key, enqueued, completed, pending)
 
     def _value(self, place: int, kind: type) -> Any:
-        """Return the value at a position of the table, None if there is none."""
+        """Return the value at a position of the table; None if the position is empty or the value is incomplete."""
         if not place or self._map is None:
             return None
         if place not in self._values:
@@ -225,14 +233,14 @@ class CallReader:
 #
 # gloo aborts the process that receives more bytes than its buffer holds, so the rank that fails first is not the
 # rank that made the wrong call. The records outlive the processes: if one rank is inside a collective that a
-# member of its group never issued, or issued with other arguments, that pair of calls is the cause. Collectives
+# member of its group never issued, or issued with different arguments, that pair of calls is the cause. Collectives
 # that C++ issues, as DDP does in backward, are not among the recorded calls; the Python stack at the abort or in the
 # traceback has their source line, and torch's flight recorder their size if the rank had time to copy it.
 
 
 _STACK_BYTES = 1 << 16
 _MOST_CALLS = 16
-"""Maximum number of calls of one kind per rank, since nodes send them to each other."""
+"""Maximum number of calls in each field of LastCalls, which nodes send to each other."""
 _BACKWARD = "_engine_run_backward"
 
 
@@ -241,15 +249,17 @@ class LastCalls:
     """The last calls of one rank when it ended."""
 
     inside: tuple[Call, ...] = ()
-    """Incomplete calls, first those for which a thread waited."""
+    """Incomplete calls; calls with a waiting thread come first."""
     last: tuple[Call, ...] = ()
     """The newest call of each channel."""
     issued: tuple[Call, ...] = ()
-    """The last collective of each group that C++ issued, if torch's flight recorder could be read."""
+    """The last collective that C++ issued in each group, if torch's flight recorder could be read."""
     line: str = ""
     """FILE:LINE of the user's innermost frame, from the traceback or the stack at the abort; empty if unknown."""
     in_backward: bool = False
-    """Whether that frame was inside autograd's backward."""
+    """Whether the rank was inside autograd's backward."""
+    left_at: float = 0.0
+    """Time at which the rank destroyed its default process group, in seconds since the epoch; 0 if it did not."""
 
     def find(self, call: Call) -> Call | None:
         """Return this rank's call with the same channel and sequence number."""
@@ -259,14 +269,14 @@ class LastCalls:
         return None
 
     def has_issued(self, call: Call) -> bool:
-        """Whether this rank has made that call, or a later call of its channel."""
+        """Return whether this rank has issued `call`, or a later call of the same channel."""
         return any(own.channel == call.channel and own.sequence >= call.sequence for own in self.last)
 
 
 def read_last_calls(run: RunDirectory, rank: int, traceback: str | None) -> LastCalls | None:
-    """Return the last recorded calls of a rank that has ended; None without a record.
+    """Return the last recorded calls of a rank that has exited; None if the rank has no record.
 
-    `traceback` is the traceback of its exception, None for a rank that a fatal signal ended.
+    `traceback` is the traceback of the rank's exception; None if a fatal signal ended the rank.
     """
     reader = CallReader(run.calls(rank))
     reader.refresh()
@@ -283,6 +293,7 @@ def read_last_calls(run: RunDirectory, rank: int, traceback: str | None) -> Last
         issued=tuple(issued),
         line=f"{user.file}:{user.line}" if user is not None else "",
         in_backward=any(frame.function == _BACKWARD for frame in stack),
+        left_at=reader.header(LEFT_WORLD) / 1e9,
     )
 
 
@@ -297,7 +308,7 @@ def _last_stack(run: RunDirectory, rank: int, thread: int, traceback: str | None
 
 
 def describe_mismatch(ends: Mapping[int, LastCalls]) -> str:
-    """Return the calls that did not match as text, with ranks and source lines; empty if the records show none."""
+    """Return a description of mismatched collectives with ranks and source lines; empty if no calls mismatch."""
     inside = [call for calls in ends.values() for call in calls.inside]
     for call in sorted(inside, key=lambda call: call.entered):
         found = _describe_other_arguments(ends, call) or _describe_missing(ends, call)
@@ -307,7 +318,7 @@ def describe_mismatch(ends: Mapping[int, LastCalls]) -> str:
 
 
 def _describe_other_arguments(ends: Mapping[int, LastCalls], call: Call) -> str:
-    """Return the difference if ranks made the call of this number with other arguments; empty if none did."""
+    """Return the difference if ranks issued `call` with different arguments; empty if all arguments match."""
     found = {}
     for rank, end in ends.items():
         same = end.find(call)
@@ -319,7 +330,7 @@ def _describe_other_arguments(ends: Mapping[int, LastCalls], call: Call) -> str:
 
 
 def _describe_missing(ends: Mapping[int, LastCalls], call: Call) -> str:
-    """Return the members that never made this collective and their last position as text; empty if all made it."""
+    """Return which group members never issued `call`, with their last positions; empty if all members issued it."""
     if call.what.is_message:
         return ""
     members = [rank for rank in call.group.members if rank in ends]
@@ -345,7 +356,7 @@ def _verb(position: str, ranks: list[int]) -> str:
 
 
 def _position(calls: LastCalls) -> str:
-    """Return the position of a rank that did not make the call of its peers, as text."""
+    """Return the last known position of a rank that did not issue a collective, as text."""
     if calls.inside:
         return f"was in {describe_call(calls.inside[0])}"
     newest = max(calls.last, key=lambda call: call.entered, default=None)

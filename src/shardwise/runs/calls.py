@@ -1,4 +1,4 @@
-"""The last collectives of one rank in a memory-mapped ring, which can be read while the rank hangs or after its end."""
+"""A memory-mapped ring of the last collectives of one rank, readable while the rank hangs or after it has exited."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 CAPACITY = 2048
-"""Calls in a ring: several seconds of a training that communicates often, in 128 KiB."""
+"""Number of calls in a ring: several seconds of training with frequent collectives, in 128 KiB."""
 FLIGHTS = 16
-"""Maximum number of groups whose collectives issued by C++ are followed."""
+"""Maximum number of process groups whose C++ collectives are tracked."""
 ARRIVALS = 256
-"""Number of last such collectives that are kept with the time at which they were issued."""
+"""Number of recent C++ collectives that are stored with the time at which they were issued."""
 TABLE_BYTES = 1 << 18
-"""For names, shapes and source lines; calls that no longer fit are recorded without them."""
+"""Size of the table of names, shapes and source lines; calls are recorded without them once the table is full."""
 MAGIC = int.from_bytes(b"SWCALL01", "little")
 
 # The file consists of 64-bit words: the header, flights, arrivals, calls, and the table of values that they refer to.
@@ -37,7 +37,7 @@ AT_CALLS = AT_ARRIVALS + ARRIVALS * ARRIVAL_WORDS
 AT_TABLE = AT_CALLS + CAPACITY * CALL_WORDS
 WORDS = AT_TABLE + TABLE_BYTES // 8
 IS_MAGIC, PID, STARTED, MAIN_THREAD, STACKS_SIGNAL, COUNT, TABLE_END, DATA_SINCE, DATA_TOTAL, BATCHES, PULSE = range(11)
-SEPARATE_STEPS = 11
+SEPARATE_STEPS, LEFT_WORLD = 11, 12
 """Fields of the header; times are nanoseconds since the epoch, and 0 means none."""
 NUMBERS, WHAT, ENTERED, WAITED, LEFT = range(5)
 """Fields of a call. WHAT packs four numbers: the table positions of group, operation and source line, and whether
@@ -46,13 +46,13 @@ them: every word that is written costs a cache miss after a training step."""
 RELEASED = 1
 """Value of WAITED for a call that runs asynchronously, with no thread waiting in it."""
 ENOUGH_SEPARATE_STEPS = 20
-"""Optimizer steps without a process group are counted up to this number, which is more than a script warms up with."""
+"""Maximum count of optimizer steps without a process group, which is more than the warm-up steps of a script."""
 PLACE_BITS = 20
 BACKWARD_BIT = 1 << 3 * PLACE_BITS
 NUMBER_BITS = 24
-"""Calls are numbered from 1 over all channels; the low bits of this number are stored below the sequence number."""
+"""Calls are numbered from 1 across all channels; the low bits of this number are stored below the sequence number."""
 STARTUP_GROUP = "start of the world"
-"""Name of the group in which calls that create process groups are counted."""
+"""Name of the group that numbers the calls that create process groups."""
 
 
 class GroupKey(msgspec.Struct, frozen=True, array_like=True):
@@ -62,7 +62,7 @@ class GroupKey(msgspec.Struct, frozen=True, array_like=True):
     life: int
     """Counts groups of the same name: torch reuses names after destroy_process_group."""
     members: tuple[int, ...]
-    """Ranks, in the order of the group."""
+    """Global ranks of the members, in group order."""
 
 
 class Operation(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +70,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     channel: str
-    """Calls are counted by channel: empty for a collective, "functional" for one of torch's functional collectives;
+    """Calls are numbered per channel: empty for a collective, "functional" for one of torch's functional collectives;
     for point-to-point messages the sender, the receiver and the tag: "0>1:0"."""
     match: str
     """The arguments that must be equal on all members: reduce operation, root, dtypes, numbers of elements."""
@@ -94,7 +94,7 @@ class CallRing:
     """Writes the calls of one rank into a new ring at `path`; any thread may write.
 
     A call is written up to four times (issue, release, wait, leave), about 1 us in total. The kernel owns the pages, so
-    everything that was written is in the file however the process ends.
+    all data is in the file however the process ends.
     """
 
     def __init__(self, path: Path, *, stacks_signal: int = 0) -> None:
@@ -119,7 +119,7 @@ class CallRing:
         partial.rename(path)  # processes that have mapped the ring of an earlier attempt can still read it
 
     def intern(self, value: msgspec.Struct | str) -> int:
-        """Return the position of a value in the table, 0 if the table is full."""
+        """Return the position of a value in the table, which is added if it is new; 0 if the table is full."""
         place = self._known.get(value)
         if place is not None:
             return place
@@ -155,11 +155,11 @@ class CallRing:
         self._words[AT_CALLS + (number & CAPACITY - 1) * CALL_WORDS] = 0
 
     def release(self, number: int) -> None:
-        """Record that a call runs asynchronously after it was issued."""
+        """Record that a call continues asynchronously after it was issued."""
         self._words[AT_CALLS + (number & CAPACITY - 1) * CALL_WORDS + WAITED] = RELEASED
 
     def wait(self, number: int) -> None:
-        """Record that a thread waits for a call from now on."""
+        """Record that a thread starts to wait for a call."""
         self._stamp(number, WAITED)
 
     def leave(self, number: int) -> None:
@@ -187,11 +187,15 @@ class CallRing:
         self._words[PULSE] = time_ns()
 
     def set_separate_steps(self, count: int) -> None:
-        """Record how many optimizer steps this rank has made without communication."""
+        """Record the number of optimizer steps that this rank has run without a process group."""
         self._words[SEPARATE_STEPS] = count
 
+    def leave_world(self) -> None:
+        """Record that this rank destroys its default process group, which closes its connections."""
+        self._words[LEFT_WORLD] = time_ns()
+
     def fly(self, slot: int, group: int, enqueued: int, completed: int, pending: tuple[int, int, int, int]) -> None:
-        """Record the progress of a group's collectives that C++ issued.
+        """Record the progress of a process group's collectives that C++ issued.
 
         `pending` is the oldest incomplete collective: the table positions of its operation and source line, its
         sequence number in the group, and the time at which it was issued; zeros for none.
@@ -212,17 +216,17 @@ class CallRing:
         words[place] = sequence
 
     def detach(self) -> None:
-        """Discard all later writes: for a process that was forked from the rank."""
+        """Discard all later writes; call in a process that was forked from the rank."""
         self._map = bytearray(WORDS * 8)
         self._words = memoryview(self._map).cast("Q")
         self._table = memoryview(self._map)[AT_TABLE * 8 :]
 
 
-# Recorded calls as text, and the differences between calls of the same number on several ranks.
+# Recorded calls as text, and the differences between calls with the same sequence number on several ranks.
 
 
 def describe_call(call: Call) -> str:
-    """Return an operation with its sequence number, arguments, group and source line as text."""
+    """Return a call as text: operation, sequence number, arguments, ranks of the group and source line."""
     text = f"{call.what.name} #{call.sequence}"
     if call.what.text:
         text += f" ({call.what.text})"
@@ -234,13 +238,13 @@ def describe_call(call: Call) -> str:
 
 
 def differ(one: Call, other: Call) -> bool:
-    """Whether two calls with the same sequence number mismatch; a send matches a receive."""
+    """Return whether two calls with the same sequence number mismatch; a send matches a receive."""
     is_message = one.what.is_message
     return one.what.match != other.what.match or (one.what.name != other.what.name and not is_message)
 
 
 def describe_difference(calls: dict[int, Call]) -> str:
-    """Return the different calls of one number with their ranks, the most frequent call first."""
+    """Return a description of mismatched calls with the same sequence number, the most common call first."""
     kinds: dict[tuple[str, str], list[int]] = {}
     for rank, call in sorted(calls.items()):
         kinds.setdefault((call.what.name, call.what.match), []).append(rank)

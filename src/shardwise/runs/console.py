@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def echo(text: str) -> None:
-    """Write a line of a result to standard output."""
+    """Write a line to standard output."""
     with contextlib.suppress(OSError):  # a closed terminal or pipe must not fail the command
         _print(text, sys.stdout)
 
@@ -27,7 +27,7 @@ def echo_error(text: str) -> None:
 def _print(text: str, stream: TextIO) -> None:
     try:
         print(text, file=stream, flush=True)
-    except UnicodeEncodeError:  # a byte that is not UTF-8, or a character that the terminal's encoding does not have
+    except UnicodeEncodeError:  # a byte that is not UTF-8, or a character that the terminal cannot encode
         encoding = stream.encoding or "ascii"
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
@@ -51,7 +51,7 @@ def printable(text: str) -> str:
 
 
 def printable_fields(value: Any) -> Any:
-    """Return nested lists and dicts with all of their strings made printable."""
+    """Return nested lists and dicts with every string converted by `printable`."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
@@ -87,7 +87,7 @@ def rank_spans(ranks: Iterable[int]) -> str:
 
 
 def short(location: str) -> str:
-    """Return FILE:LINE with the file relative to the current directory if it is inside of it."""
+    """Return FILE:LINE with the path relative to the current directory if the file is below it."""
     file, _, line = location.rpartition(":")
     try:
         return f"{Path(file).relative_to(Path.cwd())}:{line}"

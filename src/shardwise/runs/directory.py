@@ -24,7 +24,7 @@ class RunDirectory:
 
     path: Path
     made: tuple[Path, ...] = ()
-    """The folders that `create_run` created, outermost first; `remove` deletes no others."""
+    """The folders that `create_run` created, outermost first; `remove` deletes only these."""
 
     @property
     def job(self) -> Path:
@@ -58,7 +58,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints from which a training can resume."""
+        """Folder of the checkpoints from which training can resume."""
         return self.path / "checkpoints"
 
     @property
@@ -70,6 +70,11 @@ class RunDirectory:
     def adapter(self) -> Path:
         """Folder of trained adapters in peft's format; absent for a job without adapters."""
         return self.path / "adapter"
+
+    @property
+    def model(self) -> Path:
+        """Folder of config.json and generation_config.json of a transformers model; absent for other models."""
+        return self.path / "model"
 
     @property
     def sinks(self) -> Path:
@@ -141,12 +146,17 @@ class RunDirectory:
 
     @property
     def has_trained(self) -> bool:
-        """Whether a step was reported: from then on the directory is kept as a result."""
+        """Whether rank 0 has reported a completed training step."""
         events = self.events(0)
         return events.exists() and b'"kind":"steps"' in events.read_bytes()
 
+    @property
+    def is_resumable(self) -> bool:
+        """Whether --resume auto can continue this run of a job file: it has checkpoints, or it has not finished."""
+        return self.job.exists() and (self.checkpoints.exists() or not self.report_json.exists())
+
     def remove(self) -> None:
-        """Delete what `create_run` created, for runs that are refused before their first step."""
+        """Delete the files and folders of a run that was rejected before its first step."""
         for name in (*_FOLDERS, "recorder", "stacks", "sinks"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         for file in (self.job, self.plan, self.start, self.environment, self.timeline):
@@ -168,11 +178,10 @@ def create_run(path: Path | None, name: str) -> RunDirectory:
         return share_run(path)
     if path is not None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise InputError(
-                f"run directory {path} is not empty",
-                code="run.directory-not-empty",
-                fix="choose another directory with --run-dir",
-            )
+            fix = "choose another directory with --run-dir"
+            if RunDirectory(path).is_resumable:
+                fix = f"continue its run with --resume auto, or use --resume {path} with another --run-dir"
+            raise InputError(f"run directory {path} is not empty", code="run.directory-not-empty", fix=fix)
         return _make(path, exist_ok=True)
     wanted = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(2):
@@ -188,7 +197,7 @@ def _is_requeued() -> bool:
 
 
 def share_run(path: Path) -> RunDirectory:
-    """Create the run directory that node 0 chose; it may exist already if the nodes share a file system."""
+    """Create the run directory that node 0 chose; it may already exist if the nodes share a file system."""
     try:
         for folder in _FOLDERS:
             (path / folder).mkdir(parents=True, exist_ok=True)
@@ -231,7 +240,7 @@ def _make(path: Path, *, exist_ok: bool) -> RunDirectory:
 
 
 _PROBE_BYTES = 1 << 16
-"""As much as a failing rank writes: its traceback, in the log and in its error file."""
+"""Size of the write probe: about the traceback that a failing rank writes to its log and its error file."""
 
 
 def write_error(folder: Path) -> OSError | None:
@@ -249,7 +258,7 @@ def write_error(folder: Path) -> OSError | None:
 
 
 def describe_kept(run: RunDirectory) -> str:
-    """Return a sentence about the checkpoints of a run whose disk is full."""
+    """Return a sentence that names the checkpoints of a run whose disk is full."""
     names = sorted(path.name for path in run.checkpoints.glob("step-*"))  # checkpoints are published atomically
     if not names:
         return f"{run.path} has the logs and events up to the failure, but no checkpoint"
@@ -268,18 +277,18 @@ def describe_kept(run: RunDirectory) -> str:
 
 
 def make_listener_folder() -> str:
-    """Return the folder of this process, created at the first call; forks of this process use it too."""
+    """Return the folder of this process for multiprocessing sockets; forked processes use the same folder."""
     return util.get_temp_dir()
 
 
 def use_listener_folder(path: str) -> None:
-    """Use the folder of another process, which removes it, in this process and in the workers that it starts."""
+    """Use the socket folder of another process, which removes it, in this process and its workers."""
     with contextlib.suppress(AttributeError):  # `get_temp_dir` reads this setting, which has no public name
         process.current_process()._config["tempdir"] = path  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def remove_listener_folder(path: str) -> None:
-    """Remove the folder with the sockets that killed ranks left in it."""
+    """Remove the socket folder, including sockets that killed ranks did not remove."""
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -320,9 +329,9 @@ class Keep:
             )
         if self.best < 0 or bool(self.best) != bool(self.metric):
             raise InputError(
-                f"keep.best is {self.best} and keep.metric is {self.metric!r}: a positive keep.best needs a metric",
+                f"keep.best and keep.metric must be set together, got best={self.best} and metric={self.metric!r}",
                 code="checkpoint.keep-best-invalid",
-                fix="set both keep.best and keep.metric, or neither",
+                fix="set keep.best to at least 1 and keep.metric to a metric, or omit both",
             )
 
 
@@ -335,13 +344,13 @@ def parse_keep(text: str) -> Keep:
         name, fields = _parse_rule(rule.strip())
         if not fields:
             raise InputError(
-                f"--keep {text!r} has the unknown rule {rule!r}",
+                f"--keep {text!r} contains the invalid rule {rule!r}",
                 code="checkpoint.keep-rule-invalid",
-                fix=f"use {GRAMMAR}",
+                fix=f"pass {GRAMMAR}",
             )
         if name in seen:
             raise InputError(
-                f"--keep {text!r} has two rules by {name}", code="checkpoint.keep-rule-repeated", fix=f"use {GRAMMAR}"
+                f"--keep {text!r} has two {name} rules", code="checkpoint.keep-rule-repeated", fix="remove one rule"
             )
         seen.add(name)
         keep = replace(keep, **fields)

@@ -1,4 +1,4 @@
-"""Replica drift: which replicas of a tensor differ, and the cause; pure functions of the fingerprints of ranks.
+"""Replica drift: finds replicas of a tensor that differ between ranks, and the cause, from their fingerprints.
 
 Ranks compute a fingerprint of the bits of every replicated tensor. Under `shardwise train` they exchange the
 fingerprints; under `shardwise launch` the recorder writes them to files that the launcher reads. In both cases
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     Replica = tuple[str, tuple[int, ...]]
 
 CHECK_EVERY = 1000
-"""Default number of steps between checks. A check reads the weights once, which is less than an update does."""
+"""Default number of steps between checks. A check reads the weights once, so it costs less than an optimizer step."""
 _NO_RANKS: frozenset[int] = frozenset()
 
 
 class ReplicaSpec(Spec, frozen=True, kw_only=True):
-    """How often replicated weights are compared over ranks, and the action if they differ."""
+    """Interval at which replicated weights are compared across ranks, and the action if they differ."""
 
     every: Annotated[NonNegativeInt, option("--check-replicas", metavar="STEPS")] = 0
-    """Compare replicated weights over ranks every STEPS steps; 0 disables the comparison."""
+    """Compare replicated weights across ranks every STEPS steps; 0 disables the comparison."""
     on_drift: Literal["report", "stop"] = "report"
-    """After a difference: continue, or stop all ranks."""
+    """If replicas differ, report it and continue, or stop all ranks."""
 
     @property
     def stops(self) -> bool:
-        """Whether a difference stops the ranks."""
+        """Whether replica drift stops the ranks."""
         return self.on_drift == "stop"
 
 
 class Cause(Enum):
-    """Why replicas differ, as text, with the fix."""
+    """The cause of replica drift, as text with the fix."""
 
     START = (
         "unequal start: the replicas differed before the first update: initialize or load the weights identically on"
@@ -56,18 +56,18 @@ class Cause(Enum):
         " or set broadcast_buffers"
     )
     OPERATION = (
-        "a non-deterministic operation: repeating the step on the same rank gave another gradient: --deterministic"
-        " refuses the operation by name"
+        "a non-deterministic operation: repeating the step on the same rank gave a different gradient: pass"
+        " --deterministic to get an error that names the operation"
     )
     UPDATE = (
         "a non-deterministic operation in the optimizer: equal values and equal gradients gave unequal updates:"
-        " --deterministic refuses the operation by name if it is one of torch's"
+        " pass --deterministic to get an error that names the operation if it is part of torch"
     )
     SETTINGS = (
-        "unequal optimizers: settings such as the learning rate differ over ranks: use the same settings on all ranks"
+        "unequal optimizers: settings such as the learning rate differ between ranks: set the same values on all ranks"
     )
     OUTSIDE = "not the training step: other code wrote the tensor on some ranks, or a device computes wrong results"
-    UNKNOWN = "unknown, since it happened between two checks: --check-replicas 1 checks every step"
+    UNKNOWN = "unknown, because it occurred between two checks: pass --check-replicas 1 to check every step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Copies:
 
     name: str
     prints: Mapping[int, int]
-    """Rank -> fingerprint."""
+    """The fingerprint of the replica of each rank."""
 
     @property
     def are_equal(self) -> bool:
@@ -98,24 +98,24 @@ class DriftEvidence:
     """Facts about the step after which the replicas of a tensor differed."""
 
     at_start: bool = False
-    """Whether no update had been made."""
+    """Whether the check ran before the first optimizer step."""
     gradients_equal: bool | None = None
-    """Whether the reduced gradients of the step are equal; None for a buffer, or if they were not compared."""
+    """Whether the reduced gradients of the ranks are equal; None for a buffer, or if they were not compared."""
     same_samples: bool = False
-    """Whether the replicas differ over ranks that read the same samples, such as tensor-parallel ranks."""
+    """Whether the ranks whose replicas differ read the same samples, as tensor-parallel ranks do."""
     settings_equal: bool = True
     """Whether the optimizers have the same learning rate and other settings."""
     unsteady_gradient: frozenset[int] = _NO_RANKS
-    """Ranks on which a repeated step gave another gradient."""
+    """Ranks on which repeating the step gave a different gradient."""
     unsteady_update: frozenset[int] = _NO_RANKS
-    """Ranks on which a repeated update gave another value."""
+    """Ranks on which repeating the optimizer step gave a different value."""
     is_step_cleared: bool = False
     """Whether the step is known not to be the cause, unless a field above shows that it is: the step was repeated, or
     the replicas were equal after the previous step and differed at the start of this one."""
 
 
 def decide(evidence: DriftEvidence) -> Cause:
-    """Return the first cause that fits the evidence."""
+    """Return the first cause that matches the evidence."""
     has_gradient = evidence.gradients_equal is not None
     gradients_differ = evidence.gradients_equal is False
     rules = (
@@ -129,7 +129,7 @@ def decide(evidence: DriftEvidence) -> Cause:
         (evidence.is_step_cleared, Cause.OUTSIDE),
         (True, Cause.UNKNOWN),
     )
-    return next(cause for fits, cause in rules if fits)
+    return next(cause for matches, cause in rules if matches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class Drift:
     step: int
     """Number of updates before the check."""
     last_equal: int | None
-    """Number of updates before the last check in which all replicas were equal; None if there was none."""
+    """Number of updates before the last check that found all replicas equal; None if no check did."""
     copies: Copies
     others: int
     """Number of other tensors that differ."""
@@ -166,7 +166,7 @@ def find_drift(
     prints: Mapping[int, Mapping[Replica, int]],
     investigate: Callable[[Copies], DriftEvidence],
 ) -> Drift | None:
-    """Return how replicas differ after `step`, and the cause; None if all are equal.
+    """Return the difference between replicas after `step` with its cause; None if all replicas are equal.
 
     `prints` maps a rank to the fingerprint of each of its tensors, by the tensor's name and the ranks that replicate
     it; ranks without fingerprints are not compared. `investigate` gathers evidence about the first tensor that differs.
@@ -180,7 +180,7 @@ def find_drift(
 
 
 def copies_of(prints: Mapping[int, Mapping[Replica, int]]) -> Iterator[Copies]:
-    """Yield the replicas of every tensor once, in the order of the model, on the ranks that have fingerprints."""
+    """Yield the replicas of each tensor, in model order, on the ranks that have fingerprints."""
     for rank, tensors in prints.items():
         for name, ranks in tensors:
             members = [member for member in ranks if (name, ranks) in prints.get(member, {})]

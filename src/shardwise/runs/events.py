@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EventLog:
-    """Appends events of one rank to its file and passes each to an optional listener.
+    """Appends the events of one rank or launcher to a file and passes each event to an optional listener.
 
     Each event is in the file when `write` returns. A rank writes about one event per second.
     """
@@ -58,14 +58,14 @@ class EventLog:
 
 
 class Tail:
-    """Reads what other processes append to a file, from the end of the last read; a missing file counts as empty.
+    """Reads the data that other processes have appended to a file since the last read; a missing file counts as empty.
 
     An incomplete line is returned once it is complete. A file that was replaced or truncated is read again from its
     start, and `was_replaced` is True until the next read.
     """
 
     def __init__(self, path: Path, *, last: int | None = None, chunk: int | None = None) -> None:
-        """`last`: start that many bytes before the end of the file. `chunk`: maximum bytes of one read."""
+        """Start `last` bytes before the end of the file, if set; read at most `chunk` bytes at a time."""
         self._path = path
         self._last = last
         self._chunk = chunk
@@ -75,7 +75,7 @@ class Tail:
         self._skips_line = False
         self.was_replaced = False
         self.behind = 0
-        """Bytes in the file that the last read did not reach."""
+        """Bytes at the end of the file that have not been read yet."""
 
     @property
     def size(self) -> int:
@@ -152,7 +152,7 @@ def end_of_file(path: Path, num_bytes: int) -> str:
 
 
 class LaunchLog:
-    """The events of one launcher: `attempt`, `exit`, `restart`, `verdict`, `finish`."""
+    """The events of one launcher: `attempt`, `exit`, `restart`, `verdict`, `note`, `finish`."""
 
     def __init__(self, run: RunDirectory, node: int = 0) -> None:
         self._log = EventLog(run.launcher_events(node))
@@ -178,7 +178,7 @@ class LaunchLog:
         )
 
     def exit(self, rank: int, code: int, *, stopped: bool, failure: Failure | None) -> None:
-        """Record that a rank ended; `stopped` if the launcher asked it to. A negative code is a signal."""
+        """Record the exit of a rank; `stopped` is True if the launcher stopped it. A negative code is a signal."""
         message = ""
         if failure is not None:
             message = failure.first_line
@@ -187,12 +187,16 @@ class LaunchLog:
         self._write("exit", rank=rank, code=code, stopped=stopped, words=message or describe_exit(code))
 
     def restart(self, number: int, most: int, cause: str) -> None:
-        """Record that all ranks are restarted, for the `number`th time of at most `most`."""
+        """Record restart number `number` of all ranks, of at most `most` restarts."""
         self._write("restart", number=number, most=most, cause=cause)
 
     def verdict(self, text: str) -> None:
-        """Record the root cause, in one sentence."""
+        """Record the root cause of a failure, in one sentence."""
         self._write("verdict", text=text)
+
+    def note(self, text: str) -> None:
+        """Record a change of the run's nodes."""
+        self._write("note", text=text)
 
     def finish(self, state: str, *, restarts: int) -> None:
         """Record the end of the launch: "finished", "failed" or "stopped"."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from shardwise.runs.directory import RunDirectory
 
 
-# Messages of torch, gloo, NCCL, MPI and MLX that report the loss of another rank: never a root cause. The pattern names
-# the transport, since a user's own socket may be reset too.
+# Messages of torch, gloo, NCCL, MPI and MLX that report a lost peer, which is never a root cause. The pattern names the
+# transport, because a connection of user code may be reset too.
 PEER_LOST = re.compile(
     r"Connection closed by peer|Connection reset by peer|gloo.*(?:transport|Timed out|unbound_buffer)"
     r"|NCCL.*(?:remote process exited|unhandled system error|Abort)|Broken pipe.*store|recvValue failed"
@@ -35,7 +35,7 @@ _PEER_ERRORS = (RuntimeError, ConnectionError)
 
 
 NOT_SAVED = "and not saved"
-"""Part of the message of a rank that was asked to stop and could not write a checkpoint."""
+"""Part of the message of a rank that was stopped and could not save a checkpoint."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     traceback: str
     exit_code: int
     peer_lost: bool
-    """Whether the error only reports that another rank is lost."""
+    """Whether the error only reports a lost connection to another rank."""
     code: str = ""
     """The error code of a ShardwiseError; empty for other exceptions and in files of version 1."""
 
@@ -62,7 +62,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe_failure(error: BaseException, rank: int) -> Failure:
-    """Return the Failure of the exception that ends this rank."""
+    """Return the Failure record of an exception that ends this rank."""
     message = printable(str(error))
     exit_code, code = 1, ""
     if isinstance(error, ShardwiseError):
@@ -81,7 +81,7 @@ def describe_failure(error: BaseException, rank: int) -> Failure:
 
 
 def write_failure(path: Path, failure: Failure) -> None:
-    """Write `failure` atomically."""
+    """Write `failure` to `path` as JSON, atomically."""
     partial = path.with_suffix(".partial")
     try:
         partial.write_bytes(msgspec.json.encode(failure))
@@ -92,7 +92,7 @@ def write_failure(path: Path, failure: Failure) -> None:
 
 
 def read_failure(path: Path) -> Failure | None:
-    """Read a failure; None if the rank wrote none."""
+    """Read the failure of a rank; None if the file does not exist."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Failure)
     except FileNotFoundError:
@@ -104,7 +104,7 @@ def read_failure(path: Path) -> Failure | None:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownError:
-    """One error with its meaning and its fix."""
+    """A known error message with its meaning and its fix."""
 
     name: str
     pattern: re.Pattern[str]
@@ -130,7 +130,7 @@ _SHARED_MEMORY = _error(
 )
 
 HOST_MEMORY_SPENT = "host memory ran out"
-"""Part of the verdict on a rank that the kernel killed, by which `doctor run` recognizes it."""
+"""Part of the verdict on a rank that the kernel killed; `doctor run` recognizes the cause by this text."""
 HOST_MEMORY_FIX = "use fewer ranks, fewer DataLoader workers, smaller batches, or a larger memory limit"
 DISK_FULL = "disk full"
 
@@ -228,7 +228,7 @@ def translate(message: str, returncode: int = 1) -> KnownError | None:
     return None
 
 
-# The environment variables that a run records: by allow-list, without those that may be secret.
+# The environment variables that a run records: an allow-list without variables that may contain secrets.
 
 
 _RECORDED = re.compile(

@@ -1,4 +1,4 @@
-"""State folded from the events of a run: a history of text lines, the state of the training, and its curves."""
+"""The history, training state and metric curves of a run, computed incrementally from its events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SHARED = frozenset({"note", "verdict", "finish"})
 TOGETHER_S = 60.0
 MOST = 500
-"""Maximum number of entries; the events files have the older ones."""
+"""Maximum number of entries; older entries are only in the events files."""
 
 
 class History:
@@ -30,13 +30,13 @@ class History:
         self._shared: deque[tuple[str, float]] = deque(maxlen=MOST)
 
     def add(self, event: dict[str, Any], rank: int | None = None) -> None:
-        """Add an event that has a text; a text that several ranks or launchers report together is added once."""
+        """Add an event as a line of text; a text that several ranks or launchers report within 60 s is added once."""
         describe = _DESCRIBE.get(event["kind"])
         try:
             line = describe(event) if describe is not None else None
             at = float(event["at"])
         except (KeyError, TypeError, ValueError, AttributeError):
-            return  # written by another version
+            return  # written by a different version of shardwise
         if line is None:
             return
         text, mood = line
@@ -133,18 +133,18 @@ def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "nan"
 
 
-# The state of the training from the events of rank 0: step, checkpoints, restarts, and curves of bounded size.
+# Training state from the events of rank 0: step, checkpoints, restarts, and curves of bounded size.
 
 
 MOST_SAVES = 50
 CURVES = ("loss", "evaluation", "throughput", "memory", "gradient", "learning_rate")
-"""Curves that every training has. Metrics of evaluations are "evaluation/NAME", logged values "log/NAME"."""
+"""Curves of every training run. Metrics of evaluations are "evaluation/NAME", logged values "log/NAME"."""
 MOST_LOGGED = 50
-"""Curves of logged values: names beyond are in the events alone."""
+"""Maximum number of curves of logged values; further values are only in the events files."""
 
 
 class TrainingState:
-    """The state of the training from the events of rank 0; steps repeated after a restart replace the old ones.
+    """The training state from the events of rank 0; steps that a restart repeats replace the earlier steps.
 
     The point of a curve at step N is the value after N optimizer steps; `first` of an event counts from 0.
     """
@@ -178,7 +178,7 @@ class TrainingState:
             try:
                 fold_kind(event)
             except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-                return  # written by another version: the fields that were read so far are kept
+                return  # written by a different version of shardwise: the fields that were read so far are kept
 
     @property
     def eta_s(self) -> float | None:
@@ -223,7 +223,7 @@ class TrainingState:
         self.seconds_per_step += weight * (seconds_per_step - self.seconds_per_step)
 
     def _rewind(self, first: int) -> None:
-        """Drop the steps after `first`, which a restart repeats; values that they logged may be there again already."""
+        """Drop the steps after `first`, which a restart repeats; keep logged values, which may be repeated already."""
         for name, curve in self.curves.items():
             if not name.startswith("log/"):
                 curve.truncate(first + 1)
@@ -244,7 +244,7 @@ class TrainingState:
                 self._add(f"log/{name}", int(event["step"]), value)
 
     def _add(self, name: str, step: int, value: float | None) -> None:
-        """Add a point to a curve that may be new, in place of a point that a restart repeats."""
+        """Add a point to a curve, creating the curve if necessary; replaces points that a restart repeats."""
         curve = self.curves.setdefault(name, Curve())
         curve.truncate(step)
         if value is not None:

@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,14 +24,16 @@ if TYPE_CHECKING:
 
 PLAIN_S = 5.0
 """Seconds between lines without a terminal."""
+_UNWRAPPED = 10_000
+"""Columns without a terminal: no line is wrapped, so that grep finds it."""
 
 
 class ProgressView:
-    """Shows the events of rank 0 as they arrive."""
+    """Shows the progress of a training run from the events of rank 0."""
 
     def __init__(self, stream: TextIO) -> None:
         is_terminal = stream.isatty()
-        self._console = Console(file=stream, highlight=False, width=None if is_terminal else 80)
+        self._console = Console(file=stream, highlight=False, width=None if is_terminal else _UNWRAPPED)
         self._bar = _live_bar(self._console) if is_terminal else None
         self._task: TaskID | None = None
         self._num_steps = 0
@@ -72,9 +75,10 @@ class ProgressView:
         speed = f"{self._smooth(event['samples'], event['seconds']):,.0f} samples/s"
         rate = f"lr {event['lr']:.2e}"
         if event["skipped"]:
-            self.line(f"note: skipped {event['skipped']} of the steps up to {done}: their gradient was not finite")
+            self.line(f"note: skipped {event['skipped']} of the steps up to step {done}: the gradient was not finite")
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, loss=loss_text, speed=speed, rate=rate, refresh=True)
+            self._bar.update(self._task, completed=done, description="train", loss=loss_text, speed=speed, rate=rate)
+            self._bar.refresh()
         elif time.monotonic() >= self._next_line_at or done == self._num_steps:
             self.line(f"step {done}/{self._num_steps} · epoch {event['epoch'] + 1} · {loss_text} · {speed} · {rate}")
             self._next_line_at = time.monotonic() + PLAIN_S
@@ -87,6 +91,12 @@ class ProgressView:
             speed = self._speed + weight * (speed - self._speed)
         self._speed = speed
         return speed
+
+    def _show_evaluating(self, event: dict[str, Any]) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=f"evaluating, {event['batches']} batches", refresh=True)
+        else:
+            self.line(f"step {event['step']} · evaluating: {event['batches']} batches in {event['seconds']:.0f} s")
 
     def _show_evaluation(self, event: dict[str, Any]) -> None:
         values = " · ".join(f"{name} {_value(value)}" for name, value in event["values"].items())
@@ -120,16 +130,15 @@ def _live_bar(console: Console) -> Progress:
 def _start_tables(event: dict[str, Any]) -> list[Table]:
     ranks = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("rank", "host", "device", "pid"):
-        ranks.add_column(name)
+        ranks.add_column(name, overflow="fold")
     for rank in event["ranks"]:
         ranks.add_row(*(str(rank[name]) for name in ("rank", "host", "device", "pid")))
     facts = Table(box=None, pad_edge=False, show_header=False)
-    facts.add_column(style="bold")
-    facts.add_column(overflow="fold", min_width=44)  # a line that is searched for stays whole
-    facts.add_column(style="dim", overflow="fold")
-    facts.add_row("model", f"{event['parameters']:,} parameters", "")
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("model", f"{event['parameters']:,} parameters")
     for name, value, source in event["facts"]:
-        facts.add_row(name, value, f"({source})")
+        facts.add_row(name, Text.assemble(value, (f"  ({source})", "dim")))
     return [ranks, facts]
 
 

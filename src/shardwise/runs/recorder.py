@@ -1,4 +1,4 @@
-"""The phase recorder: the last phases of one rank in a memory-mapped ring, the start-up timeline, and parsed stacks."""
+"""The phase recorder, a memory-mapped ring of a rank's last phases; the start-up timeline; and parsers of stacks."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Mark(NamedTuple):
     """Seconds since the epoch, by the clock of the rank's host."""
     phase: str
     step: int
-    """Optimizer steps that were done."""
+    """Number of completed optimizer steps."""
 
     @property
     def shown_step(self) -> int:
-        """The step to show to people: of a phase inside a step, the step that it leads to, counted from 1."""
+        """The step number for display, counted from 1: for a phase within a step, the step in progress."""
         return self.step + 1 if self.phase in _INSIDE else self.step
 
 
@@ -60,7 +60,7 @@ class Recorder:
 
     The kernel owns the pages, so every mark is in the file however the process ends, even by kill -9. A mark costs
     0.3 us, or 5 us if a step of 5 ms has evicted the ring from the processor's caches; hence the ring has no lock, no
-    counter and no checksum. Every lap over the ring flips one bit, by which a reader finds the newest mark.
+    counter and no checksum. Every lap over the ring flips one bit, which shows a reader the newest mark.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,7 +98,7 @@ class Recorder:
 
 
 def read_recorder(path: Path) -> RecorderStatus | None:
-    """Read a ring, which a live process may be writing, without the mark that is being written; None without a ring."""
+    """Read all complete marks of a ring, which a running process may be writing; None if the ring does not exist."""
     ring = _Ring.read(path)
     if ring is None:
         return None
@@ -113,7 +113,7 @@ def read_recorder(path: Path) -> RecorderStatus | None:
 
 
 def last_mark(path: Path) -> Mark | None:
-    """Read only the newest mark, in about 30 us; None without a mark."""
+    """Read only the newest mark of a ring, in about 30 us; None if the ring has no mark."""
     ring = _Ring.read(path)
     return None if ring is None else ring.mark(ring.newest())
 
@@ -175,10 +175,10 @@ class Phase(msgspec.Struct, frozen=True):
 
 
 class Timeline:
-    """Collects phases; each ends when the next begins."""
+    """Measures the start-up phases of a rank; each phase ends when the next begins."""
 
     def __init__(self, started_at: float | None = None) -> None:
-        """`started_at`: start of the launcher in seconds since the epoch; None means now."""
+        """Begin the first phase at `started_at`, in seconds since the epoch; None means now."""
         self._last = time.time() if started_at is None else started_at
         self.phases: list[Phase] = []
 
@@ -217,21 +217,21 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether it is user code: not in the standard library, an installed package or shardwise."""
+        """Whether the frame is user code, outside the standard library, installed packages and shardwise."""
         return not (self.is_pythons or self.file.startswith((_PACKAGE, "<")) or _INSTALLED.search(self.file))
 
     @property
     def is_pythons(self) -> bool:
-        """Whether it is in the standard library, outside of installed packages."""
+        """Whether the frame is in the standard library, outside installed packages."""
         return self.file.startswith(_STANDARD) and not _INSTALLED.search(self.file)
 
 
 Stack = tuple[Frame, ...]
-"""Innermost first."""
+"""The frames of one thread, innermost first."""
 
 
 def parse_stack(text: str, thread: int) -> Stack:
-    """Return the stack of one thread from the last dump in `text`; empty without such a dump."""
+    """Return the stack of one thread from the last dump in `text`; empty if no dump contains the thread."""
     stack: list[Frame] = []
     inside = False
     for line in text.splitlines():
@@ -249,7 +249,7 @@ def parse_stack(text: str, thread: int) -> Stack:
 
 
 def parse_fatal_stack(text: str, thread: int) -> Stack:
-    """Return the stack of one thread at a fatal signal; empty without such a signal."""
+    """Return the stack of one thread at a fatal signal; empty if `text` reports no fatal signal."""
     _, found, dump = text.rpartition(_FATAL)
     return parse_stack(dump, thread) if found else ()
 

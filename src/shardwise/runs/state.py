@@ -1,7 +1,7 @@
 """`RunState`: the incremental reader of a run directory that the progress bar, `watch`, sinks and `doctor` share.
 
 Each rank and each launcher appends events to its own file. A refresh reads the next chunk of every file and folds its
-events into the state: its cost is proportional to what was appended since the last refresh, and other threads may use
+events into the state. Its cost is proportional to the data appended since the last refresh, and other threads may use
 the state between two chunks of a long run. Invariant: the state is a function of the files alone, independent of the
 chunks. A replaced or truncated file means that the run was started again in the same directory: the state is reset, and
 `identity` changes.
@@ -42,19 +42,19 @@ LAST = 1 << 16
 SILENT_S = 60.0
 """Without a launcher, a run that has written nothing for this long is "silent"."""
 GONE_S = 2.0
-"""Time in which the last events of a launcher that has exited may still become visible."""
+"""Maximum delay in seconds until the last events of an exited launcher become visible."""
 _RANK = re.compile(r"rank(\d+)\b")
 
 
 def check_run(path: Path) -> None:
-    """Refuse a path that is not a run directory."""
+    """Raise InputError if `path` is not a readable run directory."""
     try:
         _check(path)
     except OSError as error:
         raise InputError(
             f"{path} cannot be read ({error.strerror})",
             code="run.read-failed",
-            fix="pass a run directory that you may read",
+            fix="pass a run directory with read permission",
         ) from None
 
 
@@ -69,12 +69,12 @@ def _check(path: Path) -> None:
         if newest is not None:
             fix = f"pass the newest run in it, {newest}"
         raise InputError(
-            f"{path} is not a run directory: it has no folders events and logs", code="run.not-a-run", fix=fix
+            f"{path} is not a run directory: it must contain the folders events and logs", code="run.not-a-run", fix=fix
         )
 
 
 def newest_run(folder: Path) -> Path | None:
-    """Return the run directory in a folder whose ranks were started last; None without any."""
+    """Return the most recently started run directory in `folder`; None if it contains no run directory."""
     found = [path for path in folder.glob("*") if _is_run(path)]
     return max(found, key=lambda path: (path / "events").stat().st_mtime, default=None)
 
@@ -84,13 +84,13 @@ def _is_run(path: Path) -> bool:
 
 
 class RunState:
-    """The state of one run; only `refresh` and its variants read files."""
+    """The state of one run, updated by `refresh` from the files that ranks and launchers write."""
 
     def __init__(self, run: RunDirectory, *, listener: Listener | None = None, all_ranks: bool = False) -> None:
-        """`listener` receives every event that is read; `all_ranks`: read the files of all ranks from their start."""
+        """Pass every event to `listener`; `all_ranks` reads the complete events files of all ranks."""
         self.run = run
         self.identity = ""
-        """Changes when the state is reset, so that clients that follow it start again."""
+        """Changes when the state is reset, so that clients discard their copy of the state."""
         self._listener = listener
         self._all_ranks = all_ranks
         self._reset()
@@ -152,7 +152,7 @@ class RunState:
             self._files[path.stem] = Tail(path, last=None if is_read_whole else LAST, chunk=CHUNK)
 
     def _fold(self, writer: str, event: dict[str, Any]) -> None:
-        """Fold one event into the state; of ranks other than 0, only steps and notes are used."""
+        """Fold one event into the state; only steps and notes are used from ranks other than 0."""
         rank = _RANK.fullmatch(writer)
         number = int(rank[1]) if rank is not None else None
         if number is not None:
@@ -233,7 +233,7 @@ class RunState:
         return "running" if now - newest < SILENT_S else "silent"
 
     def _share_read(self) -> float:
-        """Return the share of rank 0's events that was read; 1.0 only once every file was read to its end."""
+        """Return the fraction of rank 0's events that was read; 1.0 once all files were read to the end."""
         if self._has_read_all:
             return 1.0
         file = self._files.get("rank0")
@@ -316,9 +316,9 @@ class LauncherState:
     """The last attempt of one node's launcher."""
 
     attempts: int = 0
-    """Number of times that its ranks were started."""
+    """Number of times that the launcher started its ranks."""
     has_events: bool = False
-    """Whether its file has an event."""
+    """Whether the launcher has written an event."""
     node: int = 0
     nodes: int = 1
     host: str = ""
@@ -329,7 +329,7 @@ class LauncherState:
     ends: dict[int, RankEnd] = field(default_factory=dict)
     verdict: str = ""
     finished: str = ""
-    """"finished", "failed" or "stopped"; empty while it runs."""
+    """"finished", "failed" or "stopped"; empty while the launcher runs."""
 
     def fold(self, event: Mapping[str, Any]) -> None:
         """Fold one event into the state; a malformed event is skipped."""
@@ -337,7 +337,7 @@ class LauncherState:
         try:
             self._fold(event)
         except (KeyError, TypeError, ValueError, AttributeError):
-            return  # written by another version
+            return  # written by a different version of shardwise
 
     def _fold(self, event: Mapping[str, Any]) -> None:
         match event["kind"]:
@@ -363,7 +363,7 @@ class LauncherState:
 
     @property
     def is_gone(self) -> bool:
-        """Whether its process is known to have exited, which can only be checked on its own machine."""
+        """Whether the launcher's process has exited; always False for a launcher on a different machine."""
         if self.pid is None or self.host != socket.gethostname() or not Path("/proc/self").exists():
             return False
         return not Path(f"/proc/{self.pid}").exists()

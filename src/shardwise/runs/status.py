@@ -27,15 +27,15 @@ class RankEnd:
     message: str
     """The error or exit code as text; empty for "done"."""
     code: int = 0
-    """Its exit code; negative for the signal that ended it."""
+    """Exit code; negative if a signal ended the rank."""
     stopped: bool = False
-    """Whether the launcher had asked it to stop."""
+    """Whether the launcher stopped the rank."""
     at: float = 0.0
-    """When its launcher noticed the exit, in seconds since the epoch."""
+    """Time at which the launcher detected the exit, in seconds since the epoch."""
 
 
 class RankTable:
-    """Marks, memory and steps of every rank, from its last records."""
+    """The latest phase, memory and step of every rank."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -43,7 +43,7 @@ class RankTable:
         """By rank: completed steps and memory, from its last `steps` event."""
         self._marks: dict[int, Mark] = {}
         self._leader: Sequence[Mark] = ()
-        """The last marks of the rank that is furthest ahead."""
+        """The last phase marks of the rank that is furthest ahead."""
 
     @property
     def newest(self) -> float:
@@ -51,7 +51,7 @@ class RankTable:
         return max((mark.at for mark in self._marks.values()), default=0.0)
 
     def refresh(self, ranks: Collection[int]) -> None:
-        """Read the most recently recorded phase of each of these ranks."""
+        """Read the most recent phase mark of each rank in `ranks`."""
         self._marks = {}
         for rank in ranks:
             mark = last_mark(self._run.recorder(rank))
@@ -75,7 +75,7 @@ class RankTable:
     def status(self, rank: int, facts: Mapping[str, Any], end: RankEnd | None, *, now: float, state: str) -> RankRow:
         """Return the row of one rank.
 
-        `facts` are its host, device and pid. `state` applies to a rank without an exit.
+        `facts` contains the host, device and pid of the rank. `state` is the state of a rank that has not exited.
         """
         reported_step, memory = self._reported.get(rank, (None, None))
         row = RankRow(
@@ -103,7 +103,7 @@ class RankTable:
         )
 
     def _read_leader(self) -> Sequence[Mark]:
-        """Read the marks of the rank that is furthest ahead; of several, the first that reached its position."""
+        """Read the marks of the rank that is furthest ahead; among equal ranks, of the first to reach that position."""
         if not self._marks:
             return ()
         leader = max(self._marks, key=lambda rank: (_position(self._marks[rank]), -self._marks[rank].at))
@@ -114,7 +114,7 @@ class RankTable:
 
 
 def lag_s(mark: Mark, leader: Sequence[Mark], now: float) -> float:
-    """Return for how many seconds the leader has been ahead of `mark`; a lower bound if its older marks are lost."""
+    """Return the seconds for which the leader has been ahead of `mark`; a lower bound if older marks are lost."""
     position = _position(mark)
     ahead = None
     for leader_mark in reversed(leader):
@@ -151,10 +151,10 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     phase: str = ""
     since: float | None = None
-    """Start of that phase in seconds since the epoch."""
+    """Start of the phase in seconds since the epoch."""
     step: int | None = None
     lag_s: float | None = None
-    """For how many seconds the leading rank has been ahead of this rank."""
+    """Seconds for which the leading rank has been ahead of this rank."""
     lag_steps: int | None = None
     memory_bytes: float | None = None
     """Peak so far: allocated memory of its GPU, or resident memory of the process on a CPU."""
@@ -181,7 +181,7 @@ class CheckpointTable:
         self._sizes: dict[str, int] = {}
 
     def statuses(self, saves: Iterable[CheckpointStatus]) -> Iterator[CheckpointStatus]:
-        """Yield the saves, newest first, with the size of those that are complete and still exist."""
+        """Yield the saves, newest first; complete checkpoints that still exist have a size."""
         existing: dict[int, int] = {}
         with contextlib.suppress(OSError):
             for folder in self._folder.iterdir():
@@ -226,14 +226,14 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     lr: float | None
     eta_s: float | None
     memory_bytes: float | None
-    """Peak memory so far of the rank with the highest."""
+    """Highest peak memory of any rank so far, in bytes."""
     memory_rank: int | None
     is_resident: bool
     """Whether memory is the resident memory of a process, libraries included; otherwise the allocated GPU memory."""
     predicted_bytes: float | None
-    """Predicted peak of tensors on the rank with the highest."""
+    """Highest predicted peak memory of tensors of any rank, in bytes."""
     prediction: str
-    """Why a prediction is missing; empty with a prediction."""
+    """Reason why no prediction exists; empty if a prediction exists."""
     parameters: int | None
     restarts: int
     restart_marks: tuple[RestartMark, ...]
@@ -242,21 +242,21 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: tuple[CheckpointStatus, ...]
     ranks: tuple[RankRow, ...]
     reading: float
-    """Share of the files that was read at first; 1.0 once they were read to their end."""
+    """Fraction of the events that was read; 1.0 once all files were read to the end."""
 
 
 # The memory that the planner predicts for a run: `monitor/watch.py` computes it and writes predicted.json.
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of predicted.json: bytes, or the reason why there are none."""
+    """Content of predicted.json: the predicted bytes, or the reason why no prediction exists."""
 
     peak_bytes: float | None = None
     why_not: str = ""
 
 
 def read_predicted(run: RunDirectory) -> Predicted:
-    """Return the predicted peak of a rank's tensors; without a value if it was not computed."""
+    """Return the predicted peak memory of a rank's tensors; both fields are empty if it was not computed."""
     try:
         return msgspec.json.decode(run.predicted.read_bytes(), type=Predicted)
     except (OSError, ValueError):

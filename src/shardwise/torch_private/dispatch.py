@@ -41,7 +41,7 @@ tree_map_only = _pytree.tree_map_only
 tree_flatten = _pytree.tree_flatten
 """Return the leaves and the tree spec of a nested value."""
 tree_unflatten = _pytree.tree_unflatten
-"""Return the nested value of leaves and a tree spec."""
+"""Rebuild a nested value from its leaves and tree spec."""
 register_pytree_node = _pytree.register_pytree_node
 """Register a class as a pytree node, so that DDP and FSDP2 find the tensors in its instances."""
 
@@ -209,13 +209,13 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def padded_convolution(convolution: Any, images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve with the given weight and the padding of the module, as the `forward` of the module does."""
+    """Convolve with the given weight and bias and the module's padding, as the `forward` of the module does."""
     output: Tensor = convolution._conv_forward(images, weight, bias)
     return output
 
 
 def transposed_padding(convolution: Any, images: Tensor, output_size: list[int] | None) -> list[int]:
-    """Return the output padding with which a transposed convolution has `output_size`."""
+    """Return the output padding that makes a transposed convolution produce `output_size`."""
     sizes = convolution.stride, convolution.padding, convolution.kernel_size
     padding: list[int] = convolution._output_padding(
         images, output_size, *sizes, len(convolution.stride), convolution.dilation

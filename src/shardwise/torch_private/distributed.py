@@ -101,7 +101,7 @@ def has_rpc_agent() -> bool:
 
 
 def backward_task_reader() -> Callable[[], int]:
-    """Return torch's function for the id of the running backward, -1 outside; the recorder calls it often."""
+    """Return torch's function that returns the id of the running backward pass, or -1 outside backward."""
     import torch
 
     task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
@@ -180,13 +180,13 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def gathered_parameter(record: Any) -> nn.Parameter | None:
-    """Return the unsharded parameter of an `FSDPParam`, even if it is resharded; None before the first all-gather."""
+    """Return the unsharded parameter of an `FSDPParam`, even after resharding; None before the first all-gather."""
     unsharded: nn.Parameter | None = getattr(record, "_unsharded_param", None)
     return unsharded
 
 
 def gather_without_forward(unit: Any, *, has_gradient: bool) -> Tensor:
-    """Run the pre- and post-forward hooks of an FSDP2 module without its forward. Communicates as a call does.
+    """Run the pre- and post-forward hooks of an FSDP2 module without its forward. Communicates as its forward does.
 
     Returns an output from which backward can start; it all-gathers the parameters and reduces the gradients of the
     module. With `has_gradient`, the input requires a gradient and FSDP2 reduces when backward reaches it; otherwise
@@ -218,7 +218,7 @@ SHARDED_TENSOR_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
 
 
 def required(owner: object, name: str) -> Any:
-    """Return a private attribute of torch for which there is no fallback; raises WorldError if it does not exist."""
+    """Return a private attribute of torch that has no fallback; raises WorldError if it does not exist."""
     try:
         return getattr(owner, name)
     except AttributeError as error:

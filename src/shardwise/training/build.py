@@ -29,6 +29,7 @@ from shardwise.parallel.parameter_rules import (
     check_dense,
     check_dtypes,
     check_parameters,
+    note_dtypes,
     reject_sparse,
     trainable_of,
     without_gradient,
@@ -121,7 +122,7 @@ def build_step(
 
 @dataclass(frozen=True, kw_only=True)
 class BuildContext:
-    """The arguments of `build_step` that every engine receives besides job, plan and world."""
+    """The arguments of `build_step`, other than job, plan and world, that every engine receives."""
 
     first_step: int
     before_update: Callable[[], None] | None
@@ -160,6 +161,8 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
     """Build the Step of the torch engine. Communicates over the world; call on every rank."""
     mesh_context = make_mesh_context(plan, world)
     meta_model = prepare_meta_model(job, plan, world)
+    if job.lora is None:  # frozen weights beside adapters may have the compute dtype
+        note_dtypes(meta_model.module, plan, context.note)
     step_context = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))
     split, model = _apply_plan(job, meta_model, plan, mesh_context)
     # Data-parallel ranks sample different dropout masks, independent of the model's initialization.
@@ -230,9 +233,8 @@ def prepare_meta_model(job: Job, plan: Plan, world: World) -> MetaModel:
     check_dense(meta_model.module)
     check_parameters(meta_model.module, plan)
     if isinstance(meta_model.weights, BuiltWeights) and world.size > 1:
-        broadcast_values(
-            meta_model.module, world.device
-        )  # a model may use random numbers that the seed does not control
+        # A model may use random numbers that the seed does not control.
+        broadcast_values(meta_model.module, world.device)
     if job.lora is not None:
         meta_model = adapt_meta_model(meta_model, job.lora, seed=job.seed)
     trainable_of(meta_model.module.named_parameters())  # checked here for a clearer error than DDP's on a frozen model
@@ -306,8 +308,8 @@ def _first_check(
 ) -> Callable[[Sequence[Tensor]], None] | None:
     """Return the check of the first backward pass for missing, sparse and unequal gradients.
 
-    None for DDP with a static graph, whose first backward must not be delayed. Communicates to create the groups of
-    ranks that reduce gradients.
+    Returns None for DDP with a static graph, whose first backward must not be delayed. Communicates to create the
+    process groups of the ranks that reduce gradients.
     """
     if plan.communication.static_graph and uses_ddp(plan):
         return None
@@ -318,9 +320,9 @@ def _first_check(
         reject_sparse(named)
         report_missing(without_gradient(named, group, sync.has_gradient), plan, note)
         if tp_group is not None and world.backend != "fake":
-            mine = unequal_gradients(named, tp_group, DTYPES[plan.precision.compute], losses)
+            local_names = unequal_gradients(named, tp_group, DTYPES[plan.precision.compute], losses)
             names_by_rank: list[list[str]] = [[]] * world.size
-            dist.all_gather_object(names_by_rank, mine, group=world.host_group)
+            dist.all_gather_object(names_by_rank, local_names, group=world.host_group)
             reject_unequal(next(filter(None, names_by_rank), []))
 
     return check
@@ -340,7 +342,7 @@ def _batch_checks(
 
 
 def report_missing(missing: dict[int, list[str]], plan: Plan, note: Callable[[str], None]) -> None:
-    """Report parameters without a gradient; under DDP, which would not reduce the other gradients, raise JobError."""
+    """Report parameters without a gradient; raise JobError under DDP, whose buckets would wait for these gradients."""
     if not missing:
         return
     listed = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in missing.items())

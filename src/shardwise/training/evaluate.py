@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import secrets
@@ -26,7 +27,7 @@ from shardwise.job.generators import untouched_generators
 from shardwise.job.lora import is_adapter
 from shardwise.parallel.collectives import full_values, stages_of
 from shardwise.runs.directory import write_error
-from shardwise.training.step.module_step import adapter_facts, gather_objects, whole_weights
+from shardwise.training.step.module_step import adapter_facts, gather_objects, user_class, user_module, whole_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLoader:
-    """The data-parallel rank that a loader serves, and the step it starts at."""
+    """The data-parallel rank for which a loader reads samples, and the step at which the loader starts."""
 
     dp_rank: int
     """Index of the data-parallel rank."""
@@ -69,7 +70,9 @@ def make_loader(job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Le
     dataset = dataset_of(job, "train")
     if dataset is None:
         raise DataError(
-            "Job.data returned no dataset for split 'train'", code="data.no-train-split", fix="return a dataset"
+            "Job.data('train') returned None, expected a dataset",
+            code="data.no-train-split",
+            fix="return a dataset for split 'train' from Job.data",
         )
     if isinstance(dataset, IterableDataset):
         length = training_length(job, dataset, None, sync_every=plan.communication.sync_every)
@@ -127,21 +130,21 @@ class Length:
 
         Steps are counted within the epoch, so only the last round of an epoch is shorter.
         """
-        within = number % (self.steps_per_epoch or self.num_steps)
-        return within % self.sync_every == 0 or number == self.num_steps
+        step_in_epoch = number % (self.steps_per_epoch or self.num_steps)
+        return step_in_epoch % self.sync_every == 0 or number == self.num_steps
 
     def is_due(self, number: int, every: int) -> bool:
-        """Return whether an action with the interval `every` is due after `number` steps; 0 disables it.
+        """Return whether an action with the interval `every` is due after `number` steps, at least 1; 0 disables it.
 
         An interval that ends between two synchronizations of the replicas is due at the next synchronization.
         """
-        if not every or not self.syncs_after(number):
+        if not every or not number or not self.syncs_after(number):
             return False
         last = next(before for before in range(number - 1, -1, -1) if self.syncs_after(before))
         return number // every > last // every
 
     def ends_epoch(self, number: int) -> bool:
-        """Return whether step `number` (from 0) is the last one of its epoch."""
+        """Return whether step `number`, counted from 0, is the last step of its epoch."""
         return self.steps_per_epoch is not None and (number + 1) % self.steps_per_epoch == 0
 
 
@@ -176,13 +179,19 @@ def _count_steps(job: Job, dataset: Dataset[Any], steps_per_epoch: int | None) -
 def evaluate(step: Step, dataset: Dataset[Any] | None = None) -> dict[str, float]:
     """Return the loss and the metrics over a dataset, each sample counted once; call on every rank.
 
-    Without `dataset`, evaluates the test split of the job; returns {} if there is none. Communicates over the world.
+    `dataset` defaults to the test split of the job; returns {} if the job has none. Communicates over the world.
     """
     job, plan, world = step.source
     if dataset is None:
         dataset = dataset_of(job, "test")
     if dataset is None:
         return {}
+    return evaluate_batches(step, evaluation_batches(job, plan, world, dataset))
+
+
+def evaluate_batches(step: Step, micro_batches: Iterator[MicroBatch]) -> dict[str, float]:
+    """Return the loss and the metrics over all ranks' batches. Communicates over the world; call on every rank."""
+    job, plan, world = step.source
     measures = {"loss": job.loss, **job.metrics}
     sums: dict[str, float] = {}
     for name in measures:
@@ -190,7 +199,7 @@ def evaluate(step: Step, dataset: Dataset[Any] | None = None) -> dict[str, float
     reports = plan.layout.reports_loss(world.rank)
     counts = reports and plan.layout.coordinate(world.rank).cp == 0  # cp ranks add partial sums, but share one count
     with untouched_generators(), step.evaluating(world.axis_group(plan.layout, ("replicate", "shard"))):
-        for micro_batch in _micro_batches(job, plan, world, dataset):
+        for micro_batch in micro_batches:
             found = step.measure(micro_batch, measures)
             for name, value in found.items():
                 if counts or (reports and not name.endswith("/count")):
@@ -199,7 +208,7 @@ def evaluate(step: Step, dataset: Dataset[Any] | None = None) -> dict[str, float
     return {name: totals[name] / (totals[f"{name}/count"] or 1) for name in measures}
 
 
-def _micro_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -> Iterator[MicroBatch]:
+def evaluation_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -> Iterator[MicroBatch]:
     """Yield this data-parallel rank's batches, padded to the plan's micro-batch if the model needs a fixed shape.
 
     If forward communicates between data-parallel ranks, ranks that run out of samples continue with padding-only
@@ -266,15 +275,15 @@ def _rank_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -> 
 def export(model: nn.Module, path: Path | str) -> None:
     """Write the model's full state dict to `path` on rank 0. Communicates over the world; call on every rank.
 
-    Adapters are merged into their base weights, so the file matches the user's model.
-    `torch.load(path, weights_only=True)` loads it without shardwise. The file is replaced atomically; if it cannot be
-    written, every rank raises the same CheckpointError.
+    LoRA adapters are merged into their base weights, so the state dict has the keys of the user's model.
+    `torch.load(path, weights_only=True)` loads the file without shardwise. The file is replaced atomically; if it
+    cannot be written, every rank raises the same CheckpointError.
     """
     if not isinstance(model, nn.Module):
         raise JobError(
             f"export requires a torch.nn.Module, got {type(model).__module__}.{type(model).__qualname__}",
             code="support.export-not-torch",
-            fix='use weights.pt of the run, or model.save_weights("model.safetensors") for an mlx.nn.Module',
+            fix='copy weights.pt of the run directory, or call save_weights("model.safetensors") of the mlx.nn.Module',
         )
     write_weights(whole_weights(model), path)
 
@@ -296,7 +305,7 @@ def export_adapters(model: nn.Module, folder: Path | str, *, base: str | None = 
     lora = adapter_facts(model)
     if lora is None:
         raise JobError(
-            "the model has no adapters", code="model.no-adapters", fix="train a job with lora=, or use export"
+            "the model has no LoRA adapters", code="model.no-adapters", fix="set Job.lora, or call sw.export"
         )
     adapters: list[tuple[str, Tensor]] = []
     names: list[str] = []
@@ -324,6 +333,19 @@ def export_adapters(model: nn.Module, folder: Path | str, *, base: str | None = 
     run_collectively(group, f"exporting {folder}", write if trained else lambda: None, no_results)
 
 
+def write_config(model: Any, folder: Path) -> None:
+    """Write config.json and generation_config.json of a transformers model; do nothing for any other model."""
+    if not isinstance(model, nn.Module):
+        return
+    module = user_module(model)
+    for name in ("config", "generation_config"):
+        config: Any = copy.deepcopy(getattr(module, name, None))
+        if hasattr(config, "save_pretrained"):
+            if name == "config" and not getattr(config, "architectures", None):
+                config.architectures = [user_class(model).__name__]
+            config.save_pretrained(folder)
+
+
 def _write(weights: dict[str, Tensor], path: Path) -> None:
     draft = path.with_name(f".exporting-{path.name}-{secrets.token_hex(4)}")
     try:
@@ -340,7 +362,7 @@ def _save(weights: dict[str, Tensor], file: IO[bytes], path: Path) -> None:
     try:
         torch.save(weights, file)
     except RuntimeError as error:
-        cause = write_error(path.parent)  # torch reports only that the file is too short, not the cause
+        cause = write_error(path.parent)  # torch reports only that the file is too short, without the errno
         if cause is None:
             raise
         raise OSError(cause.errno, cause.strerror, str(path)) from error

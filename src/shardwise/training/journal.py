@@ -1,4 +1,4 @@
-"""The event log of a training: the start report, losses published once per second, skipped steps, peak memory."""
+"""Writes the events of a training: the start report, losses once per second, skipped steps and peak memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from shardwise.engines.engine import engine_named
+from shardwise.errors import TrainingError
+from shardwise.parallel.sharded import DTYPES
 from shardwise.runs import EventLog, share_run
+from shardwise.training.spec import TrainResult
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -46,7 +50,7 @@ class Journal:
         """Add one report; return whether any rank received a stop signal. Communicates over the world to publish.
 
         Reports are published if `publish` is set, about once per second (at the same step on every rank), and in every
-        step after a stop signal, because the training exits when the replicas are synchronized.
+        step after a stop signal, because the training exits at the next synchronization of the replicas.
         """
         self.samples += report.samples
         if not self._window.add(report) and not publish and not self._is_stopping:
@@ -72,6 +76,28 @@ class Journal:
     def restart_clock(self) -> None:
         """Exclude the time since the last publication from the step time."""
         self._window.restart_clock()
+
+    def close(self, step: Step, first_step: int, evaluation: dict[str, float], training_s: float) -> TrainResult:
+        """Write and return the result of a run that began at `first_step`; raise if every step was skipped."""
+        if self.skipped == step.number - first_step > 0:
+            raise TrainingError(
+                f"all {self.skipped} steps were skipped because no gradient was finite",
+                code="train.no-finite-gradient",
+                fix="lower the learning rate, set clip_norm, or check the data and the loss for NaN",
+            )
+        result = TrainResult(
+            steps=step.number,
+            first_step=first_step,
+            samples=self.samples,
+            skipped=self.skipped,
+            loss=self.loss,
+            evaluation=evaluation,
+            training_s=training_s,
+            samples_per_s=self.samples / training_s,
+            is_stopped=step.number < step.length.num_steps,
+        )
+        self._events.write("end", **msgspec.to_builtins(result))
+        return result
 
     def _warn(self, published: dict[str, Any]) -> None:
         """Write a note for the first loss that is not finite."""
@@ -163,11 +189,11 @@ class Window:
         if world.size > 1:
             dist.all_reduce(summed, group=world.host_group)
         *_, all_seconds, stops = summed.tolist()
-        # The mean over the world is the global denominator, also if each replica has a different one.
+        # The mean over the world is the global loss normalizer, also if the normalizer differs between replicas.
         counts = summed[len(reports) : 2 * len(reports)] / world.size
         losses = (summed[: len(reports)] / counts.where(counts > 0, 1)).tolist()
         self._reports, self._began = [], now
-        # Every rank computes the same size from the same reduced time.
+        # The reduced time is equal on every rank, and so is the size computed from it.
         self.size = min(_MOST_STEPS, max(1, round(len(reports) * PUBLISH_S / max(all_seconds / world.size, 1e-6))))
         last = reports[-1]
         grad_norm = None
@@ -188,14 +214,14 @@ class Window:
         }
 
 
-# The peak memory of a rank: on its GPU, or resident memory on a CPU.
+# The peak memory of a rank: allocated memory of its GPU, or resident memory of a CPU process.
 
 
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return this process's peak memory in bytes: of tensors on a GPU, or resident on a CPU. Costs under 0.1 ms."""
+    """Return the peak memory of this process in bytes: allocated on its GPU, or resident on a CPU; takes < 0.1 ms."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -216,8 +242,8 @@ _QUARTERS = (0.0, 0.25, 0.5, 1.0)
 
 
 def start_report(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any]:
-    """Return the facts of the start report as plain values. Communicates over the world; call on every rank."""
-    me = {"rank": world.rank, "host": world.host, "device": str(world.device), "pid": os.getpid()}
+    """Return the start report of a training as plain values. Communicates over the world; call on every rank."""
+    process = {"rank": world.rank, "host": world.host, "device": str(world.device), "pid": os.getpid()}
     length, layout = step.length, plan.layout
     num_parameters = _on_all_stages(step.num_parameters, plan, world)
     num_trained = num_parameters
@@ -232,7 +258,7 @@ def start_report(job: Job, plan: Plan, world: World, step: Step) -> dict[str, An
         rates.append(f"{rate:.2g} at {share:.0%}")
     batch = f"{plan.batch_size} = micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x dp {layout.dp}"
     return {
-        "ranks": world.gather(me),
+        "ranks": world.gather(process),
         "parameters": num_parameters,
         "num_steps": length.num_steps,
         "facts": [
@@ -245,7 +271,7 @@ def start_report(job: Job, plan: Plan, world: World, step: Step) -> dict[str, An
             ["batch", batch, plan.source("micro_batch")],
             ["length", f"{length.num_steps} steps", length.source],
             ["weights", step.origin, "job" if job.weights is not None else "model"],
-            ["precision", str(plan.precision), plan.source("precision")],
+            ["precision", _precision(job, plan, world, step), plan.source("precision")],
             ["optimizer", _kind(step), "job"],
             ["learning rate", " · ".join(rates), _schedule_name(job.schedule)],
             ["batch norm", plan.batch_norm, plan.source("batch_norm")],
@@ -255,8 +281,22 @@ def start_report(job: Job, plan: Plan, world: World, step: Step) -> dict[str, An
     }
 
 
+def _precision(job: Job, plan: Plan, world: World, step: Step) -> str:
+    """Describe the plan's precision, or the dtypes of a model that was built in others. Communicates over the world."""
+    dtypes: set[torch.dtype] = set()
+    if engine_named(plan.engine).uses_fsdp:  # other engines convert the model
+        for _, parameter in step.named_parameters():
+            if parameter.is_floating_point() and (parameter.requires_grad or job.lora is None):
+                dtypes.add(parameter.dtype)
+    found = set().union(*world.gather(dtypes))
+    if found <= {DTYPES[plan.precision.parameter]}:
+        return str(plan.precision)
+    names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+    return f"parameters {names} as Job.model builds them, not {plan.precision.parameter} as in the plan"
+
+
 def _adapters(job: Job, num_trained: int) -> Iterator[list[str]]:
-    """Yield the fact about LoRA adapters, if the job has them."""
+    """Yield the start report's line about LoRA adapters, if the job has adapters."""
     if job.lora is not None:
         lora = job.lora
         options = f"rank {lora.rank}, alpha {lora.alpha:g} on {', '.join(lora.targets)}"
@@ -264,7 +304,7 @@ def _adapters(job: Job, num_trained: int) -> Iterator[list[str]]:
 
 
 def _options(plan: Plan, num_trained: int) -> Iterator[list[str]]:
-    """Yield a fact for each plan option that is not at its default, and the cost of `gradient_sync` if it applies."""
+    """Yield a line for each plan option that is not at its default, and for the cost of `gradient_sync`."""
     default = type(plan)()
     for name in ("engine", "recompute", "compile", "capture", "fused_loss", "sequence_parallel", "offload", "pipeline"):
         value = getattr(plan, name)
@@ -311,7 +351,7 @@ def _as_text(value: object) -> str:
 
 
 def _on_all_stages(num_local: int, plan: Plan, world: World) -> int:
-    """Return the number of parameters over all pipeline stages, given this rank's. Communicates over the world."""
+    """Return the sum of `num_local` parameters over all pipeline stages. Communicates over the world."""
     if plan.layout.pp == 1:
         return num_local
     return round(world.sum({"parameters": num_local})["parameters"] * plan.layout.pp / world.size)

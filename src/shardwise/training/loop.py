@@ -5,10 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from shardwise.data.loaders import dataset_of
-from shardwise.errors import TrainingError
 from shardwise.job.mistakes import explained_mistakes
 from shardwise.planner.settle import with_engine
 from shardwise.runs import EventLog
@@ -17,11 +14,11 @@ from shardwise.runs.progress import ProgressView, write_report
 from shardwise.runs.recorder import Recorder, Timeline
 from shardwise.training.build import build_step
 from shardwise.training.callbacks import Callbacks, Evaluations
-from shardwise.training.evaluate import export_adapters, write_weights
+from shardwise.training.evaluate import export_adapters, write_config, write_weights
 from shardwise.training.journal import Journal, start_report
 from shardwise.training.replicas import Replicas
 from shardwise.training.saving import Saving, stop_requests
-from shardwise.training.spec import SaveSpec, TrainResult
+from shardwise.training.spec import SaveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +28,7 @@ if TYPE_CHECKING:
     from shardwise.job import Job
     from shardwise.plans import Plan
     from shardwise.runs import RunDirectory
+    from shardwise.training.spec import TrainResult
     from shardwise.training.step.step import Mark, Step
 
 
@@ -58,16 +56,17 @@ def run_loop(
     watch = Replicas(replicas, plan, world, events)
     step = _begin(job, plan, world, events, saving, before_update=watch.tap if world.size > 1 else None, mark=mark)
     first_step = step.number
-    evaluations = Evaluations(job, dataset_of(job, "test"), callbacks, events)
-    timeline.mark("model and data")
-    events.write("start", **start_report(job, plan, world, step))
-    watch.start(step)
-    evaluations.before_first_step(step)
-    journal = Journal(world, events, step.mark)
-    began = time.perf_counter()
-    step.mark("data", first_step)
-    with stop_requests() as stop:
-        # A run that resumes after its callbacks have stopped it has nothing to train.
+    with stop_requests(is_enabled=saving is not None) as stop:
+        evaluations = Evaluations(job, dataset_of(job, "test"), callbacks, events, stop)
+        timeline.mark("model and data")
+        events.write("start", **start_report(job, plan, world, step))
+        watch.start(step)
+        if evaluations.before_first_step(step) and saving is not None:
+            saving.after(step, evaluations.last, is_stopping=callbacks.has_pending_evaluation)
+        journal = Journal(world, events, step.mark)
+        began = time.perf_counter()
+        step.mark("data", first_step)
+        # If callbacks stopped the training before the checkpoint was saved, the resumed run trains no further steps.
         for batch in () if callbacks.has_stopped else step.feed:
             report = step(batch)
             if report.number == first_step:
@@ -80,18 +79,18 @@ def run_loop(
             is_stopping = journal.add(report, publish=is_due, stop=stop.is_set)
             watch.after(step, batch, is_due=is_due)
             if evaluates:
-                is_last = evaluations.run(step, epoch=report.cursor.epoch) or is_last
+                is_last = evaluations.run(step) or is_last
                 journal.restart_clock()
             if saving is not None:
-                saving.after(step, evaluations.last if evaluates else {}, is_stopping=is_stopping and not is_last)
+                # A run whose last evaluation was interrupted is not complete: the resumed run evaluates again.
+                is_stopping = callbacks.has_pending_evaluation or (is_stopping and not is_last)
+                saving.after(step, evaluations.last if evaluates else {}, is_stopping=is_stopping)
             if is_last:
                 break
-    if saving is not None:
-        step.mark("save", step.number)
-        saving.finish()
-    result = _conclude(journal, step, first_step, evaluations.last, time.perf_counter() - began)
-    events.write("end", **msgspec.to_builtins(result))
-    return result, step
+        if saving is not None:
+            step.mark("save", step.number)
+            saving.finish()
+    return journal.close(step, first_step, evaluations.last, time.perf_counter() - began), step
 
 
 def _begin(
@@ -126,29 +125,6 @@ def _begin(
         if resumed is not None:
             return resumed
     return build(0)
-
-
-def _conclude(
-    journal: Journal, step: Step, first_step: int, evaluation: dict[str, float], training_s: float
-) -> TrainResult:
-    """Return the result of the run; raise if every step was skipped."""
-    if journal.skipped == step.number - first_step > 0:
-        raise TrainingError(
-            f"all {journal.skipped} steps were skipped because no gradient was finite",
-            code="train.no-finite-gradient",
-            fix="lower the learning rate, set clip_norm, or check the data and the loss for NaN",
-        )
-    return TrainResult(
-        steps=step.number,
-        first_step=first_step,
-        samples=journal.samples,
-        skipped=journal.skipped,
-        loss=journal.loss,
-        evaluation=evaluation,
-        training_s=training_s,
-        samples_per_s=journal.samples / training_s,
-        is_stopped=step.number < step.length.num_steps,
-    )
 
 
 # Training a job in an existing world, and writing its run directory.
@@ -188,13 +164,15 @@ def train(
                 replicas=replicas,
                 mark=recorder.mark if recorder else None,
             )
-        if run is not None:
-            write_weights(step.whole_weights(), run.weights)
-            if job.lora is not None:
-                export_adapters(step.model, run.adapter, base=job.weights)
-        if run is not None and world.is_main:
-            timeline.write(run.timeline)
-            write_report(run, report, timeline.phases)
+        with stop_requests(is_enabled=run is not None):  # a stop signal after the last step does not end the export
+            if run is not None:
+                write_weights(step.whole_weights(), run.weights)
+                if job.lora is not None:
+                    export_adapters(step.model, run.adapter, base=job.weights)
+            if run is not None and world.is_main:
+                write_config(step.model, run.model)
+                timeline.write(run.timeline)
+                write_report(run, report, timeline.phases)
         step.mark("end", step.number)
     finally:
         events.close()

@@ -1,7 +1,8 @@
 """Functions for a custom training loop: parallelize a model, load data, autocast, accumulate and clip gradients.
 
 They use the same core as `train`. Gradients are averaged over data-parallel ranks, as in DDP, so a mean loss over
-equal numbers of rows trains like one process on the whole batch.
+equal numbers of rows trains like one process on the whole batch. Otherwise, and with gradient accumulation, the factor
+`scale` of the loader makes the gradient the mean over the samples of the update.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from shardwise.data.rows import map_tensors
 from shardwise.data.sharded_loader import DataRank, EvaluationLoader, ReadOptions, ShardedLoader, options_of
 from shardwise.dist import world as running_world
 from shardwise.errors import DataError, PlanError
-from shardwise.job.job import as_rules
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.collectives import parameters_of, stages_of
 from shardwise.parallel.first_passes import watch_inputs
@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from shardwise.plans import Plan
 
 
+_FIXES = ("call sw.parallelize(model, plan, ", "call shardwise.parallel.propose_rules.propose_rules(model, example)")
+"""Fixes for a model without tensor rules: the call that takes rules, and how to find rules."""
+
+
 def parallelize(
     model: nn.Module, plan: Plan, world: World | None = None, *, tensor_rules: Mapping[str, str] | str | None = None
 ) -> nn.Module:
@@ -66,19 +70,19 @@ def parallelize(
     check_dtypes(model, plan, adapted=False)
     if world.size > 1:
         broadcast_values(model, world.device)
-    place = make_mesh_context(plan, world)
+    mesh_context = make_mesh_context(plan, world)
     _compute_in(model, world.device, LOWER.get(plan.precision.compute))
     meta_model = built_meta_model(model)
     if plan.layout.tp > 1:
-        meta_model = replace(meta_model, tensor_rules=find_rules(model, as_rules(tensor_rules)))
-    parallel = apply_plan(meta_model, plan, place)
+        meta_model = replace(meta_model, tensor_rules=find_rules(model, tensor_rules, _FIXES))
+    parallel = apply_plan(meta_model, plan, mesh_context)
     peers = world.axis_group(plan.layout, ("tp",), on_host=True)
     if peers is not None and world.backend != "fake":
         named = list(stages_of(parallel)[0].named_parameters())
         dtype = DTYPES[plan.precision.compute]
         watch_inputs(parallel, peers, lambda: reject_unequal(unequal_gradients(named, peers, dtype)))
     if isinstance(parallel, FSDPModule):
-        ReducedList(parallel, place.host_dp_group, by_itself=True)
+        ReducedList(parallel, mesh_context.host_dp_group, by_itself=True)
     for part in parallel.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(float(plan.layout.dp))
@@ -86,7 +90,7 @@ def parallelize(
 
 
 def _compute_in(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Run the calls of a module under autocast and return fp32 outputs; None does nothing.
+    """Make a module compute under autocast to `dtype` and return fp32 outputs; None leaves the module unchanged.
 
     Replaces the class of the module, as FSDP2 does: a forward stored on the instance would be copied by deepcopy and
     would compute with the weights of the original module.
@@ -119,22 +123,24 @@ def dataloader(
     collate: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     seed: int = 0,
+    accumulation: int = 1,
     evaluate: bool = False,
 ) -> ShardedLoader | EvaluationLoader:
     """Return a loader of this data-parallel rank's batches of a dataset or DataLoader, on its device.
 
-    `batch_size` is global: each data-parallel rank receives an equal part of every batch, and the ranks of one tp, cp
-    or pp group receive the same part. It defaults to the DataLoader's, or to the plan's micro-batch on every rank. Each
-    iteration reads one epoch, in an order that depends only on (seed, epoch); `state_dict` and `load_state_dict` resume
-    within an epoch at any number of ranks. `drop_last` applies to a last batch that cannot be divided evenly: True
-    drops it, False yields it (then back-propagate `loss * loader.scale`), None raises. With `evaluate`, every sample is
-    read once, in order, and every rank gets the same number of batches. A DataLoader's own options apply. An
-    IterableDataset defines its own order.
+    `batch_size` is global: each data-parallel rank receives an equal share of every batch, and all ranks of a tp, cp
+    or pp group receive the same share. It defaults to the batch size of the DataLoader, or to the plan's micro-batch on
+    every rank. Each iteration reads one epoch, in an order that depends only on (seed, epoch); `state_dict` and
+    `load_state_dict` resume within an epoch at any number of ranks. `drop_last` applies to a last batch that cannot be
+    divided evenly: True drops it, False yields it (then back-propagate `loss * loader.scale`), None raises. With
+    `accumulation`, so many batches are one update: back-propagate `loss * loader.scale`, and call `optimizer.step()` if
+    `loader.is_update`. With `evaluate`, every sample is read once, in order, and every rank receives the same number of
+    batches. The other options of a DataLoader apply unchanged. An IterableDataset defines its own order.
     """
     world = world or running_world()
     dp = plan.layout.dp
     if isinstance(data, DataLoader):
-        options, dataset = options_of(data, seed), data.dataset
+        options, dataset = replace(options_of(data, seed), accumulation=accumulation), data.dataset
         if drop_last is not None:
             options = replace(options, drop_last=drop_last)
     else:
@@ -146,10 +152,11 @@ def dataloader(
             collate=collate,
             num_workers=num_workers,
             seed=seed,
+            accumulation=accumulation,
         )
     if isinstance(data, DataLoader) and (batch_size, shuffle, collate, num_workers) != (None, True, None, 0):
         raise DataError(
-            "sw.dataloader received a DataLoader together with options that the DataLoader already defines",
+            "sw.dataloader received a DataLoader and also options that the DataLoader already defines",
             code="data.loader-with-options",
             fix="pass the dataset with the options, or the DataLoader without them",
         )
@@ -177,12 +184,15 @@ def autocast(plan: Plan) -> AbstractContextManager[Any]:
     return contexts
 
 
-def no_sync(model: nn.Module) -> AbstractContextManager[Any]:
+def no_sync(model: nn.Module, *, enabled: bool = True) -> AbstractContextManager[Any]:
     """Return a context in which backward passes accumulate gradients without reducing them over ranks.
 
     Use it for the forward and backward of every micro-batch of an optimizer step except the last one, whose backward
-    reduces the accumulated gradients. `model` is the result of `parallelize`; call on every rank.
+    reduces the accumulated gradients: `no_sync(model, enabled=not loader.is_update)`. It does not scale gradients.
+    `model` is the result of `parallelize`; call on every rank.
     """
+    if not enabled:
+        return nullcontext()
     if isinstance(model, DistributedDataParallel):
         return model.no_sync()
     if isinstance(model, FSDPModule):

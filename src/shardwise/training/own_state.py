@@ -1,10 +1,10 @@
 """Checkpoints of a custom training loop: models, optimizers and any object with a state dict, under any plan.
 
-The idea: every value is saved under a name that does not depend on a rank. Weights are model/NAME and optimizer states
-optimizer/PARAMETER/KEY, as `train` saves them, so they can be loaded at a different world size, under a different
-strategy, by `train` and by `shardwise checkpoint`. Shards are DTensors, of which every rank writes and reads its local
-part. The state dict of any other object is stored as JSON in the manifest, and its tensors as tensors of the
-checkpoint; nothing is pickled.
+Every value is saved under a name that does not depend on a rank. As in `train`, weights are named model/NAME and
+optimizer states optimizer/PARAMETER/KEY, so they can be loaded at a different world size, under a different strategy,
+by `train` and by `shardwise checkpoint`. Shards are DTensors: every rank writes and reads its local tensors. The state
+dict of any other object is stored as JSON in the manifest, and its tensors as tensors of the checkpoint; pickle is not
+used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardwise.training.step.step import Step
 
 _OWN = "own"
-"""Manifest key of the state dicts and plain values of other objects."""
+"""Manifest key of the state dicts and plain values of objects that are neither models nor optimizers."""
 
 
 def save(folder: Path | str, state: Mapping[str, Any] | Step, *, step: int = 0) -> SaveReport:
@@ -46,7 +46,7 @@ def save(folder: Path | str, state: Mapping[str, Any] | Step, *, step: int = 0) 
 
     `state` maps names to models, optimizers, objects with a state_dict (a loader, a schedule) and plain values. Name
     the model "model" and its optimizer "optimizer" if `train` or `shardwise checkpoint` must read them. `state` may
-    also be a step of `build_step`, which is saved as `train` saves it; `build_step(resume=folder)` resumes from it.
+    also be a step of `build_step`, which is saved in the format of `train`; `build_step(resume=folder)` resumes it.
     Either every rank returns and the checkpoint is durable, or every rank raises the same error.
     """
     if not isinstance(state, Mapping):
@@ -61,8 +61,8 @@ def load(path: Path | str, state: MutableMapping[str, Any]) -> int | None:
 
     `path` is a directory of checkpoints, one checkpoint, or a run directory, saved at any world size under any
     strategy. Models and optimizers are loaded in place, objects with a load_state_dict receive their state, and plain
-    values of `state` are replaced. Returns the step of the checkpoint, or None, with `state` unchanged, if there is
-    none.
+    values of `state` are replaced. Returns the step of the checkpoint; returns None and leaves `state` unchanged if
+    `path` contains no checkpoint.
     """
     parts = _StateParts(state)
     report = load_newest(Path(path), parts.load_targets, group=_group(), strict=False)
@@ -77,7 +77,7 @@ def _group() -> dist.ProcessGroup | None:
 
 
 class _StateParts:
-    """A state mapping grouped into models, optimizers of their parameters, and other values."""
+    """A state mapping, grouped into models, their optimizers, and other values."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._models = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
@@ -90,7 +90,7 @@ class _StateParts:
         self._optimizers: dict[str, Optimized] = {}
         self._others: dict[str, Any] = {}
         self._loaded: dict[str, Tensor] = {}
-        """Tensors of other values that a checkpoint is loaded into."""
+        """Tensors of other values, allocated to load a checkpoint into."""
         for key, value in state.items():
             if isinstance(value, Optimizer):
                 self._optimizers[key] = _named(key, value, names)
@@ -134,7 +134,7 @@ class _StateParts:
         return {name: value for name, value in now.items() if not name.startswith(USER)} | self._loaded
 
     def restore(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore the state that is not in tensors, and return the plain values."""
+        """Restore the state that is not stored in tensors, and return the plain values by key."""
         for key, optimized in self._optimizers.items():
             _restore_optimizer(optimized, _saved_optimizers(facts)[key])
         plain: dict[str, Any] = {}
@@ -181,7 +181,7 @@ def _under(prefix: str, forms: Forms) -> dict[str, tuple[tuple[int, ...], torch.
 
 
 def _values(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a model by their first name, and a map of the other names of tied tensors to the first."""
+    """Return the tensors of a model by their first name, and a map from each alias of a tied tensor to that name."""
     values: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -189,9 +189,9 @@ def _values(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         for name, value in stage.state_dict(keep_vars=True).items():
             if not isinstance(value, Tensor):
                 raise InputError(
-                    f"{name} of the model is a {type(value).__name__}, not a tensor",
+                    f"{name} in the model's state dict must be a tensor, got {type(value).__name__}",
                     code="checkpoint.extra-state",
-                    fix="save it under a separate key",
+                    fix="save this value under a separate key of the state",
                 )
             original = first.setdefault(id(value), name)
             if original == name:
@@ -205,7 +205,7 @@ def _values(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _named(key: str, optimizer: Optimizer, names: Mapping[int, str]) -> Optimized:
-    """Return an optimizer with its parameter names; raise InputError if its model is not in the same state."""
+    """Return an optimizer with its parameter names; raise InputError if the state lacks the model of a parameter."""
     named: list[tuple[str, nn.Parameter]] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -213,7 +213,7 @@ def _named(key: str, optimizer: Optimizer, names: Mapping[int, str]) -> Optimize
                 raise InputError(
                     f"{key!r} has a parameter of shape {list(parameter.shape)} that is in no model of the state",
                     code="checkpoint.optimizer-without-model",
-                    fix="add its model to the state, and create the optimizer after parallelize",
+                    fix="add the model to the state, and create the optimizer after parallelize",
                 )
             named.append((names[id(parameter)], parameter))
     return Optimized(optimizer=optimizer, named=named)
@@ -313,4 +313,4 @@ _DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
     "$dict": _pairs,
     "$counter": lambda items, tensors: Counter(_pairs(items, tensors)),
 }
-"""Decoders of values that JSON cannot represent, by the only key of the object that encodes them."""
+"""Decoders of values that JSON cannot represent, by the single key of the JSON object that encodes them."""

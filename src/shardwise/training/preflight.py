@@ -1,4 +1,4 @@
-"""Preflight checks: whether a plan can train the job's model, verified before any process starts.
+"""Preflight checks that a plan can train the job's model, which run before any process starts.
 
 The planner proposes a plan only if it passes these checks, and `train` applies the same checks to the plan it receives.
 """
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 class ModelRules:
-    """Rejects plans that cannot train a job; builds the model on the meta device when the first plan needs it."""
+    """Rejects plans that cannot train a job; builds the model on the meta device for the first plan that needs it."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -116,7 +116,7 @@ class ModelRules:
                 raise JobError(
                     f"forward writes to {some_of(self._written)}, but a pipeline stage owns only its own layers",
                     code="support.pipeline-parameter-write",
-                    fix="use pp = 1",
+                    fix="use a plan with pp = 1",
                 )
 
     def _try_optimizer(self, *, by_tensor: bool, trial: Callable[[], None]) -> None:
@@ -158,7 +158,7 @@ def check_model(job: Job, plan: Plan) -> None:
 
 
 def check_job(job: Job, plan: Plan) -> None:
-    """Raise PlanError if the plan's engine or options do not support the job's; reads neither the model nor data."""
+    """Raise PlanError if the plan's engine or options do not support the job; reads neither the model nor the data."""
     if plan.layout.cp > 1:
         check_token_loss(job)
     engine = engine_named(plan.engine)
@@ -166,20 +166,20 @@ def check_job(job: Job, plan: Plan) -> None:
         raise PlanError(
             f"engine {plan.engine} does not support LoRA adapters",
             code="support.lora-engine",
-            fix="use --set engine=torch, or remove Job.lora",
+            fix="pass --set engine=torch, or remove Job.lora",
         )
     if job.masks == "keyed" and (not engine.has_keyed_dropout or plan.compile != "none"):
         raise PlanError(
             f"keyed dropout masks are not supported by engine {plan.engine} with compile = {plan.compile}",
             code="support.keyed-masks-engine",
-            fix="use --set engine=torch --set compile=none, or --set masks=drawn",
+            fix="pass --set engine=torch --set compile=none, or --set masks=drawn",
         )
 
 
 def _needs_model(job: Job, plan: Plan) -> bool:
     layout = plan.layout
     if engine_named(plan.engine).uses_fsdp and (plan.zero or plan.offload.optimizer != "none"):
-        return True  # both replace parameters
+        return True  # sharding and offloading replace parameters
     return layout.tp > 1 or layout.pp > 1 or layout.cp > 1 or plan.fused_loss or job.lora is not None
 
 
@@ -193,13 +193,13 @@ def check_fit(job: Job, plan: Plan, world: World) -> None:
         raise PlanError(
             f"plan {plan.layout} has pipeline stages on GPUs, but gloo cannot send GPU tensors",
             code="support.pipeline-gloo-gpu",
-            fix="use --backend nccl",
+            fix="pass --backend nccl",
         )
     if plan.layout.world_size != world.size:
         raise PlanError(
-            f"plan {plan.layout} is for {plan.layout.world_size} ranks, the world has {world.size}",
+            f"plan {plan.layout} requires {plan.layout.world_size} ranks, but the world has {world.size}",
             code="plan.world-size-mismatch",
-            fix=f"use plan.refit({world.size})",
+            fix=f"call plan.refit({world.size})",
         )
     if plan.batch_size != job.batch_size:
         raise PlanError(
@@ -230,13 +230,13 @@ def check_own_loop(model: nn.Module, plan: Plan) -> None:
         raise PlanError(
             "the plan shards or offloads optimizer states, but a custom training loop creates its own optimizer",
             code="support.own-loop-zero1",
-            fix="use build_step, or zero2",
+            fix="use build_step, or the plan zero2",
         )
     if plan.layout.dp > 1 and plan.zero < 2 and not uses_ddp(plan):
         raise PlanError(
             f"plan {plan.layout} replicates tensor-parallel weights, which custom training loops do not support",
             code="support.own-loop-split-replicas",
-            fix=f"use build_step, or shard{plan.layout.dp}.tp{plan.layout.tp}",
+            fix=f"use build_step, or the plan shard{plan.layout.dp}.tp{plan.layout.tp}",
         )
     if plan.communication.sync_every > 1:
         raise PlanError(
@@ -272,7 +272,7 @@ def try_on_shards(factory: OptimizerFactory, module: nn.Module, tensor_rules: Ma
     Parameters are sharded along dimension 0 as in ZeRO, or with `tensor_rules` as in tensor parallelism.
     """
     if isinstance(factory, AdamW | SGD) or dist.is_initialized():
-        return  # ours are elementwise; in an initialized world, build_step runs the trial on the real shards
+        return  # AdamW and SGD are elementwise; in an initialized world, build_step runs the trial on the real shards
     dims = _shard_dims(module, tensor_rules)
     try:
         errors = _run_on_two_ranks(lambda: _trial_error(factory, module, dims))

@@ -72,7 +72,7 @@ class Replicas:
         if drift is None:
             self._last_equal = step.number
             return
-        self._is_on = False  # replicas that differ once remain different
+        self._is_on = False  # replicas that have diverged stay different
         if self._spec.stops:
             raise TrainingError(str(drift), code="train.replicas-drifted")
         if self._world.is_main:
@@ -108,9 +108,8 @@ class Replicas:
         if batch is None:
             return DriftEvidence(at_start=True)
         if step.length.sync_every > 1:
-            return DriftEvidence(
-                same_samples=True
-            )  # replicas have different gradients by design between synchronizations
+            # Between synchronizations, replicas have different gradients by design.
+            return DriftEvidence(same_samples=True)
         batch_tensors: list[Tensor] = []
         for micro_batch in batch.micro_batches:
             batch_tensors += tensors(micro_batch.batch)
@@ -167,7 +166,7 @@ def _replicated(step: Step, plan: Plan) -> Iterator[tuple[str, Axes, Tensor]]:
 
 
 def replica_axes(tensor: Tensor, layout: Layout) -> Axes:
-    """Return the axes along which this tensor is replicated; pipeline stages never replicate it."""
+    """Return the mesh axes along which this tensor is replicated; never pp, because stages have different layers."""
     sharded = {"pp"}
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
@@ -214,7 +213,7 @@ class GradientTap:
 def repeat_step(step: Step, batch: StepBatch, tap: GradientTap, name: str) -> Repeated:
     """Repeat the step of `batch` twice and return the fingerprints of the tensor `name`; call on every rank.
 
-    Ranks that do not own the tensor participate too. Costs two steps, and a copy of state and gradients on the host.
+    Ranks that do not own the tensor must participate. Costs two steps and a host copy of the state and gradients.
     """
     kept: dict[str, Tensor] = {}
     gradients: list[int] = []
@@ -245,7 +244,7 @@ def repeat_step(step: Step, batch: StepBatch, tap: GradientTap, name: str) -> Re
 
 @contextmanager
 def _rewound(step: Step) -> Iterator[Callable[[], None]]:
-    """Decrement the step number and yield a function that restores the current state; restore everything at exit."""
+    """Decrement the step number and yield a function that restores the current state; restore both at exit."""
     restore_state = step.snapshot()
     number = step.number
 

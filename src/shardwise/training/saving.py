@@ -95,20 +95,20 @@ class Saving:
         """
         if self.spec.resume == "never":
             return None
-        is_auto = self.spec.resume == "auto"
-        path = self.folder if is_auto else Path(self.spec.resume)
+        is_auto = self.spec.resume in (None, "auto")
+        path = self.folder if is_auto else Path(str(self.spec.resume))
         resuming = Resuming(path, self._job, self._plan, self._world, self._note, callbacks=self._callbacks)
         step = resuming.run(build, self._group)
         if step is None and not is_auto:
             raise InputError(
                 f"--resume {path} contains no checkpoint",
                 code="checkpoint.none-found",
-                fix="pass a run directory or a checkpoint",
+                fix="pass a run directory that contains checkpoints, or a checkpoint",
             )
         return step
 
     def is_due(self, step: Step) -> bool:
-        """Return whether a checkpoint is due at this step; with `sync_every`, only after replicas synchronized."""
+        """Return whether a checkpoint is due at this step; with `sync_every`, only at a synchronization of replicas."""
         return step.length.is_due(step.number, self.spec.every)
 
     def after(self, step: Step, evaluation: dict[str, float], *, is_stopping: bool) -> None:
@@ -117,10 +117,10 @@ class Saving:
         `evaluation` contains the metrics evaluated at this step; empty if there was no evaluation.
         """
         if not self._has_checked_states:
-            plain_states(step.optimized)  # rejects optimizer states, created in the first step, that cannot be saved
+            plain_states(step.optimized)  # raises if optimizer states, created in the first step, cannot be saved
             self._has_checked_states = True
-        is_asked = is_stopping or self.is_due(step) or (evaluation and self.keep.best)
-        if not (is_asked and step.length.syncs_after(step.number)):
+        should_save = is_stopping or self.is_due(step) or (evaluation and self.keep.best)
+        if not (should_save and step.length.syncs_after(step.number)):
             return
         step.mark("save", step.number)
         self.save(step, evaluation)
@@ -129,15 +129,14 @@ class Saving:
             outcome = f"saved at step {step.number}"
             if self._last_saved != step.number:
                 outcome = NOT_SAVED
-            raise StoppedError(
-                f"training stopped after a stop signal, {outcome}", code="train.stopped", fix="run it again to resume"
-            )
+            fix = f"continue with --resume {self.folder}"
+            raise StoppedError(f"training stopped after a stop signal, {outcome}", code="train.stopped", fix=fix)
         step.mark("data", step.number)
 
     def save(self, step: Step, evaluation: dict[str, float]) -> None:
-        """Start to save the current state asynchronously.
+        """Start an asynchronous save of the current state. Communicates over the world; call on every rank.
 
-        A failure of this save or of the previous one raises if `must_save` is set, and is logged otherwise.
+        If this save or the previous one fails, raises with `must_save`, and logs the error otherwise.
         """
         if step.number == self._last_saved:
             return
@@ -161,7 +160,7 @@ class Saving:
             CheckpointDirectory(self.folder).prune(self.keep)
 
     def _settle(self) -> SaveReport | None:
-        """Wait for the pending save and return its report, or None if it failed; the next save runs in both cases."""
+        """Wait for the pending save and return its report; return None if it failed or no save is pending."""
         try:
             return self._saver.finish()
         except CheckpointError as error:
@@ -191,7 +190,7 @@ class Saving:
 
 
 def state_of(step: Step, evaluation: dict[str, float]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the manifest facts of a step's checkpoint. Communicates over the world; every rank."""
+    """Return the tensors and manifest facts of a step's checkpoint. Communicates over the world; call on every rank."""
     job, plan, world = step.source
     facts = state_facts(job, plan, world, step) | {"metrics": evaluation}
     tensors = state_tensors(step, plan.replica(world.rank))
@@ -223,10 +222,10 @@ class Resuming:
         self._user: dict[str, Tensor] = {}
 
     def run(self, build: Callable[[int], Step], group: dist.ProcessGroup | None) -> Step | None:
-        """Return a step restored from the newest intact checkpoint, or None if there is none.
+        """Return a step restored from the newest intact checkpoint, or None if there is no checkpoint.
 
         `build(number)` builds a step that starts at that step number. Damaged checkpoints are logged and skipped; the
-        checksums of the loaded one have been verified. Communicates over `group`; call on every rank.
+        checksums of the loaded checkpoint are verified. Communicates over `group`; call on every rank.
         """
 
         def targets(manifest: Manifest) -> dict[str, Tensor]:
@@ -258,11 +257,11 @@ class Resuming:
         return load_targets(step, forms, self._plan.replica(self._world.rank)) | self._user
 
     def _restore(self, step: Step, report: LoadReport) -> None:
-        """Apply the loaded state to the step and the job, and log what the checkpoint did not contain."""
+        """Apply the loaded state to the step and the job, and log the state that the checkpoint does not contain."""
         compared = report.comparison
         # The loss scale depends on the precision and user state on the job; all other tensors must match.
-        off = [name for name in (*compared.missing, *compared.unexpected) if not name.startswith((UPDATE, USER))]
-        if off or compared.differing:
+        mismatched = [name for name in (*compared.missing, *compared.unexpected) if not name.startswith((UPDATE, USER))]
+        if mismatched or compared.differing:
             raise MismatchError(
                 f"{report.path} was saved with a different model or optimizer: {compared}",
                 code="checkpoint.tensors-mismatch",
@@ -295,7 +294,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StoppedError(ShardwiseError):
-    """Raised after a stop signal, once the state is saved; run the same command again to resume."""
+    """Raised after a stop signal, when the state is saved; --resume continues from it."""
 
     exit_code = PREEMPTED
 
@@ -307,15 +306,15 @@ class StopRequest:
         self.is_set = False
 
     def set(self, *_: object) -> None:
-        """Set the flag; the signature fits a signal handler."""
+        """Set the flag; has the signature of a signal handler."""
         self.is_set = True
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Turn stop signals into a flag inside this context; outside the main thread the flag is never set."""
+def stop_requests(*, is_enabled: bool = True) -> Iterator[StopRequest]:
+    """Yield a flag that stop signals set inside this context; outside the main thread it is never set."""
     request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
+    if not is_enabled or threading.current_thread() is not threading.main_thread():
         yield request
         return
     previous = {number: signal.signal(number, request.set) for number in STOP_SIGNALS}

@@ -18,25 +18,32 @@ class SaveSpec(Spec, frozen=True, kw_only=True):
     """Checkpoint options: save interval, retention and the checkpoint to resume from."""
 
     every: Annotated[NonNegativeInt, option("--save-every")] = 0
-    """Steps between checkpoints; 0 saves only after a stop signal."""
+    """Steps between checkpoints (default: 0, which saves only after a stop signal)."""
     keep: Annotated[str | int, option(metavar="RULES")] = "3"
     """Checkpoints to keep: a count (3), an age (12h, 2d), min:METRIC or max:METRIC, comma separated, or all."""
     must_save: bool = False
     """Fail when a checkpoint cannot be saved (default: report it and continue)."""
-    resume: str = "auto"
-    """A run directory or checkpoint to resume from; auto is the newest checkpoint of this run, never disables it."""
+    resume: str | None = None
+    """A run directory or checkpoint to resume from; auto continues the run that is in --run-dir, if there is one; never
+    starts at step 0 (default: a new run; a restart resumes from the newest checkpoint of its run)."""
 
     def __post_init__(self) -> None:
         """Reject retention rules that cannot be parsed."""
         super().__post_init__()
         parse_keep(str(self.keep))
 
+    @property
+    def is_periodic(self) -> bool:
+        """Whether checkpoints are saved during the run, at an interval or after evaluations."""
+        return self.every > 0 or parse_keep(str(self.keep)).best > 0
+
     def resolved(self) -> SaveSpec:
         """Return the spec with an absolute `resume` path; raise InputError if the path is not a checkpoint or run."""
-        if self.resume in ("auto", "never"):
+        if self.resume in (None, "auto", "never"):
             return self
         path = Path(self.resume)
-        if not (path / "manifest.json").exists() and not any((path / name).is_dir() for name in ("", "checkpoints")):
+        is_name = path.name in {"latest", "best"} and path.is_file()
+        if not is_name and not any((path / name).is_dir() for name in ("", "checkpoints")):
             raise InputError(
                 f"--resume {self.resume} is neither a run directory nor a checkpoint",
                 code="checkpoint.resume-not-found",
@@ -73,25 +80,27 @@ class TrainSpec(Spec, frozen=True, kw_only=True):
     place: DeviceSpec = DeviceSpec()
     sinks: Annotated[tuple[str, ...], option("--sink", metavar="KIND:PLACE")] = ()
     """Mirror the run into a tracker from a separate process: tensorboard:DIR, wandb:PROJECT or mlflow:EXPERIMENT."""
+    dry_run: bool = False
+    """Print the plan and the command of each node, or what would be submitted, without starting anything."""
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a training run."""
 
     steps: int
-    """Optimizer steps that are done, including those before `first_step`."""
+    """Number of completed optimizer steps, including steps of earlier runs."""
     first_step: int
-    """Optimizer steps done before this run: 0, or the step of the checkpoint it resumed from."""
+    """Number of optimizer steps before this run: 0, or the step of the checkpoint that it resumed from."""
     samples: int
-    """Samples trained by this run, that is, since `first_step`."""
+    """Number of samples on which this run trained."""
     skipped: int
-    """Steps that were skipped because their gradient was not finite."""
+    """Number of steps that were skipped because their gradient was not finite."""
     loss: float
     """Mean loss over the global batch of the last step."""
     evaluation: dict[str, float]
     """Loss and metrics over the whole test split after the last step; empty without a test split."""
     training_s: float
-    """Seconds from the start of the first step to the end of the last one, including evaluations."""
+    """Seconds from the start of the first step to the end of the last step, including evaluations."""
     samples_per_s: float
     is_stopped: bool = False
     """Whether a callback stopped the training before its last step."""

@@ -75,7 +75,7 @@ def _named(state: LocalState, states_prefix: str) -> dict[str, Tensor]:
 
 
 def state_facts(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any]:
-    """Return the facts that a checkpoint manifest records besides tensors. Communicates over the world; every rank."""
+    """Return the facts (state other than tensors) of a checkpoint. Communicates over the world; call on every rank."""
     return {
         "step": step.number,
         "num_steps": step.length.num_steps,
@@ -96,9 +96,9 @@ def state_facts(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any
 
 
 def restore_random(facts: Mapping[str, Any], plan: Plan, world: World, step: Step) -> bool:
-    """Restore the random generators of this rank; return False if the layout differs and new streams are seeded.
+    """Restore the random generators of this rank; if the layout differs, seed new random streams and return False.
 
-    New streams depend on the seed, the data-parallel rank and the step, so every resume uses the same ones.
+    New streams depend only on the seed, the data-parallel rank and the step, so resuming is reproducible.
     """
     states = facts.get("random", {})
     if facts.get("layout") != str(plan.layout) or str(world.rank) not in states:
@@ -114,26 +114,26 @@ def restore_random(facts: Mapping[str, Any], plan: Plan, world: World, step: Ste
 
 
 def check_same_job(facts: Mapping[str, Any], job: Job, *, number: int, num_steps: int) -> None:
-    """Raise JobError if resuming would train on different samples; converted checkpoints may lack these facts."""
+    """Raise JobError if a resumed job would train on different samples; converted checkpoints may lack these facts."""
     for name, now in (("seed", job.seed), ("batch_size", job.batch_size)):
         if facts.get(name, now) != now:
             raise JobError(
-                f"the checkpoint was saved with {name} {facts.get(name)}, the job has {now}: samples would differ",
+                f"the checkpoint was saved with {name} {facts.get(name)}, but the job has {now}: samples would differ",
                 code="checkpoint.samples-differ",
-                fix=f"--set {name}={facts.get(name)}, or --resume never",
+                fix=f"pass --set {name}={facts.get(name)}, or --resume never",
             )
     saved = facts_of(facts)
     if saved is not None and job.lora is not None and saved.get("alpha") != job.lora.alpha:
         raise JobError(
-            f"the checkpoint's adapters have alpha {saved.get('alpha')}, the job's {job.lora.alpha}",
+            f"the checkpoint was saved with lora.alpha {saved.get('alpha')}, but the job has {job.lora.alpha}",
             code="job.adapter-option-mismatch",
-            fix=f"--set lora.alpha={saved.get('alpha')}, or --resume never",
+            fix=f"pass --set lora.alpha={saved.get('alpha')}, or --resume never",
         )
     if number > num_steps:
         raise JobError(
-            f"the checkpoint is at step {number}, the job ends at {num_steps}",
+            f"the checkpoint was saved at step {number}, but the job ends at step {num_steps}",
             code="checkpoint.beyond-last-step",
-            fix=f"--set steps=N with N of at least {number}, as the run that saved it had, or --resume never",
+            fix=f"pass --set steps=N with N >= {number}, or --resume never",
         )
 
 
@@ -177,7 +177,7 @@ def is_plain(value: Any) -> bool:
 
 # Optimizer state that is not a tensor: an int `step` beside the moments, or an option that the optimizer adapts.
 #
-# The optimizers of torch store only tensors, but any `torch.optim.Optimizer` may store Python values in
+# The optimizers in torch.optim store only tensors, but any `torch.optim.Optimizer` may store Python values in
 # `state[parameter]` (older Adam variants count steps in an int) or change its `param_groups` during training
 # (Prodigy's `d`, schedule-free's `k`). Both are part of the training state: without them, a resumed run would compute
 # different updates.
@@ -190,7 +190,7 @@ _SET_EACH_STEP = {"params", "lr"}
 def plain_states(optimized: Optimized) -> dict[str, Any]:
     """Return the optimizer's Python values as PARAMETER/KEY, and changed options of parameter groups as #GROUP/KEY.
 
-    Raises JobError for a value that does not survive JSON unchanged or whose tensor is not a parameter of the model.
+    Raises JobError for a value that JSON cannot represent, and for state of a tensor that is not a model parameter.
     """
     optimizer: Any = optimized.optimizer
     if not isinstance(optimizer, Optimizer):
@@ -204,7 +204,7 @@ def plain_states(optimized: Optimized) -> dict[str, Any]:
             raise JobError(
                 f"optimizer {optimized.kind} has state {some_of(values)} for a tensor that is not a model parameter",
                 code="optimizer.state-foreign-tensor",
-                fix="store its state as tensors, or train with --set engine=torch",
+                fix="store the state as tensors, or pass --set engine=torch",
             )
         for key, value in values.items():
             found[f"{name}/{key}"] = value
@@ -216,7 +216,7 @@ def plain_states(optimized: Optimized) -> dict[str, Any]:
 
 
 def merge_plain_states(values_by_rank: Iterable[Mapping[str, Any]], kind: str) -> dict[str, Any]:
-    """Merge the values of all ranks into one dict; raise JobError if ranks disagree on a value."""
+    """Merge the values of all ranks into one dict; raise JobError if a value differs between ranks."""
     merged: dict[str, Any] = {}
     for values in values_by_rank:
         for name, value in values.items():
@@ -259,8 +259,8 @@ USER = "user/"
 def split_state(state: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Split the result of `Job.state.state_dict()` into plain values and tensors by name.
 
-    Supported are dicts with str keys, lists, str, bool, None, finite numbers and, as dict values, tensors. Any other
-    value raises a JobError that contains its path.
+    Supports dicts with str keys, lists, str, bool, None, finite numbers and, as dict values, tensors. Any other value
+    raises a JobError that names its path.
     """
     if not isinstance(state, dict):
         raise JobError(
@@ -289,7 +289,7 @@ def user_load_targets(
 ) -> dict[str, Tensor]:
     """Allocate tensors to load the user tensors of `saved` into.
 
-    A tensor whose shape and dtype match the one in `now` has its device and sharding; others are allocated on the CPU.
+    A target is like the tensor of that name in `now` if shape and dtype are equal, and on the CPU otherwise.
     """
     targets = {}
     for name, (shape, dtype) in saved.items():
@@ -322,7 +322,7 @@ def _plain_dict(state: dict[Any, Any], path: tuple[str, ...], tensors: dict[str,
 
 
 def plain_value(value: Any, path: tuple[str, ...]) -> Any:
-    """Return a value that survives JSON unchanged; raise JobError with its `path` (root, then keys) otherwise."""
+    """Return `value` if JSON can represent it exactly, else raise JobError with its `path` (root, then keys)."""
     if isinstance(value, list):
         return [plain_value(each, (*path, str(index))) for index, each in enumerate(value)]
     if isinstance(value, dict):
@@ -331,9 +331,9 @@ def plain_value(value: Any, path: tuple[str, ...]) -> Any:
         if not inside:
             return values
         raise JobError(
-            f"{_subscripted(path)} contains a tensor, which is saved only from dicts of Job.state",
+            f"{_subscripted(path)} contains a tensor, but tensors are supported only in dicts of Job.state",
             code="job.state-tensor-in-list",
-            fix="use a dict in place of a list, and Job(state=...) in place of a callback's state",
+            fix="use a dict instead of a list, and Job(state=...) instead of a callback's state",
         )
     # Exact types: JSON would return tuples, enums and numpy numbers as values of a different type.
     if type(value) not in {str, int, float, bool, type(None)}:
@@ -351,7 +351,7 @@ def plain_value(value: Any, path: tuple[str, ...]) -> Any:
         )
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise JobError(
-            f"{_subscripted(path)} has more than 64 bits", code="job.state-integer-too-large", fix="use a str"
+            f"{_subscripted(path)} must fit in 64 bits", code="job.state-integer-too-large", fix="store it as a str"
         )
     return value
 

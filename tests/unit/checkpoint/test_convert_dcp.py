@@ -295,7 +295,7 @@ def incomplete(metadata):
         (compressed, ("checkpoint.dcp-extension",), InputError),
         (beyond, ("checkpoint.file-truncated",), DamagedError),
         (too_large, ("checkpoint.metadata-invalid", "too few"), DamagedError),
-        (incomplete, ("checkpoint.metadata-invalid", "do not cover it"), DamagedError),
+        (incomplete, ("checkpoint.metadata-invalid", "do not cover"), DamagedError),
     ],
 )
 def test_metadata_that_cannot_be_true_is_refused(tmp_path, change, refusal, kind):

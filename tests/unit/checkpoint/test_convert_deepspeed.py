@@ -253,7 +253,7 @@ def test_fsdp_goes_on_as_deepspeed_at_stages_2_and_3(tmp_path, capfd):
     losses = run_ranks(fsdp_saving, 2, tmp_path / "dcp")[0]
     out = convert_by_command(capfd, tmp_path / "dcp", tmp_path / "any", "--to", "deepspeed")
     assert "left out: calls: written, but DeepSpeed loads only parameters of the optimizer" in out
-    assert "left out: weight_decay by group: at stage 3 DeepSpeed applies those of the first group to all" in out
+    assert "left out: weight_decay by group: at stage 3 DeepSpeed applies" in out
     for stage in (2, 3):
         target, cut = tmp_path / f"zero{stage}", ("--zero", str(stage), "--nproc", "2")
         out = convert_by_command(capfd, tmp_path / "dcp", target, "--to", "deepspeed", *cut)
@@ -395,7 +395,7 @@ def test_a_directory_that_lacks_a_rank_is_named(tmp_path):
 
 def test_a_directory_that_lacks_its_last_rank_is_named(tmp_path):
     path = spoiled(tmp_path, lambda directory: (directory / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink())
-    with refuses("checkpoint.rank-file-missing", "1 of 2 ranks", kind=DamagedError):
+    with refuses("checkpoint.rank-file-missing", 1, 2, kind=DamagedError):
         open_contents(path)
 
 

@@ -103,6 +103,32 @@ def test_a_weight_in_two_files_without_an_index_is_refused(tmp_path):
         open_contents(tmp_path)
 
 
+def test_a_run_without_checkpoints_is_converted_from_its_weights_with_its_config(tmp_path):
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    (run / "job.json").write_text("{}")
+    with refuses("checkpoint.run-without-checkpoint", run, "--save-every"):
+        open_contents(run)
+    torch.save(weights(), run / "weights.pt")
+    (run / "report.json").write_text('{"result": {"steps": 7}}')
+    for name in ("config.json", "generation_config.json"):
+        (run / "model" / name).write_text(name)
+    for number, (source, config) in enumerate(
+        [(run, None), (run / "weights.pt", None), (own(run / "x"), run / "model")]
+    ):
+        target = tmp_path / str(number)
+        report = convert(ConvertSpec(source=source, target=target, to="hf", config=config))
+        assert_same(read_back(target))
+        assert (target / "generation_config.json").read_text() == "generation_config.json"
+        assert (target / "config.json").read_text() == "config.json"
+        if source == run:
+            assert report.step == 7
+            [left_out] = report.left_out
+            assert str(run / "weights.pt") in left_out
+    with refuses("checkpoint.config-not-found", run):
+        convert(ConvertSpec(source=run, target=tmp_path / "none", to="hf", config=run))
+
+
 @pytest.mark.slow
 def test_transformers_reads_what_we_write_and_we_what_it_writes(tmp_path):
     transformers = pytest.importorskip("transformers")

@@ -17,8 +17,12 @@ from shardwise.checkpoint import (
     save,
     to_remove,
 )
+from shardwise.checkpoint.convert.contents import read_shardwise
+from shardwise.checkpoint.directory import find_checkpoints, list_checkpoints, prune_checkpoints
+from shardwise.checkpoint.spec import ListSpec, PruneSpec
 from shardwise.runs.directory import Keep
 from shardwise.testing import run_ranks
+from shardwise.training.spec import SaveSpec
 
 LOSSES = [5.0, 3.0, 4.0, 3.0, float("nan")]
 ENTRIES = [
@@ -152,6 +156,24 @@ def test_pruning_removes_by_rule_and_leaves_no_trace(tmp_path):
     assert sorted(path.name for path in gone) == ["step-00000001", "step-00000002"]
     assert steps(directory) == [3, 4]
     assert list(tmp_path.glob(".tmp-*")) == []
+
+
+def test_best_by_the_metric_of_the_rule_is_named_listed_and_found_by_its_name(tmp_path):
+    directory = saved(tmp_path, 1, 2, 3)
+    directory.prune(Keep(last=3))
+    assert directory.named("best") is None
+    directory.prune(Keep(last=1, best=1, metric="loss", highest=True))
+    one, three = tmp_path / "step-00000001", tmp_path / "step-00000003"
+    listing = list_checkpoints(ListSpec(path=tmp_path))
+    rows = listing.rows
+    assert ["-" in line.split() for line in listing.to_text().splitlines()[1:]] == [True, True]  # no layout was saved
+    assert [(row.path, row.is_latest, row.is_best) for row in rows] == [(one, False, True), (three, True, False)]
+    for name, path in (("best", one), ("latest", three)):
+        assert find_checkpoints(tmp_path / name) == [path]
+        assert read_shardwise(tmp_path / name).step == int(path.name[-1])
+        assert SaveSpec(resume=str(tmp_path / name)).resolved().resume == str(tmp_path / name)
+        with refuses("checkpoint.single-checkpoint"):
+            prune_checkpoints(PruneSpec(path=tmp_path / name, keep="1"))
 
 
 def test_pruning_never_removes_the_newest_good_one(tmp_path):

@@ -166,9 +166,11 @@ def test_whole_rows_need_no_buffer_and_columns_one_of_the_piece_at_most(tmp_path
     load(tmp_path / "step-00000001", tensors, group=None, announce=forecasts.append)
     assert forecasts[0].host_peak_bytes == 0
     assert forecasts[0].num_bytes == 64 * 64 * 4 + 4
+    assert str(forecasts[0]) == "16.4 kB from 1 file"
     wide = torch.zeros(64, 128)
     load(tmp_path / "step-00000001", {"x": wide[:, ::2], "y": tensors["y"]}, group=None, announce=forecasts.append)
     assert forecasts[1].host_peak_bytes == tensors["x"].nbytes
+    assert "read buffer of 16.4 kB" in str(forecasts[1])
     assert torch.equal(wide[:, ::2], tensors["x"])
 
 

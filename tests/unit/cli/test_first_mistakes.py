@@ -26,6 +26,17 @@ class Dictionaries(torch.utils.data.Dataset):
         return {"features": torch.ones(4), "labels": torch.tensor(index % 3)}
 
 
+class Lists(Dictionaries):
+    key, length = "labels", 4
+
+    def __getitem__(self, index):
+        return {"features": [1.0] * 4, self.key: [index % 3] * (1 + index % self.length)}
+
+
+class Renamed(Lists):
+    key, length = "label", 1
+
+
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -101,6 +112,39 @@ MISTAKES = {
         "job = make(data=of(Dictionaries()), loss=sw.losses.labels)",
         [],
         ("job.forward-arguments", "Net.forward()", "'labels'", "Job(forward=lambda model, batch:"),
+    ),
+    "dict batch with label instead of labels": (
+        "job = make(data=of(Renamed()), loss=sw.losses.labels)",
+        [],
+        ("loss.batch-without-labels", "features, label", 'rename_column("label", "labels")'),
+    ),
+    "tuple batch with a loss of dicts": (
+        "job = make(loss=sw.losses.next_token)",
+        [],
+        ("loss.batch-without-labels", "list", 'dicts with "labels"'),
+    ),
+    "samples of Python lists": (
+        "Lists.length = 1\njob = make(data=of(Lists()), loss=sw.losses.next_token)",
+        [],
+        ("loss.labels-not-tensor", 'with_format("torch")', "default_data_collator"),
+    ),
+    "inputs of Python lists": (
+        "Lists.length = 1\njob = make(data=of(Lists()), forward=lambda model, batch: model(batch['features']))",
+        [],
+        ("data.samples-of-lists", 'with_format("torch")', "default_data_collator"),
+    ),
+    "samples of unequal lengths": (
+        "job = make(data=of(Lists()), loss=sw.losses.labels)",
+        [],
+        ("data.samples-unequal", "DataCollatorWithPadding"),
+    ),
+    "metric of tuples on dict batches, before the first step": (
+        """
+metrics = {'accuracy': sw.metrics.token_accuracy}
+forward = lambda model, batch: model(batch['features'])
+job = make(data=lambda _: Dictionaries(), loss=sw.losses.labels, forward=forward, metrics=metrics)""",
+        [],
+        ("loss.batch-is-dict", "token_accuracy", "sw.metrics.label_accuracy"),
     ),
     "tied layers under pp": (
         "job = make(model=Tied)",
@@ -179,6 +223,11 @@ MISTAKES = {
         "def job(width: int = 3):\n    return make()",
         ["--width", "4"],
         ("", "--width", "--set width=VALUE"),
+    ),
+    "field of the plan in the job": (
+        "job = make(accumulation=2)",
+        [],
+        ("job.file-raised", "accumulation", "--set accumulation=VALUE"),
     ),
     "training that is started by its own job file": (
         "job = make()\nsw.train('job.py', nproc=2)",

@@ -103,6 +103,41 @@ def test_a_loop_that_is_left_early_is_followed_by_the_next_epoch():
     assert loader.epoch == 1
 
 
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_accumulated_batches_are_weighted_by_the_samples_of_their_update(dp_size):
+    """23 samples in batches of 4, three to an update: updates of 12 and 11 samples."""
+    many = loaders(dp_size, batch_size=4, accumulation=3, drop_last=None)
+    scales, updates = [], []
+    for _ in zip(*many, strict=True):
+        scales.append(sum(loader.scale for loader in many) / dp_size)
+        updates.append({loader.is_update for loader in many})
+    assert scales == pytest.approx([4 / 12] * 3 + [4 / 11, 4 / 11, 3 / 11])
+    assert updates == [{False}, {False}, {True}] * 2
+    (dropping,) = loaders(1, batch_size=4, accumulation=3, drop_last=True)
+    assert [(dropping.scale, dropping.is_update) for _ in dropping][3:] == [(0.5, False), (0.5, True)]
+
+
+def test_a_stream_ends_with_an_update():
+    (stream,) = loaders(1, Stream(), batch_size=2, accumulation=4)
+    seen = [(len(batch), stream.scale, stream.is_update) for batch in stream]
+    assert seen == [(2, 0.25, False)] * 3 + [(2, 0.25, True), (2, 2 / 3, False), (1, 1 / 3, True)]
+
+
+def test_a_state_is_the_position_after_the_last_update():
+    (loader,) = loaders(1, batch_size=4, accumulation=3)
+    states = [loader.state_dict() for _ in loader]
+    assert [(state["epoch"], state["index"]) for state in states] == [(0, 0), (0, 0), *[(0, 12)] * 3, (1, 0)]
+    (resumed,) = loaders(1, batch_size=4, accumulation=3)
+    resumed.load_state_dict(states[4])
+    assert [(len(batch), resumed.is_update) for batch in resumed] == [(4, False), (4, False), (3, True)]
+    with refuses("data.loader-state-mismatch", "accumulation", 3, 1):
+        loaders(1, batch_size=4)[0].load_state_dict(states[0])
+    (old,) = loaders(1)
+    state = old.state_dict()
+    del state["accumulation"]  # states of earlier versions
+    old.load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("length", "dp_size", "batch_size"), [(23, 4, 8), (9, 4, 4), (4, 4, 8), (17, 2, 2), (20, 3, 7)]
 )
@@ -170,6 +205,8 @@ def test_loaders_that_cannot_be_divided_are_refused():
             sw.dataloader(DataLoader(Numbers(), batch_size=None), plan, world)
         with refuses("data.loader-with-options"):
             sw.dataloader(DataLoader(Numbers()), plan, world, batch_size=4)
+        with refuses("data.accumulation-not-positive", 0):
+            sw.dataloader(Numbers(), plan, world, accumulation=0)
         with refuses("plan.batch-not-divisible", 5):
             sw.dataloader(Numbers(), sw.Plan.preset("ddp", 2), world, batch_size=5)
         assert len(sw.dataloader(Numbers(), sw.Plan.preset("ddp", 1, batch_size=4), world)) == 6

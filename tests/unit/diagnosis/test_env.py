@@ -146,7 +146,14 @@ CASES = [
     ("flight_recorder_has_a_buffer", {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, NODE, None, "", ""),
     ("log_files_are_per_rank", {"NCCL_DEBUG_FILE": "/tmp/nccl.log"}, NODE, "NCCL_DEBUG_FILE", "warn", "8 ranks"),
     ("log_files_are_per_rank", {"NCCL_DEBUG_FILE": "/tmp/nccl.%h.%p"}, NODE, None, "", ""),
-    ("nccl_is_used", {"NCCL_BUFFSIZE": "4194304", "NCCL_DEBUG": "INFO"}, LAPTOP, "NCCL", "warn", "and 1 more ignored"),
+    (
+        "nccl_is_used",
+        {"NCCL_BUFFSIZE": "4194304", "NCCL_DEBUG": "INFO"},
+        LAPTOP,
+        "NCCL",
+        "warn",
+        "NCCL_BUFFSIZE and 1 more",
+    ),
     ("nccl_is_used", {"NCCL_BUFFSIZE": "4194304"}, NODE, None, "", ""),
 ]
 BY_NAME = {rule.__name__: rule for rule in RULES}

@@ -165,7 +165,7 @@ CASES = {
         renamed(healthy(), "a", forward={**OTHER_NAME, "b.local": ("10.0.0.3",)}),
         "warn",
         "b.local, the host name of b, resolves on a to 10.0.0.3, an address of a different machine",
-        "add '10.0.0.2 b.local' to /etc/hosts there",
+        "add '10.0.0.2 b.local' to /etc/hosts on these hosts",
     ),
     "two hosts of one name": Bad(
         check_names,
@@ -223,7 +223,7 @@ CASES = {
         cut(healthy(), ("c", "b"), why="Connection refused"),
         "fail",
         "c does not reach b at 10.0.0.2 (Connection refused)",
-        "see ssh c ip route get 10.0.0.2, and check the firewall",
+        "run ssh c ip route get 10.0.0.2, and check the firewall",
     ),
     "a host that is cut off": Bad(
         check_reach, cut(healthy(), *TO_C), "fail", "c at 10.0.0.3 and the other hosts cannot connect to each other"
@@ -258,7 +258,7 @@ CASES = {
         lost(healthy(), ("b", "c"), mtu=1400),
         "fail",
         "packets above 1400 bytes are lost between b and c, although the MTU is 1500",
-        "find what drops them, or on both hosts: ip link set eth0 mtu 1400",
+        "find the device that drops them, or run ip link set eth0 mtu 1400 on both hosts",
     ),
     "packets that a host loses": Bad(
         check_mtu,

@@ -1,23 +1,27 @@
 """A run directory becomes a story, a cause of the right kind, what was lost, and what to type."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from refusals import refuses
-from shardwise.diagnosis.guard.hang import RankProgress, RankStatus, Wait
+from shardwise.diagnosis.guard.guard import RANKS_CONTINUE
+from shardwise.diagnosis.guard.hang import RankProgress, RankStatus, Wait, decide
 from shardwise.diagnosis.run.cause import place_of
 from shardwise.diagnosis.run.explain import check_lost, check_progress, describe_events, explain, next_commands
 from shardwise.diagnosis.run.facts import Event, RunFacts, read_run
 from shardwise.runs import RunDirectory
 from shardwise.runs.call_reader import Call
 from shardwise.runs.calls import CallRing, GroupKey, Operation, pack
-from shardwise.runs.events import LaunchLog
+from shardwise.runs.events import EventLog, LaunchLog
 from shardwise.runs.failure import Failure, write_failure
 from shardwise.runs.recorder import Mark
 
@@ -103,6 +107,54 @@ ENDS = {
 }
 
 
+STOPPED = [(0, -15, None, True), (1, -15, None, True)]
+WAITS = "rank 0 waits in all_reduce #2 for 10 s; rank 1 is at train.py:9"
+
+
+def test_a_hang_that_a_stop_request_ended_is_a_hang(tmp_path):
+    write_run(tmp_path / "hung", STOPPED, hang=WAITS, finish="stopped")
+    report = explain(read_run(tmp_path / "hung"))
+    assert (report.state, report.kind, report.exit_code) == ("stopped", "hang", 3)
+    assert WAITS in report.verdicts[0].fact
+    assert "stacks" in report.verdicts[0].fix
+    run = write_run(tmp_path / "continued", hang=WAITS)
+    with contextlib.closing(EventLog(run.launcher_events())) as log:
+        log.write("note", text=RANKS_CONTINUE)
+        log.write("finish", state="stopped", restarts=0)
+    assert explain(read_run(run.path)).kind == "interrupted"
+    write_run(tmp_path / "differ", STOPPED, hang="ranks differ in the dtype at the same call", finish="stopped")
+    assert explain(read_run(tmp_path / "differ")).kind == "interrupted"
+
+
+def test_the_view_of_node_0_decides_after_node_1_was_cut_off(tmp_path):
+    run = write_run(tmp_path / "run")
+    with contextlib.closing(LaunchLog(run, 0)) as hub, contextlib.closing(LaunchLog(run, 1)) as other:
+        for log, pids in ((hub, {0: 1}), (other, {1: 2})):
+            log.attempt(0, pids, target="train.py", world_size=2, nodes=2)
+        other.exit(1, -15, stopped=True, failure=None)
+        other.verdict("node 0 (10.0.0.1), which runs the store, was silent for 5 s, so all ranks were stopped")
+        other.finish("failed", restarts=0)
+        hub.note("node 1 (b) is lost: silent for 5 s")
+        hub.attempt(0, {0: os.getpid()}, target="train.py", world_size=1, nodes=1)
+        assert explain(read_run(run.path)).state == "running"
+        hub.exit(0, -15, stopped=True, failure=None)
+        hub.finish("stopped", restarts=0)
+    report = explain(read_run(run.path))
+    assert (report.state, report.kind) == ("stopped", "interrupted")
+    told = [line.partition(" s  ")[2] for line in report.story]
+    assert "node 1 (b) is lost: silent for 5 s" in told
+    assert told.count(f"rank 0 started on {os.uname().nodename}: train.py") == 2
+    assert [line for line in told if line.startswith("node 1: ")] == [
+        "node 1: verdict: node 0 (10.0.0.1), which runs the store, was silent for 5 s, so all ranks were stopped",
+        "node 1: the run has failed",
+    ]
+
+
+def test_a_sentence_of_several_nodes_is_in_the_story_once():
+    found = [Event(float(n), "verdict", None, {"text": WAITS}, node=n) for n in range(2)]
+    assert len(describe_events(found)) == 1
+
+
 @pytest.mark.parametrize("kind", ENDS)
 def test_the_end_of_a_run_is_told_by_its_kind(tmp_path, kind):
     how, words = ENDS[kind]
@@ -121,6 +173,19 @@ def test_a_rank_that_only_lost_its_peer_is_not_the_cause(tmp_path):
     write_run(tmp_path / "run", **ENDS["exception"][0], finish="failed")
     ranks = next(one for one in explain(read_run(tmp_path / "run")).verdicts if one.name == "ranks")
     assert ranks.fact == "rank 0 failed after it: they lost the connection to it"
+
+
+def test_a_rank_that_destroyed_its_process_group_before_its_peers_is_the_cause(tmp_path):
+    ring = CallRing(RunDirectory(tmp_path / "run").calls(1))
+    ring.leave_world()
+    lost = failure(0, "RuntimeError", LOST_PEER, peer_lost=True)
+    write_run(
+        tmp_path / "run", [(0, 1, structs.replace(lost, at=time.time()), False), (1, 0, None, True)], finish="failed"
+    )
+    report = explain(read_run(tmp_path / "run"))
+    assert report.kind == "early exit"
+    assert f"rank 1 on {os.uname().nodename} destroyed its process group" in report.verdicts[0].fact
+    assert "number of steps" in report.verdicts[0].fix
 
 
 def test_device_memory_is_oom_with_what_to_do(tmp_path):
@@ -275,6 +340,11 @@ def test_a_rank_that_others_wait_for_is_named_with_the_collective():
     assert verdict.state == "fail"
     assert verdict.fact.startswith("ranks 0-1 wait in all_reduce #5 at train.py:88 for 30 s; rank 2 has not arrived")
     assert explain(going(ranks=ranks)).state == "stuck"
+
+
+def test_the_host_of_a_missing_rank_is_named_on_several_nodes():
+    ranks = {0: in_call(0, 5, for_s=30), 1: replace(in_call(1, 4), host="node-b")}
+    assert "; rank 1 on node-b has not arrived" in decide(ranks, 10.0).text
 
 
 def test_ranks_that_wait_for_a_moment_are_not_stuck():

@@ -44,7 +44,7 @@ def test_names_that_cannot_be_are_refused_with_what_to_write(backend, refusal):
     [
         ("nccl", "CUDA build of torch"),
         ("cpu:gloo,cuda:nccl", "CUDA build of torch"),
-        ("ucc", "torch built with UCC"),
+        ("ucc", "USE_UCC=1"),
     ],
 )
 def test_a_backend_this_torch_lacks_is_refused_with_where_to_get_it(backend, where):

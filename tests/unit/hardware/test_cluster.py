@@ -46,7 +46,9 @@ def test_text_names_a_cluster(text, device, nodes, per_node):
         ("-8xH100", ("hardware.cluster-count-invalid", "-8")),
         ("8x0xH100", ("hardware.cluster-count-invalid", 0)),
         ("8xH1000", ("hardware.unknown-device", "'H1000'", "'h100'")),
-        ("8xsofa", ("hardware.unknown-device", "choose one of A10,")),
+        ("8xsofa", ("hardware.unknown-device", "choose one of A10,", "2xthis")),
+        ("2xcpu-1.2.3c", ("hardware.unknown-device", "'cpu-1.2.3c'")),
+        ("2xcpu-777c", ("hardware.unknown-device", "'cpu-777c'", "2xthis")),
         ("", ("hardware.cluster-empty", "COUNTxDEVICE")),
         ("8", ("hardware.unknown-device", "'8'")),
         ("2x2x2xH100", ("hardware.cluster-syntax", "'2x2x2xH100'")),
@@ -85,6 +87,8 @@ def test_this_machine_without_gpus_shares_its_cores(monkeypatch):
     assert (one.device.memory_bytes, two.device.memory_bytes) == (64 * GIB, 32 * GIB)
     assert two.device.peak("fp32") == one.device.peak("fp32") / 2
     assert two.num_nodes == 1
+    assert parse_cluster("2xcpu-4c") == two  # the name that plan prints
+    assert parse_cluster("2xcpu-8c").num_nodes == 2  # two such machines, as plan recommends where nothing fits
 
 
 def gpus(*names):

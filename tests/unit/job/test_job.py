@@ -1,4 +1,7 @@
+import dataclasses
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +68,22 @@ def test_override_reaches_the_optimizer():
     assert override_job(make(), {"optimizer.lr": "3e-4"}).optimizer.lr == 3e-4
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_override_reaches_early_stopping_alone_or_in_a_list(is_alone):
+    stopping = sw.EarlyStopping("loss", 2)
+    job = make(on_evaluate=stopping if is_alone else [print, stopping])
+    changed = override_job(job, {"on_evaluate.min_delta": "0.08"}).on_evaluate
+    changed = changed if is_alone else changed[1]
+    assert (changed.metric, changed.patience, changed.min_delta, stopping.min_delta) == ("loss", 2, 0.08, 0.0)
+    for key, value, refusal in [
+        ("min_dleta", "1", ("cli.set-unknown-key", "'min_delta'")),
+        ("min_delta", "much", ("job.early-stopping-min-delta", "'much'")),
+        ("metric", "accuracy", ("job.early-stopping-mode", "'accuracy'")),
+    ]:
+        with refuses(*refusal):
+            override_job(job, {f"on_evaluate.{key}": value})
+
+
 def test_overriding_a_length_drops_the_others():
     job = override_job(make(), {"steps": "7"})
     assert (job.epochs, job.steps) == (None, 7)
@@ -118,3 +137,10 @@ def test_decaying_schedules_rise_then_fall_to_the_floor(schedule):
 
 def test_schedule_of_one_step_is_finite():
     assert sw.schedules.Cosine()(0, 1) == 1
+
+
+def test_reference_of_jobs_lists_every_field():
+    page = Path(__file__).resolve().parents[3] / "docs" / "reference" / "jobs.md"
+    table = page.read_text().partition("| field |")[2].partition("\n\n")[0]
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named == {field.name for field in dataclasses.fields(sw.Job)}

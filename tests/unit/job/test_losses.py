@@ -58,3 +58,21 @@ def test_the_loss_of_transformers_weighs_tokens_alike_however_rows_are_grouped()
     assert sum(returned.sum(model(**row), row) for row in apart) == pytest.approx(total)
     theirs = model(**rows, num_items_in_batch=returned.count(rows)).loss
     assert theirs * returned.count(rows) == pytest.approx(total)
+
+
+def test_metrics_of_dict_batches_count_as_the_losses_do(logits):
+    output, batch = SimpleNamespace(logits=logits), {"labels": LABELS}
+    guessed = logits.argmax(-1)
+    in_place, shifted = sw.metrics.label_accuracy, sw.metrics.next_token_accuracy
+    output.logits = torch.nn.functional.one_hot(LABELS.clamp(min=0), 7)  # right in every position that counts
+    assert in_place.sum(output, batch) == in_place.count(batch) == sw.losses.labels.count(batch) == 6
+    assert shifted.sum(output, batch) == 0
+    assert shifted.sum(output.logits.roll(-1, 1), batch) == shifted.count(batch) == sw.losses.next_token.count(batch)
+    classes = SimpleNamespace(logits=logits[:, 0])
+    assert sw.metrics.accuracy.sum(classes, {"labels": guessed[:, 0]}) == 2
+    assert sw.metrics.accuracy.sum(logits[:, 0], (None, guessed[:, 0])) == 2
+    with refuses("loss.labels-per-token", [2, 4], "next_token_accuracy"):
+        sw.metrics.accuracy.sum(output, batch)
+    for function in (sw.metrics.token_accuracy.count, lambda batch: sw.metrics.token_accuracy.sum(logits, batch)):
+        with refuses("loss.batch-is-dict", "token_accuracy", "sw.metrics.next_token_accuracy"):
+            function(batch)

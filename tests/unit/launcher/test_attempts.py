@@ -134,6 +134,18 @@ raise ValueError(sys.argv[1])
     assert "odd \\udcff.py" in events[0]["target"]
 
 
+def test_bad_input_of_a_script_is_one_sentence_and_its_line_without_tracebacks(run):
+    text = """
+from shardwise.errors import PlanError
+raise PlanError("tp=3 is too many" + " ranks" * 50, code="plan.test", fix="set tp=2")
+"""
+    launched = run.launch(text, nproc=2, fork=True)
+    where, verdict = explain_outcome(launched.outcome, run.directory).splitlines()[-2:]
+    assert run.errors == ["", ""]
+    assert "script.py:3" in where
+    assert "set tp=2 [plan.test]" in verdict
+
+
 @needs_small_disk
 @pytest.mark.parametrize("fork", [True, False])
 def test_full_disk_is_the_cause_of_a_rank_that_could_not_write_its_traceback(tmp_path, fork):

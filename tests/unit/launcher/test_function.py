@@ -88,6 +88,35 @@ def test_bad_count_is_refused():
         sw.launch(add_up, nproc=0)
 
 
+def test_options_of_launch_are_not_passed_to_the_function():
+    from refusals import refuses
+
+    def loaded(name, *, suffix=""):
+        import sys
+
+        return name in sys.modules, suffix
+
+    assert sw.launch(loaded, "torch", suffix="x", nproc=1) == [(True, "x")]
+    assert sw.launch(loaded, "torch", suffix="x", nproc=1, start_method="spawn") == [(False, "x")]
+    with refuses("spec.value-invalid", "forkserver"):
+        sw.launch(loaded, "torch", start_method="forkserver")
+    with refuses("launch.option-of-scripts", "max_restarts", "nproc", "start_method"):
+        sw.launch(loaded, "torch", nproc=1, max_restarts=3)
+
+
+def test_a_parameter_with_the_name_of_an_option_is_refused_unless_passed_by_position():
+    from refusals import refuses
+
+    def role_of(role, tee=1):
+        return role, tee
+
+    with refuses("launch.option-is-parameter", "role_of", "tee"):
+        sw.launch(role_of, "main", nproc=1, tee="3")
+    with refuses("launch.option-is-parameter", "role_of", "role"):
+        sw.launch(role_of, role="main", nproc=1)
+    assert sw.launch(role_of, "main", 3, nproc=1) == [("main", 3)]
+
+
 def test_plain_script_needs_no_main_guard(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import shardwise as sw\nprint(sw.launch(lambda: 'done', nproc=2))\n")

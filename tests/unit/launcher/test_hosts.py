@@ -5,7 +5,9 @@ import pytest
 from refusals import refuses
 from shardwise.cli.main import main
 from shardwise.errors import LaunchError
+from shardwise.launcher.spec import SubmitSpec
 from shardwise.launcher.ssh.run import HostSpec, read_hosts
+from shardwise.runner.remote import forwarded_variables
 
 
 def test_a_list_is_read_in_order():
@@ -75,3 +77,16 @@ def test_train_refuses_hosts_of_different_size_before_it_connects(capsys, words,
     said = capsys.readouterr().err
     assert sentence in said
     assert "on every host" in said
+
+
+def test_variables_of_libraries_and_those_of_env_reach_every_host():
+    environ = {"HF_HOME": "/hf", "CUDA_HOME": "/cuda", "CUDA_VISIBLE_DEVICES": "0", "MY_KEY": "k", "OTHER": "o"}
+    environ |= {"HF_TOKEN": "t", "WANDB_API_KEY": "k"}  # credentials are sent only by --env
+    found = forwarded_variables(environ, ("MY_KEY", "MODE=a=b"))
+    assert found == {"HF_HOME": "/hf", "CUDA_HOME": "/cuda", "MY_KEY": "k", "MODE": "a=b"}
+    for text in ("UNSET", "=x"):
+        with refuses("launch.env-not-set", text, kind=LaunchError):
+            forwarded_variables(environ, (text,))
+    with refuses("cli.option-not-applicable", "MY_KEY", kind=LaunchError) as refused:
+        SubmitSpec(env=("MY_KEY=secret",))
+    assert "secret" not in str(refused.value)

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from refusals import refuses
+from shardwise.launcher.nodes import node as node_module
 from shardwise.launcher.nodes.hub import start_hub
 from shardwise.launcher.nodes.membership import NodeLimits
 from shardwise.launcher.nodes.messages import (
@@ -70,6 +71,22 @@ def test_two_nodes_join_a_round_and_learn_how_it_ended(port):
     assert heard(a, Over) == heard(b, Over) == Over()
     a.close()
     b.close()
+
+
+def test_the_limit_of_silence_is_that_of_node_0(monkeypatch):
+    monkeypatch.setattr(node_module, "BEAT_S", 60.0)  # no node sends a second heartbeat
+    limits = NodeLimits(least=1, most=2, join_s=60, lost_s=0.4)
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        hub = start_hub(listener, "secret", limits, facts=FACTS, host="a", run="/run")
+    start = time.monotonic()
+    a = join(port)
+    while not a.lost and time.monotonic() < start + 60:
+        time.sleep(0.01)
+    assert 0.3 < time.monotonic() - start < 4.0
+    assert a.lost
+    a.close()
+    hub.end()
 
 
 def relayed(link, seconds=60):

@@ -98,6 +98,23 @@ def test_a_job_runs_the_same_command_on_every_node(capsys):
     assert documents["Job"]["spec"]["completions"] == 2
 
 
+@pytest.mark.parametrize(
+    ("volumes", "options", "expected"),
+    [
+        (",volume=in:/in:ro,volume=data:/data", [], ["--run-dir=/data/runs/job", "--resume=auto"]),
+        (",volume=data:/data", ["--run-dir=/data/a", "--resume=never"], ["--run-dir=/data/a", "--resume=never"]),
+        ("", [], []),
+    ],
+)
+def test_pods_of_a_training_resume_from_a_run_directory_on_their_volume(capsys, volumes, options, expected):
+    assert main(["train", "job.py", *options, "--kubernetes", f"image=i{volumes}"]) == 0
+    shown = capsys.readouterr()
+    [job] = [document for document in yaml.safe_load_all(shown.out) if document["kind"] == "Job"]
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert [each for each in command if each.startswith(("--run-dir", "--resume"))] == expected
+    assert ("volume=" in shown.err) == (not volumes)
+
+
 def test_a_train_job_joins_at_the_pod_that_its_job_set_names(capsys):
     documents = emit(capsys, "image=i,kind=trainjob", "--nproc-per-node=3")
     trainer = documents["TrainJob"]["spec"]["trainer"]

@@ -1,6 +1,7 @@
 import signal
 
 from shardwise.launcher.policy import Finish, GiveUp, RankExit, Restart, decide, root_cause
+from shardwise.runs.call_reader import LastCalls
 from shardwise.runs.failure import Failure, describe_failure
 
 
@@ -38,6 +39,27 @@ def test_rank_that_left_with_zero_is_the_cause_of_a_lost_peer():
     assert root_cause([lost, late, stopped]).rank == 0
     own = exit_(4, failure=failure(4), at=2.0)
     assert root_cause([lost, early, own]).rank == 4
+
+
+def test_rank_that_destroyed_its_process_group_is_the_cause_of_a_lost_peer_though_it_was_stopped_later():
+    lost = exit_(0, failure=failure(0, at=5.0, peer_lost=True), at=2.0)
+    left = exit_(1, -15, at=4.0, stopped=True, calls=LastCalls(left_at=4.0))
+    on_stop = exit_(2, -15, at=4.0, stopped=True, calls=LastCalls(left_at=6.0))  # while it was stopped
+    assert root_cause([lost, left, on_stop]).rank == 1
+    assert root_cause([lost, on_stop]).rank == 0
+    assert root_cause([lost, left, exit_(3, -9)]).rank == 3
+
+
+def test_a_restart_has_the_reason():
+    def why(cause):
+        return Restart(attempt=1, cause=cause).why
+
+    assert why(exit_(1, -9, node_name="node 1 (b)")) == "rank 1 on node 1 (b) failed: SIGKILL"
+    assert why(exit_(1, 7)) == "rank 1 failed: exit code 7"
+    assert why(exit_(1, failure=failure(1))) == "rank 1 failed: E"
+    assert why(exit_(1, 0)) == "rank 1 exited before the other ranks: exit code 0"
+    left = exit_(1, -15, stopped=True, calls=LastCalls(left_at=4.0))
+    assert why(left) == "rank 1 destroyed its process group before the other ranks"
 
 
 def test_peers_of_a_rank_that_aborted_get_the_time_to_fail_by_themselves():

@@ -2,6 +2,7 @@
 
 import signal
 
+import msgspec
 import pytest
 from diagnosis.collectives import call
 
@@ -24,9 +25,10 @@ from shardwise.launcher.nodes.messages import (
     Welcome,
 )
 from shardwise.launcher.nodes.roster import GATHER_S, Roster
-from shardwise.launcher.policy import RankExit
+from shardwise.launcher.policy import RankExit, root_cause
 from shardwise.runs.call_reader import LastCalls
 from shardwise.runs.calls import GroupKey
+from shardwise.runs.failure import describe_failure
 
 FACTS = {"shardwise": "1", "torch": "2.13.0", "command": "train.py"}
 
@@ -176,7 +178,7 @@ def test_lost_node_ends_a_run_that_cannot_do_without_it():
     end(run, 0, 0, exit_of(0, 1))
     over = run.took(Over)[0]
     assert over.failed
-    assert over.lost == "node 1 (b) is lost: its connection closed, and 1 node left of at least 2"
+    assert over.lost == "node 1 (b) is lost: its connection closed; the run requires 2 nodes, got 1"
 
 
 def test_loss_of_node_zero_ends_the_run_for_all():
@@ -340,6 +342,17 @@ def test_a_verdict_that_stopped_the_ranks_is_a_failure_that_restarts_or_ends_the
     assert all(message.failed and message.lost == "rank 1 sleeps on node 0 (a)" for message in over.values())
 
 
+def test_a_rank_that_left_its_process_group_is_the_cause_on_every_node():
+    run = running(2, 2, 2)
+    message = "gloo/transport/tcp/pair.cc: Connection closed by peer"
+    failure = msgspec.structs.replace(describe_failure(RuntimeError(message), 0), at=5.0)
+    lost = RankExit(rank=0, returncode=1, failure=failure)
+    end(run, 0, 0, lost)
+    end(run, 1, 0, RankExit(rank=1, returncode=-15, stopped=True, calls=LastCalls(left_at=4.0)))
+    for over in run.took(Over).values():
+        assert over.cause.rank == root_cause(over.exits).rank == 1
+
+
 def test_an_abort_by_gloo_is_explained_by_the_last_calls_of_ranks_of_two_nodes():
     run = running(2, 2, 2)
     pair = GroupKey("0", 0, (0, 1))
@@ -354,4 +367,4 @@ def test_an_abort_by_gloo_is_explained_by_the_last_calls_of_ranks_of_two_nodes()
     over = run.took(Over)
     assert over[1].mismatch.startswith("rank 1 did not call all_reduce #4 (sum float32*4) at /x/a.py:10")
     assert "rank 1 was at /x/a.py:11" in over[0].mismatch
-    assert over[0].cause.calls is None
+    assert [exit_.rank for exit_ in over[0].exits] == [over[0].cause.rank] == [0]

@@ -226,3 +226,12 @@ def test_a_queued_job_is_kept_when_squeue_does_not_respond(tmp_path, monkeypatch
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(slurm_submit, "_COMMAND_TIMEOUT_S", 0.5)
     assert slurm_submit.submit(tmp_path / "script") == "77"
+
+
+def test_controller_that_is_not_reachable_is_not_a_rejected_job(tmp_path, monkeypatch):
+    text = "sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host"
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho '{text}' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with refuses("launch.slurm-unreachable", "Unknown host", "sinfo", "SLURM_CONF"):
+        slurm_submit.submit(tmp_path / "script")

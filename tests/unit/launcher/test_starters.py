@@ -13,7 +13,7 @@ from shardwise.launcher.local.attempts import describe_lost
 from shardwise.launcher.local.processes import RankProcess, RendezvousResult, StartRendezvous
 from shardwise.launcher.local.starters import ForkStarter, Output, PlainStarter
 from shardwise.launcher.local.supervise import supervise
-from shardwise.launcher.local.target import Program
+from shardwise.launcher.local.target import Program, Script
 from shardwise.launcher.transport import MessageStream
 
 
@@ -45,6 +45,24 @@ def test_a_rendezvous_gets_the_environment_and_no_command_line_shows_it():
     finally:
         process.end()
         ours.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
+def test_a_forked_rank_has_its_own_title(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "from pathlib import Path\nfor name in ('comm', 'cmdline', 'environ'):\n"
+        "    print(Path('/proc/self', name).read_bytes().rstrip(b'\\0\\n')[:40])\n"
+    )
+    environ = {"FIRST": "kept", **variables("")}
+    with ForkStarter.start(environ, ()) as starter:
+        assert not starter.wait_until_ready()
+        output = Output(stdout=tmp_path / "out", stderr=tmp_path / "err")
+        target = Script(str(tmp_path / "train.py"))
+        rank = starter.start_rank(12, target, environ, output=output, failure=tmp_path / "error")
+        supervise([rank], failure_of=lambda *_: None, timeout_s=60)
+    comm, cmdline, kept = (tmp_path / "out").read_text().splitlines()
+    assert (comm, cmdline) == ("b'rank12 train.py'", "b'train.py [rank 12]'")
+    assert "rank" not in kept
 
 
 class KilledWhenPolled(RankProcess):

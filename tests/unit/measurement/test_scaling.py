@@ -71,7 +71,7 @@ def test_limits_name_shared_cores_and_the_part_that_costs_most():
     second = {"compute": 0.021, "communication": 0.006, "data": 0.0, "idle": 0.0}
     strong = curve(point(1, 100.0, **first), point(2, 140.0, **second))
     [words] = limits(strong, SharedResources(cores=2))
-    assert words.startswith("2 ranks: 70% ± 3% of ideal; they share 2 cores, which 1 rank had before;")
+    assert words.startswith("2 ranks: 70% ± 3% of ideal; they share the 2 cores that 1 rank used;")
     assert words.endswith("; the largest loss is exposed communication (+6.0 ms per step)")
     assert "they share 1 GPU;" in limits(strong, SharedResources(gpus=1))[0]
     assert "share" not in limits(strong, SharedResources(gpus=2))[0]

@@ -7,11 +7,13 @@ import sys
 import threading
 import time
 
+import msgspec
 import pytest
 from rich.console import Console
 from runs.synthetic import attempt_event, empty_run, large_run, start_event, steps_event, write
 
 from refusals import refuses
+from shardwise.job import refer
 from shardwise.monitor.compare import compare_runs
 from shardwise.monitor.terminal import picture, report_of, show, show_live
 from shardwise.monitor.watch import watch
@@ -160,6 +162,30 @@ def test_two_runs_are_compared_by_settings_results_and_losses_at_the_same_step(t
     assert rows["test top1"][-2:] == ["0.5", "0.75"]
     assert rows["steps"] == ["steps", "4", "of", "4", "2", "of", "2"]
     assert "loss of narrow" in text
+    assert "losses at 2 common steps (1 to 2): largest difference 0.25, at step 2" in text
+
+
+def test_a_value_that_one_run_overrides_stands_beside_the_constant_of_the_job_file(tmp_path):
+    job = tmp_path / "job.py"
+    job.write_text("def job(width: int = 8, *, depth=2):\n    return sw.Job(optimizer=sw.adamw(lr=1e-3), seed=SEED)\n")
+    values = {"width": "64", "depth": "2", "optimizer.lr": "0.1", "seed": "1"}
+    runs = [swept_run(tmp_path / name, width=64, losses=[3.0, 2.0], accuracy=0.5) for name in ("set", "default")]
+    for run, overrides in zip(runs, (values, {}), strict=True):
+        run.job.write_bytes(msgspec.json.encode(refer(str(job), overrides)))
+    rows = compare_runs(*map(RunState, runs)).splitlines()
+    found = dict(row.removeprefix("job.overrides.").split(maxsplit=1) for row in rows if row.startswith("job."))
+    assert {name: text.split() for name, text in found.items()} == {
+        "width": ["64", "8"],
+        "optimizer.lr": ["0.1", "0.001"],
+        "seed": ["1", "-"],
+    }
+    assert "losses at 2 common steps (1 to 2): equal to 6 digits" in rows
+
+
+def test_curves_of_compared_runs_share_their_steps():
+    rows = [(step, 1.0, 1.0, 1.0) for step in range(60, 81)]
+    (line,) = draw_curve(rows, 101, 1, 0.0, 1.0, braille=False, steps=(0, 100))
+    assert (line.find("#"), line.rfind("#")) == (60, 80)
 
 
 def test_without_a_path_the_newest_run_is_watched(tmp_path, monkeypatch, capsys):

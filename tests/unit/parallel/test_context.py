@@ -109,7 +109,7 @@ REFUSED = {
     ),
     "heads": (
         lambda x: functional.scaled_dot_product_attention(x[:, :1], x, x),
-        ("plan.cp-heads-not-divisible", "cp=2", "1 attention heads", "cp 1"),
+        ("plan.cp-heads-not-divisible", "cp=2", "1 attention heads", "cp to 1"),
     ),
 }
 

@@ -256,17 +256,17 @@ REFUSED = [
     ("replicate2.shard2", {"zero": "1"}, ("support.sync-every-option", "zero = 1")),
     ("ddp", {"precision": "fp16"}, ("support.sync-every-option", "loss scale")),
     ("ddp", {"offload.optimizer": "cpu"}, ("support.sync-every-option", 'offload.optimizer = "none"')),
-    ("ddp", {"capture": "step"}, ("support.sync-every-option", 'use capture = "none"')),
-    ("ddp", {"communication.static_graph": "true"}, ("support.sync-every-option", "use static_graph = false")),
+    ("ddp", {"capture": "step"}, ("support.sync-every-option", 'capture = "none"')),
+    ("ddp", {"communication.static_graph": "true"}, ("support.sync-every-option", "static_graph = false")),
     (
         "ddp",
         {"communication.find_unused_parameters": "true"},
-        ("support.sync-every-option", "use find_unused_parameters = false"),
+        ("support.sync-every-option", "find_unused_parameters = false"),
     ),
     (
         "ddp",
         {"communication.broadcast_buffers": "true"},
-        ("support.sync-every-option", "use broadcast_buffers = false"),
+        ("support.sync-every-option", "broadcast_buffers = false"),
     ),
     ("ddp", {"communication.compression": "bf16"}, ("support.compression-without-ddp",)),
     ("ddp", {"engine": "deepspeed"}, ("support.deepspeed-option",)),
@@ -312,7 +312,8 @@ def test_synced_batch_norms_are_refused_and_local_ones_meet_with_their_replicas(
 
 def test_rounds_are_marked_as_changing_numbers():
     plan = settle_plan("ddp+communication.sync_every=4", batch_size=8, nproc=2)
-    assert list(changed_numbers(plan, has_batch_norm=False)) == ["lets replicas train on their own between syncs"]
+    changes = list(changed_numbers(plan, has_batch_norm=False))
+    assert changes == ["trains replicas independently between synchronizations"]
 
 
 def test_a_plan_refitted_to_one_replica_has_no_rounds():

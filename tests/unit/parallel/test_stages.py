@@ -156,7 +156,7 @@ def test_layers_that_share_a_parameter_are_refused_by_both_names():
     layers = nn.Sequential(*(Block() for _ in range(4)))
     layers[3].inner.weight = layers[0].inner.weight
     both = "0.inner.weight and 3.inner.weight"
-    with refuses("support.pipeline-tied-weights", both, "stages 0 and 1", "pp = 1"):
+    with refuses("support.pipeline-tied-weights", both, "stages 0 and 1", "pp=1"):
         halves(layers, layers="")
 
 

@@ -70,7 +70,7 @@ def test_what_changes_numbers_is_named_and_nothing_else():
     assert changes("ddp+precision=bf16") == ["computes in bf16"]
     assert changes("ddp+communication.compression=powersgd") == ["compresses gradients by powersgd"]
     assert changes("ddp+batch_norm=local") == []
-    assert changes("ddp+batch_norm=local", has_batch_norm=True) == ["normalises each rank's rows by themselves"]
+    assert changes("ddp+batch_norm=local", has_batch_norm=True) == ["computes batch statistics per rank"]
 
 
 def test_equality_is_judged_in_one_dtype_throughout():

@@ -8,8 +8,9 @@ import pytest
 from shardwise.cli.main import main
 from shardwise.job import load_job, refer
 from shardwise.job.job import rules_to_toml
-from shardwise.parity.propose import propose_rules
-from shardwise.parity.spec import VerifySpec
+from shardwise.parallel.propose_rules import ProposedSplit
+from shardwise.parity.propose import RulesReport, narrow, propose_rules
+from shardwise.parity.spec import KEYED, RANDOM, Finding, Gap, PlanVerdict, VerifySpec
 from shardwise.parity.verify import verify
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -67,6 +68,32 @@ def test_a_recurrent_model_cannot_be_cut_and_exits_with_3(capfd):
     assert json.loads(shown.out)["rules"] == {}
     (line,) = shown.err.strip().splitlines()
     assert "Recurrent cannot be sharded for tp=2" in line
+
+
+class SamplingTrials:
+    """Trials of a model that samples random numbers in functional dropout."""
+
+    def __init__(self):
+        self.tried = []
+        self.last = None
+
+    def passes(self, rules):
+        self.tried.append(rules)
+        gap = Gap(kind="loss", name="", step=2, relative=8e-6, limit=1e-9)
+        finding = Finding(cause=RANDOM, evidence=f"blocks.0 samples random numbers: {KEYED}")
+        self.last = PlanVerdict(plan="tp", status="failed", findings=(finding,), first=gap)
+        return False
+
+
+def test_a_model_that_samples_is_tried_once_and_the_sentence_ends_with_keyed_masks():
+    trials = SamplingTrials()
+    splits = [ProposedSplit(name=name, options=({name: "column"},)) for name in ("one", "two")]
+    assert narrow(splits, trials) == {}
+    assert len(trials.tried) == 1
+    facts = {"job": "gpt", "model": "GPT", "nproc": 2, "rules": {}, "weakened": {}, "exit_code": 3}
+    summary = RulesReport(verdict=trials.last, **facts).summary
+    assert "blocks.0" in summary
+    assert summary.endswith(KEYED)
 
 
 BAD = {

@@ -45,7 +45,7 @@ def test_elements_whose_gradient_is_noise_are_left_out_and_counted():
 def test_keyed_masks_are_compared_with_dropout_on():
     report = report_on(["ddp", "zero3+accumulation=2", "ddp+compile=blocks"], job="keyed_dropout")
     assert [verdict.status for verdict in report.verdicts] == ["passed", "passed", "refused"]
-    assert report.notes == ("dropout is on: its masks are keyed",)
+    assert report.notes == ("dropout is on, because its masks are keyed",)
 
 
 def test_whatever_a_model_draws_is_compared_where_masks_are_keyed():
@@ -151,7 +151,7 @@ def test_a_job_that_one_process_cannot_train_is_said_so():
 
 
 def test_a_report_notes_that_no_full_step_followed_the_short_one():
-    assert report_on(["ddp"], nproc=1, steps=2).notes[1].startswith("no full step followed a short one")
+    assert report_on(["ddp"], nproc=1, steps=2).notes[1].startswith("no full step followed a partial one")
 
 
 def test_report_survives_json_and_has_its_tables():

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from refusals import refuses
 from shardwise.data import loaders
 from shardwise.parity import progress
 from shardwise.parity.kill import Kill, choose_kills
+from shardwise.parity.resume import other_worlds
+from shardwise.parity.spec import settle_plan
 from shardwise.parity.verify import verify
 from shardwise.training import saving
 from shardwise.training.step import plain
@@ -37,6 +40,22 @@ def test_sound_resumes_pass_under_the_next_plan_on_other_ranks():
         assert verdict.worst.relative < 1e-11
         assert verdict.measure.endswith(f"resumed on 2 ranks, then as {following} on 1 rank")
     assert report.to_text().splitlines()[-1] == "jobs: 2 passed; 5 steps on 2 ranks, compared with an uninterrupted run"
+
+
+@pytest.mark.parametrize(
+    ("nproc", "plans", "last"),
+    [
+        (2, ["fsdp", "tp"], "tp on 2 ranks"),
+        (2, ["tp", "fsdp"], "fsdp on 1 rank"),
+        (2, ["tp"], "tp on 1 rank"),
+        (4, ["fsdp", "tp"], "tp on 2 ranks"),
+    ],
+)
+def test_the_next_plan_keeps_its_ranks_only_if_one_rank_would_shard_nothing(nproc, plans, last):
+    runner = SimpleNamespace(batch_size=8, framework="torch")
+    plan = settle_plan(plans[0], batch_size=8, nproc=nproc)
+    (label, _), *_ = other_worlds(runner, plans[0], plan, plans, has_batch_norm=False)
+    assert label == last
 
 
 def test_keyed_masks_are_the_same_on_other_ranks():

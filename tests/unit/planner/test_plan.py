@@ -42,6 +42,16 @@ def test_the_command_shows_what_the_report_is(report, capfd, tmp_path):
     assert capfd.readouterr().out == report.to_text() + "\n"
 
 
+def test_families_with_the_same_reason_are_on_one_line():
+    report = sw.plan("gpt2", cluster="1xH100", batch_size=64)
+    rejected = report.rejected["tp"]
+    families = [family for family, why in report.rejected.items() if why == rejected]
+    assert {"zero1", "tp", "pp"} <= set(families)
+    assert [line for line in report.to_text().splitlines() if rejected in line] == [
+        f"{', '.join(families)}: {rejected}"
+    ]
+
+
 def test_a_spec_travels_as_json_and_asks_the_same(report):
     spec = PlanSpec.from_json(report.spec.to_json())
     assert spec == report.spec

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from shardwise.recorder import start_record
 from shardwise.runs import RunDirectory, calls
-from shardwise.runs.call_reader import CallReader
+from shardwise.runs.call_reader import CallReader, read_last_calls
 from shardwise.testing import run_ranks
 
 HERE = Path(__file__).name
@@ -53,6 +53,18 @@ def test_collectives_are_recorded_with_reduce_operation_dtype_and_size(tmp_path)
     assert [call.sequence for call in zero] == [1, 2, 3, 4, 5]
     assert all(call.left for call in zero)
     assert {call.group.members for call in zero} == {(0, 1)}
+
+
+def test_the_end_of_the_default_group_is_recorded(tmp_path):
+    run = RunDirectory(tmp_path)
+
+    def body(rank):
+        dist.destroy_process_group(dist.new_group([0, 1]))
+        assert not read_last_calls(run, rank, "").left_at
+        dist.destroy_process_group()
+        assert 0.0 < read_last_calls(run, rank, "").left_at <= time.time()
+
+    recorded(tmp_path, body)
 
 
 def test_the_source_line_is_the_scripts_own(tmp_path):

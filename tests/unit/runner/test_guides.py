@@ -1,14 +1,20 @@
 """The code of the guides on callbacks and hyperparameters trains as these pages describe."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
+import shardwise as sw
+from shardwise.checkpoint.convert.convert import convert
+from shardwise.checkpoint.spec import ConvertSpec
 from shardwise.cli.main import main
 from shardwise.runner.report import read_result
 from shardwise.runs import RunDirectory
 from shardwise.runs.state import RunState
+from shardwise.testing import run_ranks
 
 GUIDES = Path(__file__).resolve().parents[3] / "docs" / "guides"
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -57,3 +63,28 @@ def test_guide_on_hyperparameters():
     accuracy, report = found["best"]
     assert report.result.evaluation["accuracy"] == accuracy > 0.1
     assert found["model"][1].out_features == int(report.run.rpartition("-")[2])
+
+
+def test_guide_on_transformers(tmp_path):
+    """The job's export is a folder that from_pretrained loads; the custom loop has the weights of one process."""
+    transformers = pytest.importorskip("transformers")
+    guide = runpy.run_path(str(GUIDES / "huggingface.py"))
+
+    def body(world):
+        job = guide["job"]()
+        plan = sw.Plan.preset("fsdp" if world.size > 1 else "one", world.size, batch_size=job.batch_size)
+        folder = tmp_path / f"run-{world.size}"
+        folder.mkdir(exist_ok=True)
+        result = sw.train(job, plan, world, run=RunDirectory(folder), show_progress=False)
+        return result.result.evaluation, guide["own_loop"](world)
+
+    (one, wanted), *_ = run_ranks(body, 1)
+    (evaluation, weights), *_ = run_ranks(body, 2)
+    assert evaluation == pytest.approx(one, rel=1e-4)
+    for name, value in wanted.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    convert(ConvertSpec(source=tmp_path / "run-2", target=tmp_path / "folder", to="hf"))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    trained = torch.load(tmp_path / "run-2" / "weights.pt", weights_only=True)
+    assert all(torch.equal(value, trained[name]) for name, value in loaded.state_dict().items())
+    assert loaded.config.architectures == ["LlamaForCausalLM"]

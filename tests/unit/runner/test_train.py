@@ -1,6 +1,8 @@
 """`sw.train` from Python leaves what the command leaves: a run directory, weights, and a report that has both."""
 
 import dataclasses
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,12 @@ import shardwise as sw
 from jobs import sentences_job, token_job_text
 from refusals import refuses
 from shardwise.cli.main import main
+from shardwise.job import refer
+from shardwise.runner.local import open_run, write_run_inputs
 from shardwise.runner.report import TrainReport, read_result
 from shardwise.runs import RunDirectory
 from shardwise.testing import run_ranks
+from shardwise.training.spec import TrainSpec
 
 JOB = sentences_job("llama-tiny", steps=2)
 
@@ -68,6 +73,30 @@ def test_training_that_is_refused_leaves_no_run_directory():
     assert not Path("runs").exists()
 
 
+def test_run_directory_of_the_same_job_is_continued_on_request_only():
+    for name in ("job.py", "other.py"):
+        Path(name).write_text("job = 3")
+    reference, plan = refer("job.py", {}), sw.Plan.preset("ddp", 1, batch_size=8)
+
+    def opened(resume, target=reference):
+        spec = TrainSpec.of("job.py", run_dir="cut", resume=resume)
+        return open_run(spec.replace(save=spec.save.resolved()), target)
+
+    write_run_inputs(opened(None), reference, plan)
+    run = RunDirectory(Path("cut"))
+    assert opened("auto").path == opened("cut").path == run.path  # stopped before its first checkpoint
+    for resume in (None, "never"):
+        with refuses("run.directory-not-empty", "--resume auto", "--resume cut"):
+            opened(resume)
+    with refuses("run.other-job", f"{reference.path}:job"):
+        opened("auto", refer("other.py", {}))
+    run.report_json.write_text("{}")
+    with refuses("run.directory-not-empty", "--run-dir"):
+        opened("auto")
+    run.checkpoints.mkdir()
+    assert opened("auto").path == run.path
+
+
 @pytest.mark.usefixtures("forked_parents")
 def test_report_of_a_job_file_loads_the_trained_model():
     Path("job.py").write_text(token_job_text())
@@ -84,12 +113,33 @@ def test_report_without_weights_and_job_without_file_are_refused():
         report.load_model()
 
 
+def test_dry_run_prints_the_plan_and_what_would_be_submitted_and_starts_nothing(capsys):
+    Path("job.py").write_text(token_job_text())
+    command = ["train", "job.py", "--nproc", "2", "--nnodes", "2", "--save-every", "3", "--dry-run"]
+    assert main([*command, "--master-addr", "a"]) == 0
+    shown = capsys.readouterr().out
+    assert 'layout = "replicate4"' in shown
+    for node in range(2):
+        assert f"train --nnodes=2 --node-rank={node} --master-addr=a" in shown
+    assert main([*command, "--slurm", "time=5"]) == 0
+    script = capsys.readouterr().out
+    assert script.startswith("#!/bin/bash\n#SBATCH --job-name=job\n")
+    assert "--save-every=3 job.py" in script
+    assert "--dry-run" not in shown + script
+    assert not Path("runs").exists()
+
+
 @pytest.mark.usefixtures("forked_parents")
-def test_command_that_a_callback_stops_exits_with_0_and_keeps_its_weights():
+def test_command_that_a_callback_stops_exits_with_0_and_keeps_its_weights(capsys):
     stopping = "on_step=lambda context: sw.STOP if context.step == 2 else None, epochs=1"
     Path("job.py").write_text(token_job_text().replace("epochs=1", stopping))
-    assert main(["train", "job.py", "--nproc", "2", "--run-dir", "run"]) == 0
+    assert main(["train", "job.py", "--nproc", "2", "--run-dir", "run", "--max-restarts", "1"]) == 0
+    assert "--save-every" in capsys.readouterr().err  # a restart would have no checkpoint
     run = RunDirectory(Path("run"))
     report = read_result(run)
     assert (report.result.steps, report.result.is_stopped) == (2, True)
     assert report.weights.exists()
+    written = json.loads(run.report_json.read_text())
+    written["result"]["loss"] = None  # as in a resumed run that only repeats an evaluation
+    run.report_json.write_text(json.dumps(written))
+    assert math.isnan(read_result(run).result.loss)

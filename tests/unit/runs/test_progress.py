@@ -1,4 +1,5 @@
 import io
+import re
 
 from shardwise.runs.progress import ProgressView
 
@@ -35,6 +36,20 @@ def test_without_a_terminal_plain_lines_come_every_few_seconds_and_at_the_end():
     assert "\x1b" not in stream.getvalue()
 
 
+def test_start_report_is_complete_without_a_terminal_and_wrapped_at_spaces_on_a_narrow_one(monkeypatch):
+    long = "1 · 2 · 3 · 4 · 5 · 6 · 7 · 8 · 9 · 10 · 11 · 12 [13]"
+    start = START | {"facts": [["learning rate", long, "Cosine(warmup=0, floor=0.0), as the job sets it"]]}
+    whole = f"{long}  ({start['facts'][0][2]})"
+    monkeypatch.setenv("COLUMNS", "60")
+    for stream in (io.StringIO(), Terminal()):
+        view = ProgressView(stream)
+        view.show(start)
+        view.close()
+        report = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).partition("learning rate")[2]
+        assert " ".join(report.split()).startswith(" ".join(whole.split()))
+        assert (whole in report) == (not stream.isatty())
+
+
 def test_terminal_gets_a_bar_that_moves_and_lines_above_it():
     stream = Terminal()
     view = ProgressView(stream)
@@ -48,3 +63,13 @@ def test_terminal_gets_a_bar_that_moves_and_lines_above_it():
 
 def test_unknown_events_are_passed_over():
     ProgressView(io.StringIO()).show({"kind": "from the future"})
+
+
+def test_evaluation_that_takes_long_is_shown_with_its_number_of_batches():
+    for stream in (io.StringIO(), Terminal()):
+        view = ProgressView(stream)
+        view.show(START)
+        view.show({"kind": "evaluating", "step": 4, "batches": 37, "seconds": 5.2})
+        view.close()
+        assert "evaluating" in stream.getvalue()
+        assert "37 batches" in stream.getvalue()

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from shardwise.runs import EventLog, RunDirectory
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
+from shardwise.training.saving import StoppedError
 from shardwise.training.spec import SaveSpec
 
 STRATEGIES = [(2, "ddp"), (2, "zero1"), (2, "zero3"), (2, "tp"), (2, "pp"), (2, "cp")]
@@ -161,6 +164,67 @@ def test_early_stopping_resumes_as_if_never_interrupted(tmp_path, saved):
     torch.testing.assert_close(weights, run_ranks(straight, 1)[0], rtol=1e-9, atol=1e-11)
 
 
+class Interrupting(torch.utils.data.Dataset):
+    """A test split that sends a stop signal to its own process when its first sample is read, if `is_armed`."""
+
+    is_armed = False
+
+    def __len__(self):
+        return 9  # an odd number: two data-parallel ranks have different numbers of batches
+
+    def __getitem__(self, index):
+        if self.is_armed:
+            self.is_armed = False
+            os.kill(os.getpid(), signal.SIGTERM)
+        return SENTENCES[index]
+
+
+def evaluate_and_stop(world, plan, folder, stop_at=None):
+    """Train; the last rank receives a stop signal in the evaluation after step `stop_at`."""
+    split = Interrupting()
+    split.is_armed = (stop_at, world.rank) == (0, world.size - 1)
+
+    def arm(context):
+        split.is_armed = (context.step, world.rank) == (stop_at, world.size - 1)
+
+    job = make_job(
+        data=lambda name: SENTENCES if name == "train" else split,
+        metrics={},
+        evaluate_every=2,
+        evaluate_at_start=True,
+        on_step=arm,
+        on_evaluate=sw.EarlyStopping("loss", patience=9),
+        steps=4,
+    )
+    try:
+        result, events, step = train(world, plan, job, folder, keep="min:loss")
+    except StoppedError as error:
+        return error.code
+    evaluated = [event for event in events if event["kind"] == "evaluation"]
+    values = {event["step"]: (event["epoch"], event["values"]["loss"]) for event in evaluated}
+    return result, values, sw.full_state_dict(step.model)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return run_ranks(evaluate_and_stop, 1, "ddp", tmp_path_factory.mktemp("uninterrupted"))[0]
+
+
+@pytest.mark.parametrize(("plan", "step"), [("ddp", 0), ("ddp", 4), ("zero3", 2), ("pp", 4)])
+def test_stop_signal_of_one_rank_ends_the_evaluation_of_all_ranks_and_is_resumed(tmp_path, uninterrupted, plan, step):
+    assert run_ranks(evaluate_and_stop, 2, plan, tmp_path, stop_at=step) == ["train.stopped"] * 2
+    facts = read_manifest(tmp_path / f"step-{step:08}").facts
+    assert (facts["metrics"], "pending_evaluation" in facts) == ({}, True)
+    wanted_result, wanted_values, wanted_weights = uninterrupted
+    (result, values, weights), _ = run_ranks(evaluate_and_stop, 2, plan, tmp_path)
+    assert (result.first_step, result.steps) == (step, 4)
+    assert result.evaluation == pytest.approx(wanted_result.evaluation, rel=1e-9)
+    for number, found in values.items():
+        assert found == pytest.approx(wanted_values[number], rel=1e-9)
+    assert list(values) == [number for number in (0, 2, 4) if number >= step]
+    torch.testing.assert_close(weights, wanted_weights, rtol=1e-9, atol=1e-11)
+
+
 def test_the_best_checkpoint_by_a_metric_is_kept(tmp_path):
     def keep(world):
         _, events, _ = train(world, "ddp", make_job(evaluate_every=1), tmp_path, keep="max:accuracy")
@@ -211,3 +275,27 @@ def test_what_callbacks_cannot_be_is_refused(tmp_path):
         run_ranks(lambda world: train(world, "ddp", sentences_job(on_evaluate=print))[0], 1)
     with refuses("job.state-tensor-in-list", "Job.on_step[0]", "Job(state="):
         run_ranks(lambda world: train(world, "ddp", make_job(on_step=Tensors()), tmp_path)[0], 1)
+
+
+def missing_key(output, batch):
+    return batch["labels"]
+
+
+def try_metrics(world):
+    """Return the steps that were trained with a metric that raises, and the rows that a metric with state received."""
+    steps, rows = [], []
+
+    def with_state(output, batch):
+        rows.append(len(output))
+        return 0
+
+    fields = {"on_step": lambda context: steps.append(context.step), "steps": 1}
+    with pytest.raises(TypeError):
+        train(world, "ddp", make_job(metrics={"wrong": sw.Metric(sum=missing_key)}, **fields))
+    trained = list(steps)
+    train(world, "ddp", make_job(metrics={"kept": sw.Metric(sum=with_state)}, **fields))
+    return trained, sum(rows)
+
+
+def test_a_metric_that_raises_ends_the_training_before_its_first_step_and_one_with_state_is_not_tried():
+    assert run_ranks(try_metrics, 1) == [([], len(SENTENCES))]

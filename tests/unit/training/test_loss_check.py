@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -230,3 +231,38 @@ def test_evaluation_counts_samples_whatever_the_length_of_the_first_tensor():
 
     for found, wanted in run_ranks(body, 2):
         assert found == pytest.approx(wanted, rel=1e-9)
+
+
+class Labelled(nn.Module):
+    """Returns logits and their mean loss, as transformers' models do: a decoder's, or that of labels in place."""
+
+    def __init__(self, shift):
+        super().__init__()
+        self.embed, self.head, self.shift = nn.Embedding(7, 4), nn.Linear(4, 7), shift
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embed(input_ids))
+        mean = cross_entropy(logits[:, : labels.shape[1] - self.shift].flatten(0, 1), labels[:, self.shift :].flatten())
+        return SimpleNamespace(loss=mean, logits=logits)
+
+
+def rows_of_labels(index):
+    tokens = torch.arange(index, index + 6) % 7
+    return {"input_ids": tokens, "labels": torch.where(torch.arange(6) < 2 + index % 4, tokens, -100)}
+
+
+COUNTS = {0: sw.losses.count_labels, 1: sw.losses.count_next_labels}
+
+
+@pytest.mark.parametrize("shift", COUNTS)
+def test_a_count_that_is_not_that_of_the_models_own_mean_gets_a_note_that_names_the_right_one(shift):
+    data = train_split([rows_of_labels(index) for index in range(8)])
+    for given, count in COUNTS.items():
+        job = make_job(sw.losses.returned_by_model(count), model=lambda: Labelled(shift), data=data)
+        ((_, notes, _),) = run_ranks(train, 1, job)
+        if given == shift:
+            assert notes == []
+        else:
+            [note] = notes
+            assert COUNTS[shift].__name__ in note
+            assert f"{count(torch.utils.data.default_collate(data('train'))):g}" in note

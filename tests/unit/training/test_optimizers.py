@@ -133,7 +133,7 @@ class Looked(Net):
     ("make_model", "refusal"),
     [
         (Complex, ("model.complex-parameter", "phase is torch.complex")),
-        (lambda: nn.Embedding(3, 3, sparse=True), ("model.sparse-gradients", "sparse = True")),
+        (lambda: nn.Embedding(3, 3, sparse=True), ("model.sparse-gradients", "sparse=True")),
         (Looked, ("model.sparse-gradients", "table")),
     ],
 )

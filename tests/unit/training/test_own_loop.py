@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 import shardwise as sw
 from jobs import sentences_job
 from refusals import refuses
+from shardwise.parallel.propose_rules import propose_rules
 from shardwise.testing import run_ranks
 
 RULES = {"up": "column", "down": "row"}
@@ -40,49 +41,114 @@ def make_net():
     return Net()
 
 
-def own_loop(world, name):
-    """Train with clipping and two batches to a step; return global losses, norms, accuracy and the whole weights."""
-    plan = sw.Plan.preset(name, world.size, precision="fp64")
-    model = sw.parallelize(make_net(), plan, world, tensor_rules=RULES)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    train = sw.dataloader(DataLoader(Points(), batch_size=8, shuffle=True), plan, world, drop_last=False)
-    losses, norms = [], []
-    for _ in range(2):
-        for number, (x, y) in enumerate(train):
-            is_update = number % 2 == 1 or number + 1 == len(train)
-            with sw.autocast(plan) if is_update else sw.no_sync(model):
-                loss = functional.cross_entropy(model(x), y) * train.scale
-                (loss / 2).backward()
-            losses.append(world.sum({"loss": loss.item()})["loss"] / world.size)
-            if is_update:
-                norms.append(float(sw.clip_grad_norm_(model.parameters(), 0.1)))
-                optimizer.step()
-                optimizer.zero_grad()
-    test = sw.dataloader(Points(), plan, world, batch_size=4, evaluate=True)
+class Loop:
+    """Two epochs with clipping and accumulation; records the global loss and the gradient norm of every update."""
+
+    def __init__(self, world, name, batch_size=8, accumulation=2):
+        self.plan = sw.Plan.preset(name, world.size, precision="fp64")
+        self.world = world
+        self.model = sw.parallelize(make_net(), self.plan, world, tensor_rules=RULES)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.train = sw.dataloader(
+            DataLoader(Points(), batch_size, shuffle=True), self.plan, world, drop_last=False, accumulation=accumulation
+        )
+        self.losses, self.norms = [], []
+
+    def state(self):
+        return {"model": self.model, "optimizer": self.optimizer, "train": self.train}
+
+    def run(self, num_batches=None):
+        """Train until epoch 2, or for a number of micro-batches."""
+        total, seen = 0.0, 0
+        while self.train.epoch < 2:
+            for x, y in self.train:
+                with sw.autocast(self.plan), sw.no_sync(self.model, enabled=not self.train.is_update):
+                    loss = functional.cross_entropy(self.model(x), y) * self.train.scale
+                    loss.backward()
+                total, seen = total + loss.item(), seen + 1
+                if self.train.is_update:
+                    self.losses.append(self.train.mean(total))
+                    self.norms.append(float(sw.clip_grad_norm_(self.model.parameters(), 0.1)))
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                    total = 0.0
+                if seen == num_batches:
+                    return
+
+    def results(self):
+        return self.losses, self.norms, sw.full_state_dict(self.model)
+
+
+def own_loop(world, name, batch_size=8, accumulation=2):
+    """Return global losses and norms of the updates, the whole weights, and the accuracy."""
+    loop = Loop(world, name, batch_size, accumulation)
+    loop.run()
+    test = sw.dataloader(Points(), loop.plan, world, batch_size=4, evaluate=True)
     with torch.no_grad():
-        correct = sum((model(x).argmax(1) == y).sum().item() for x, y in test)
-    correct = world.sum({"correct": correct})["correct"] * plan.layout.dp / world.size
-    return losses, norms, correct, sw.full_state_dict(model)
+        correct = sum((loop.model(x).argmax(1) == y).sum().item() for x, y in test)
+    assert test.mean(correct) == test.sum(correct) / 23
+    return *loop.results(), test.mean(correct)
 
 
 @pytest.fixture(scope="module")
 def one_process():
-    return run_ranks(own_loop, 1, "ddp")[0]
+    """One process on the large batches: 16 and 7 samples."""
+    return run_ranks(own_loop, 1, "ddp", 16, 1)[0]
 
 
 @pytest.mark.parametrize(
     ("nproc", "name"), [(2, "ddp"), (2, "zero2"), (2, "fsdp"), (2, "tp"), (4, "hsdp"), (4, "shard2.tp2")]
 )
-def test_own_loop_matches_one_process(one_process, nproc, name):
-    losses, norms, correct, weights = one_process
+def test_own_loop_matches_one_process_on_the_large_batches(one_process, nproc, name):
+    losses, norms, weights, accuracy = one_process
+    assert len(norms) == 4
     assert max(norms) > 0.1  # clipping had something to do
     results = run_ranks(own_loop, nproc, name)
-    for other_losses, other_norms, other_correct, _ in results:
+    for other_losses, other_norms, _, other_accuracy in results:
         assert other_losses == pytest.approx(losses, rel=1e-9)
         assert other_norms == pytest.approx(norms, rel=1e-9)
-        assert other_correct == correct
+        assert other_accuracy == accuracy
     for key, value in weights.items():
-        torch.testing.assert_close(results[0][3][key], value, rtol=1e-9, atol=1e-11, msg=key)
+        torch.testing.assert_close(results[0][2][key], value, rtol=1e-9, atol=1e-11, msg=key)
+
+
+def interrupted(world, name, folder, num_batches):
+    loop = Loop(world, name)
+    loop.run(num_batches)
+    sw.save(folder, loop.state())
+    return loop.norms
+
+
+def resumed(world, name, folder):
+    loop = Loop(world, name)
+    sw.load(folder, loop.state())
+    loop.run()
+    return loop.results()
+
+
+@pytest.mark.parametrize(("name", "num_batches", "num_updates"), [("ddp", 4, 2), ("fsdp", 5, 3)])
+def test_an_accumulation_that_is_interrupted_on_two_ranks_resumes_on_one(
+    one_process, tmp_path, name, num_batches, num_updates
+):
+    """After 4 of 6 micro-batches, an update is incomplete: it is repeated. After 5, the short last update remains."""
+    _, norms, weights, _ = one_process
+    before = run_ranks(interrupted, 2, name, tmp_path, num_batches)[0]
+    _, after, resumed_weights = run_ranks(resumed, 1, name, tmp_path)[0]
+    assert (len(before), before + after) == (num_updates, pytest.approx(norms, rel=1e-9))
+    for key, value in weights.items():
+        torch.testing.assert_close(resumed_weights[key], value, rtol=1e-9, atol=1e-11, msg=key)
+
+
+def without_rules(world):
+    """Propose rules for a bare module, and parallelize the module without rules."""
+    rules = propose_rules(make_net(), lambda model: model(torch.ones(2, 4)))
+    with refuses("support.tp-no-rules", 'sw.parallelize(model, plan, tensor_rules={"up": "column"', "propose_rules"):
+        sw.parallelize(make_net(), sw.Plan.preset("tp", world.size), world)
+    return rules
+
+
+def test_a_loop_without_rules_is_refused_with_those_that_a_bare_module_is_proposed():
+    assert run_ranks(without_rules, 2) == [RULES, RULES]
 
 
 def lower_precision(world, name):

@@ -137,12 +137,12 @@ def table():
 
 def render(rows):
     lines = [
-        "# Equal to one process",
+        "# Data parallelism compared with one process",
         "",
-        "Made by `make prove`. Largest relative difference of any loss or weight tensor between a world of ranks and",
-        f"one process, on the same global batches of {BATCH} from {LENGTH} samples: the last step of an epoch is short",
-        "and uneven. fp64 rows must stay below 1e-9; the fp32 row is in units of the noise floor (the same sums in",
-        "another order, one process) after 30 steps and must stay below 4.",
+        "Made by `make prove`. A cell is the largest relative difference of any loss or weight tensor between several",
+        f"ranks and one process, on equal global batches of {BATCH} from {LENGTH} samples; the last step of an epoch",
+        "is short and uneven. Rows in fp64 must stay below 1e-9. The row in fp32 is in units of the noise floor (one",
+        "process with a different order of summation) after 30 steps, and must stay below 4.",
         "",
         "| job | " + " | ".join(f"{ranks} x {accumulation}" for ranks, accumulation in WHOLE) + " |",
         "|---" * (1 + len(WHOLE)) + "|",

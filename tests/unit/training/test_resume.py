@@ -107,11 +107,11 @@ def test_parameter_tied_across_stages_is_saved_once_and_resumed_on_both(tmp_path
             torch.testing.assert_close(final[name], value, rtol=1e-9, atol=1e-11, msg=name)
 
 
-HEAD = f"""# Saved under one layout, resumed under another
+HEAD = f"""# Resume under a different layout
 
-Made by `make prove`. A tiny Llama trains {STEPS} steps in fp64; after step {SAVED} it is asked to stop, saves and
-leaves, and is resumed under the layout of the column. A cell is the largest relative difference of a loss after that
-from the run that nobody stopped, and must stay below 1e-9; final weights are compared as well.
+Made by `make prove`. A tiny Llama trains {STEPS} steps in fp64. It receives a stop request after step {SAVED}, saves
+and exits, and resumes under the layout of the column. A cell is the largest relative difference of a loss after
+resuming from the uninterrupted run, and must stay below 1e-9; final weights are compared, too.
 
 """
 

@@ -162,7 +162,7 @@ def test_pipeline_is_not_proposed_for_a_model_that_its_stages_would_refuse_in_th
     job = points_job(model)
     answer = answer_of(job_subject(job, FOUR, describe, accepts=ModelRules(job)))
     assert {candidate.plan.layout.pp for candidate in answer.candidates} == {1}
-    assert "uses a module before it that is registered after it" in reason(answer, "pp")
+    assert "uses a module before the blocks that is registered after them" in reason(answer, "pp")
 
 
 class Rescaled(nn.Sequential):

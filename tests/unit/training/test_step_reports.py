@@ -7,9 +7,10 @@ import torch
 from torch.nn import functional
 
 import shardwise as sw
-from jobs import SENTENCES, sentences_job
+from jobs import SENTENCES, points_job, sentences_job
 from refusals import refuses
 from shardwise.testing import run_ranks
+from shardwise.training.journal import start_report
 
 JOB = sentences_job("llama-tiny")
 
@@ -127,3 +128,25 @@ def mean_as_sum(world):
 
 def test_a_function_that_returns_a_mean_is_refused_in_the_first_step():
     run_ranks(mean_as_sum, 1)
+
+
+def build_in(world, dtype, *, frozen):
+    """Return the notes and the precision in the start report for a model whose second layer has another dtype."""
+    layers = [torch.nn.Linear(6, 4), torch.nn.Linear(4, 3).to(dtype)]
+    layers[1].requires_grad_(not frozen)
+    job = points_job(lambda: torch.nn.Sequential(*layers))
+    notes = []
+    plan = sw.Plan.preset("ddp", world.size, batch_size=job.batch_size)
+    step = sw.build_step(job, plan, world, note=notes.append)
+    return notes, {name: text for name, text, _ in start_report(job, plan, world, step)["facts"]}["precision"]
+
+
+def test_start_report_has_the_dtype_of_a_model_that_is_not_built_in_that_of_the_plan():
+    assert run_ranks(build_in, 1, torch.float32, frozen=False) == [([], "fp32 throughout")]
+    for frozen in (False, True):
+        [(notes, precision)] = run_ranks(build_in, 1, torch.bfloat16, frozen=frozen)
+        assert "bfloat16" in precision
+        assert "throughout" not in precision
+        [note] = notes
+        assert "1.weight (bfloat16)" in note
+        assert ".float()" in note

@@ -1,4 +1,4 @@
-"""The format-independent contents of a checkpoint, which every conversion reads and writes; shardwise's own format."""
+"""The format-independent contents of a checkpoint, for conversions, and the reader and writer of shardwise's format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.directory import CheckpointDirectory, find_checkpoints
+from shardwise.checkpoint.directory import CheckpointDirectory, find_checkpoints, follow_name
 from shardwise.checkpoint.disk import name_of
 from shardwise.checkpoint.manifest import CODES, DTYPES, read_manifest
 from shardwise.checkpoint.read import TensorLoader
@@ -136,7 +136,9 @@ def form_of(name: str, tensor: Tensor) -> Form:
     if type(tensor) not in {Tensor, nn.Parameter} or tensor.layout != torch.strided or tensor.is_meta:
         kind = f"a {type(tensor).__name__} ({tensor.layout}, {tensor.device.type})"
         raise InputError(
-            f"tensor {name!r} is {kind}", code="checkpoint.tensor-not-plain", fix="save unsharded dense tensors"
+            f"tensor {name!r} must be a dense torch.Tensor, got {kind}",
+            code="checkpoint.tensor-not-plain",
+            fix="save unsharded dense tensors",
         )
     return form_from(name, tensor.dtype, tuple(tensor.shape))
 
@@ -155,14 +157,14 @@ def form_from(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Form:
 def find_ties(contents: Contents) -> Contents:
     """Return contents in which duplicates of a weight are listed as tied to it.
 
-    A state dict of a model with tied weights contains each of them, whereas the optimizer has the state of only one. So
-    a matrix is tied if it is bitwise equal to another one and not both have optimizer state. Constant matrices are
-    never tied. Only matrices of equal shape are read.
+    The state dict of a model with tied weights contains all of them, whereas the optimizer has the state of only one.
+    Two matrices are therefore tied if they are bitwise equal and at most one of them has optimizer state. Constant
+    matrices are never tied. Only matrices of equal shape are read.
     """
     states = contents.states()
     originals: dict[tuple[Form, int], str] = {}
     matrices = {name: contents.forms[name] for name in contents.weights if len(contents.forms[name][1]) > 1}
-    # Weights with optimizer state come first, because the others are the duplicates.
+    # Weights with optimizer state come first, because weights without it are the duplicates.
     ordered = sorted(matrices, key=lambda name: name.removeprefix(MODEL) not in states)
     num_same = Counter(matrices.values())
     tied: dict[str, str] = {}
@@ -195,7 +197,8 @@ def _fingerprint(tensor: Tensor) -> int | None:
 
 
 def read_shardwise(path: Path) -> Contents:
-    """Return the contents of a checkpoint, or of the newest intact one in a directory; reads verify checksums."""
+    """Return the contents of a checkpoint, or of the newest intact one in a directory; reading verifies checksums."""
+    path = follow_name(path)
     found = find_checkpoints(path)
     if found != [path]:
         entry, damages = CheckpointDirectory(found[0].parent).newest_good(deep=False)
@@ -229,7 +232,7 @@ def read_shardwise(path: Path) -> Contents:
 
 
 def write_shardwise(contents: Contents, path: Path) -> list[str]:
-    """Write a new checkpoint, reading BATCH_BYTES at a time; return an empty list: the format stores all contents."""
+    """Write a new checkpoint, reading BATCH_BYTES at a time; return [] because the format represents all contents."""
     directory = path.with_name(path.name + ".saving")
     tensors = {}
     for name, (code, shape) in contents.forms.items():

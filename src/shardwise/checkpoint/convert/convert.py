@@ -33,6 +33,7 @@ from shardwise.checkpoint.disk import as_shardwise_error, parse_name, sync_direc
 from shardwise.checkpoint.spec import ConvertReport, DiffReport, InspectReport, TensorDifference, TensorRow
 from shardwise.errors import InputError
 from shardwise.runs.console import CHECK_FAILED
+from shardwise.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,6 +71,7 @@ def _read_deepspeed(path: Path) -> Contents:
     return convert_deepspeed.read(path)
 
 
+CONFIG = "config.json"
 KINDS = {
     "shardwise": CheckpointFormat(
         "a shardwise checkpoint, a directory of checkpoints, a run directory",
@@ -127,6 +129,20 @@ def open_contents(path: Path | str) -> Contents:
     for kind in KINDS.values():
         if kind.is_at(path):
             return kind.read(path)
+    run = RunDirectory(path)
+    if run.weights.is_file():
+        contents = read_file(run.weights)
+        reason = f"checkpoints: {path} has none, so {run.weights} was read; train with --save-every N to save them"
+        step = contents.step
+        if run.report_json.is_file():
+            step = msgspec.json.decode(run.report_json.read_bytes())["result"]["steps"]
+        return dataclasses.replace(contents, step=step, left_out=(*contents.left_out, reason))
+    if run.job.is_file():
+        raise InputError(
+            f"run directory {path} has no checkpoint, and no weights.pt, which a run writes at its end",
+            code="checkpoint.run-without-checkpoint",
+            fix="pass --save-every N to shardwise train",
+        )
     raise InputError(
         f"{path} is not a checkpoint of a supported format",
         code="checkpoint.format-unrecognized",
@@ -172,9 +188,10 @@ def convert(spec: ConvertSpec, *, announce: Callable[[int], None] = lambda _: No
         announce(deepspeed_ranks.host_peak_bytes(contents, spec.zero, spec.nproc))
     else:
         announce(kind.host_peak_bytes(contents))
-    left_out = [*contents.left_out, *_publish(contents, spec.target, kind, spec.config)]
-    if spec.to == "hf" and spec.config is None:
-        left_out.append("config.json: not part of a checkpoint, pass it with --config")
+    config = _config_files(spec) if spec.to == "hf" else {}
+    left_out = [*contents.left_out, *_publish(contents, spec.target, kind, config)]
+    if spec.to == "hf" and not config:
+        left_out.append("config.json: not part of this checkpoint; pass --config FILE or FOLDER to copy it")
     written = kind.supported(contents).forms
     moved: tuple[str, ...] = ()
     if (contents.kind == "mlx") != (spec.to == "mlx"):
@@ -213,7 +230,7 @@ def _check_target(target: Path, to: Kind, config: Path | None) -> None:
         raise InputError(f"target {target} already exists", code="checkpoint.target-exists", fix="pass a new path")
     if not target.parent.is_dir():
         raise InputError(
-            f"the directory of target {target} does not exist",
+            f"the directory {target.parent} of the target does not exist",
             code="checkpoint.target-folder-missing",
             fix="create the directory first",
         )
@@ -223,19 +240,30 @@ def _check_target(target: Path, to: Kind, config: Path | None) -> None:
             code="checkpoint.config-not-applicable",
             fix="remove --config",
         )
-    if config is not None and not config.is_file():
+    if config is not None and not config.is_file() and not (config / CONFIG).is_file():
         raise InputError(
-            f"--config {config} is not a file",
+            f"--config {config} is not a file, nor a folder with {CONFIG}",
             code="checkpoint.config-not-found",
             fix="pass the config.json of the model",
         )
+
+
+def _config_files(spec: ConvertSpec) -> dict[str, Path]:
+    """Return the config files for a Hugging Face directory: those of --config, or of the run that has the source."""
+    if spec.config is not None and spec.config.is_file():
+        return {CONFIG: spec.config}
+    runs = [RunDirectory(path) for path in (spec.source, *spec.source.parents[:2])]
+    for folder in [spec.config] if spec.config else [run.model for run in runs if run.weights.is_file()]:
+        if (folder / CONFIG).is_file():
+            return {file.name: file for file in folder.glob("*config.json")}
+    return {}
 
 
 def _check_named_step(target: Path, step: int) -> None:
     named = parse_name(target.name)
     if named is not None and named[0] != step:
         raise InputError(
-            f"target {target} is named for step {named[0]}, but the checkpoint is of step {step}",
+            f"target {target} is named for step {named[0]}, but the checkpoint is at step {step}",
             code="checkpoint.step-name-mismatch",
             fix="rename the target, or pass --step",
         )
@@ -250,7 +278,7 @@ def _ranks_kind(spec: ConvertSpec) -> CheckpointFormat:
         raise InputError(
             f"--zero and --nproc are valid for --to deepspeed only, got --to {spec.to}",
             code="checkpoint.zero-not-applicable",
-            fix="remove them",
+            fix="remove both options",
         )
 
     def write(contents: Contents, path: Path) -> list[str]:
@@ -259,15 +287,16 @@ def _ranks_kind(spec: ConvertSpec) -> CheckpointFormat:
     return dataclasses.replace(KINDS[spec.to], write=write)
 
 
-def _publish(contents: Contents, target: Path, kind: CheckpointFormat, config: Path | None) -> list[str]:
+def _publish(contents: Contents, target: Path, kind: CheckpointFormat, config: dict[str, Path]) -> list[str]:
     """Write to a temporary directory and rename it, so that `target` is always complete."""
     temporary = target.with_name(f".converting-{target.name}-{secrets.token_hex(4)}")
     try:
         temporary.mkdir()
         unpublished = temporary / target.name
         left_out = kind.write(contents, unpublished)
-        if config is not None:
-            write_synced(unpublished / "config.json", config.read_bytes())
+        for name, file in config.items():
+            write_synced(unpublished / name, file.read_bytes())
+        if config:
             sync_directory(unpublished)
         unpublished.rename(target)
         sync_directory(target.parent)

@@ -61,7 +61,7 @@ class FlatTensor:
         flat = found[0] if len(found) == 1 else torch.cat(found)
         if flat.numel() != math.prod(self.shape):
             raise DamagedError(
-                f"the shards of {name} have {flat.numel()} elements of {key}, expected shape {self.shape}",
+                f"the shards of {name} have {flat.numel()} elements of {key}, expected {math.prod(self.shape)}",
                 code="checkpoint.element-count-mismatch",
             )
         return flat.view(self.shape)
@@ -87,7 +87,7 @@ def read(path: Path) -> Contents:
         return _stage_0(models[0])
     if len(ranks) != models[0].get("dp_world_size", len(ranks)):
         raise DamagedError(
-            f"{directory} has optimizer states of {len(ranks)} of {models[0]['dp_world_size']} ranks",
+            f"{directory} contains the optimizer states of {len(ranks)} ranks, expected {models[0]['dp_world_size']}",
             code="checkpoint.rank-file-missing",
         )
     if "fp32_flat_groups" in ranks[0]:
@@ -132,7 +132,7 @@ def contents_of_files(source: ZeroFiles) -> Contents:
 
 
 def is_flat(value: Any) -> bool:
-    """Return whether a value is partitioned like its parameter; a step count is not."""
+    """Return whether an optimizer state is partitioned like its parameter, unlike a step count."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 
@@ -279,7 +279,7 @@ LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 MODEL_STATES, OPTIMIZER_STATES = "mp_rank_00_model_states.pt", "mp_rank_00_optim_states.pt"
 """File names; files of one rank start with zero_pp_rank_N_."""
 ZERO = "zero"
-"""The subdirectory of a universal checkpoint with one directory per parameter."""
+"""Name of the subdirectory of a universal checkpoint that contains one directory per parameter."""
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -287,7 +287,7 @@ _FOREIGN = re.compile(r"layer_\d+.*\.pt|.*expert_\d+.*\.pt|offloaded_tensors")
 
 
 class PickledObject:
-    """Replaces the instances of DeepSpeed classes in its files and stores their attributes."""
+    """Replaces instances of DeepSpeed classes when a file is loaded, and stores their attributes."""
 
     def __init__(self, *values: object) -> None:
         self.values = values
@@ -362,7 +362,7 @@ def _by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
     missing = set(range(max(found, default=-1) + 1)) - found.keys()
     if missing:
         raise DamagedError(
-            f"{directory} has {found[max(found)].name}, but no file of rank {min(missing)}",
+            f"{directory} contains {found[max(found)].name}, but no file of rank {min(missing)}",
             code="checkpoint.rank-file-missing",
         )
     return [found[rank] for rank in sorted(found)]

@@ -94,7 +94,7 @@ def _values(directory: Path, step: Any) -> Mapping[str, Any]:
         raise InputError(
             f"{directory} does not contain {WEIGHTS}.pt",
             code="checkpoint.file-missing",
-            fix="convert the universal checkpoint again",
+            fix="create the universal checkpoint again",
         )
     if len(found) > 1 and step is not None:
         found.setdefault("step", step)
@@ -102,7 +102,7 @@ def _values(directory: Path, step: Any) -> Mapping[str, Any]:
 
 
 def _is_unpartitioned(name: str, model: Mapping[str, Any], flats: Mapping[str, FlatTensor]) -> bool:
-    """Return whether a tensor of the model states has its values there; stage 3 has empty tensors for parameters."""
+    """Return whether the model states contain the values of a tensor; stage 3 has empty tensors for parameters."""
     aliases = model.get("shared_params") or {}
     tensor: Tensor = model["module"][name]
     return name not in flats and name not in aliases and (bool(tensor.numel()) or not is_flat(tensor))
@@ -118,8 +118,8 @@ def _unloaded(optimized: DeepSpeedOptimizer, others: Mapping[str, Tensor]) -> li
         differing |= {key for key in group if group[key] != optimized.settings[0].get(key, group[key])}
     if differing:
         left_out.append(
-            f"{', '.join(sorted(differing))} by group: at stage 3 DeepSpeed applies those of the first group to all,"
-            " so set them after loading, or convert with --zero 3 --nproc N"
+            f"{', '.join(sorted(differing))} by group: at stage 3 DeepSpeed applies the values of the first group to"
+            " all groups; set them after loading, or convert with --zero 3 --nproc N"
         )
     if set(optimized.keys) != _ADAM:
         left_out.append("optimizer: at stage 3 DeepSpeed loads only Adam states; convert with --zero 3 --nproc N")

@@ -30,7 +30,7 @@ VERSION = "0.19.8"
 """The DeepSpeed version whose format is written."""
 
 _IMPLEMENTATION = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
-"""Options of a parameter group that select an implementation: those of the loading script remain in effect."""
+"""Options of a parameter group that select an implementation; they are not written, so the loading script sets them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class DeepSpeedOptimizer:
             raise InputError(
                 "the checkpoint has no optimizer state, which DeepSpeed requires",
                 code="checkpoint.no-optimizer",
-                fix="convert --to torch, and load the weights into the model before deepspeed.initialize",
+                fix="pass --to torch, and load the weights into the model before deepspeed.initialize",
             )
         names = tuple(tuple(group.get("params", ())) for group in groups)
         grouped = set().union(*names)
@@ -63,7 +63,7 @@ class DeepSpeedOptimizer:
         unknown = (states.keys() | grouped) - set(short_names(dict.fromkeys(contents.weights)))
         if missing or unknown:
             raise InputError(
-                f"the checkpoint does not contain the parameter group of {min(missing or unknown)!r}",
+                f"the checkpoint does not contain the parameter or the parameter group of {min(missing or unknown)!r}",
                 code="checkpoint.optimizer-groups-unknown",
                 fix="convert a checkpoint that lists the parameter names of each group",
             )
@@ -157,9 +157,9 @@ def _shaped_keys(contents: Contents, states: dict[str, dict[str, str]]) -> tuple
             found = contents.forms[full][1]
             if found not in {shape, ()}:
                 raise InputError(
-                    f"state {full!r} has shape {found}, DeepSpeed requires the shape {shape} of its parameter",
+                    f"state {full!r} has shape {found}, but DeepSpeed requires the shape {shape} of its parameter",
                     code="checkpoint.optimizer-shape-mismatch",
-                    fix="convert --to torch",
+                    fix="pass --to torch",
                 )
             if found == shape and key != "step":
                 keys.add(key)
@@ -180,9 +180,9 @@ def _step(contents: Contents, states: dict[str, dict[str, str]]) -> float:
     steps = set(map(float, counts.values()))
     if len(steps) > 1:
         raise InputError(
-            f"parameters have {min(steps):g} to {max(steps):g} steps, DeepSpeed requires the same number for all",
+            f"parameters have {min(steps):g} to {max(steps):g} optimizer steps, but DeepSpeed requires one step count",
             code="checkpoint.optimizer-steps-differ",
-            fix="convert --to torch",
+            fix="pass --to torch",
         )
     return steps.pop() if steps else float(contents.step)
 
@@ -206,7 +206,7 @@ def write_ranks(contents: Contents, path: Path, *, stage: int, num_ranks: int) -
     if stage == 3:
         _write_model_3(optimized, directory, num_ranks)
         # Stage 3 requires a loss scaler in the file and loads it.
-        left_out.append("loss scale of fp16: it would remain 1, so for fp16 load a universal checkpoint")
+        left_out.append("loss scale of fp16: the files set it to 1; convert to a universal checkpoint for fp16")
     else:
         _write_model(optimized, directory, num_ranks)
     for rank in range(num_ranks):  # a call per rank, so that the tensors of one rank are freed before the next

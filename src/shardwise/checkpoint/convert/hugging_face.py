@@ -1,4 +1,4 @@
-"""Directories of Hugging Face (safetensors files) and of PEFT (LoRA adapters, extracted or merged)."""
+"""Reads and writes Hugging Face directories (safetensors files) and PEFT directories (LoRA adapters)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read(path: Path) -> Contents:
             missing = expected.difference(names)
             if missing:
                 raise DamagedError(
-                    f"{file} does not contain the tensor {min(missing)!r} of the index",
+                    f"{file} does not contain the tensor {min(missing)!r}, which the index lists",
                     code="checkpoint.tensor-missing",
                 )
             names = [name for name in names if name in expected]
@@ -139,8 +139,9 @@ def _open(file: Path) -> Any:
 
 def only_adapters(contents: Contents) -> Contents:
     """Return contents with the LoRA adapters only; raise an InputError if there are none."""
-    _lora(contents)
-    return contents.select(list(filter(is_adapter, contents.weights)))
+    adapters = list(filter(is_adapter, contents.weights))
+    _lora(contents if adapters else dataclasses.replace(contents, facts={}))
+    return contents.select(adapters)
 
 
 def merge_adapters(contents: Contents) -> Contents:
@@ -153,7 +154,7 @@ def merge_adapters(contents: Contents) -> Contents:
     missing = adapted - contents.forms.keys()
     if missing:
         raise InputError(
-            f"the checkpoint has adapters of {min(missing)}, but not this weight",
+            f"the checkpoint contains adapters of {min(missing)}, but not the weight itself",
             code="checkpoint.adapter-base-missing",
             fix="pass the run directory that contains the base weights",
         )
@@ -207,7 +208,7 @@ def _lora(contents: Contents) -> dict[str, Any]:
         raise InputError(
             "the checkpoint contains no adapters",
             code="checkpoint.no-adapters",
-            fix="pass a run directory of a job with lora=",
+            fix="pass the adapter/ folder of a finished run with Job.lora, or a run directory with checkpoints",
         )
     return lora
 
@@ -236,15 +237,9 @@ def read_peft(path: Path) -> Contents:
 def write_peft(contents: Contents, path: Path) -> list[str]:
     """Write the adapters of `contents` to a new directory and return the contents that it cannot represent."""
     adapters = only_adapters(contents)
-    if contents.lora is None or not adapters.forms:
-        raise InputError(
-            "the checkpoint contains no adapters",
-            code="checkpoint.no-adapters",
-            fix="pass a run directory of a job with lora=",
-        )
     frozen = [name.removeprefix(MODEL) for name in contents.weights if name not in adapters.forms]
     values = short_names(contents.read(adapters.forms))
-    write_adapters(path, values, [*frozen, *contents.tied], contents.lora)
+    write_adapters(path, values, [*frozen, *contents.tied], _lora(contents))
     num_others = len(contents.forms) - len(adapters.forms)
     return [f"{num_others} other tensors: the directory contains adapters only"] if num_others else []
 

@@ -47,7 +47,7 @@ def is_mlx(path: Path) -> bool:
 def read(path: Path) -> Contents:
     """Return the weights in the layout of torch; tensors are read lazily.
 
-    MLX does not count the batches of a batch norm as torch does. If the file has no count, it is 0.
+    torch counts the batches of a batch norm, MLX does not. If the file does not contain the count, it is set to 0.
     """
     contents = convert_hf.read(path)
     note = _note(path)
@@ -87,7 +87,7 @@ def write(contents: Contents, path: Path) -> list[str]:
     """Write a new weight file and return the contents that it cannot represent."""
     if path.suffix != SUFFIX:
         raise InputError(
-            f"MLX does not load weights from {path.name}",
+            f"the name of an MLX weight file must end in {SUFFIX}, got {path.name}",
             code="checkpoint.mlx-file-name",
             fix=f"use {path.stem}{SUFFIX}",
         )
@@ -95,9 +95,9 @@ def write(contents: Contents, path: Path) -> list[str]:
     for name, (code, _) in weights.forms.items():
         if code.startswith("F8"):
             raise InputError(
-                f"tensor {name.removeprefix(MODEL)!r} is fp8, which MLX does not load",
+                f"tensor {name.removeprefix(MODEL)!r} is fp8, which MLX does not support",
                 code="checkpoint.dtype-unsupported",
-                fix="use bf16",
+                fix="convert the tensor to bf16 first",
             )
     counts = contents.read([name for name in contents.weights if _leaf(name) == _COUNT])
     note = _Note({name: int(value) for name, value in short_names(counts).items()}, contents.tied)

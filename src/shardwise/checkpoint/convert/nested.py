@@ -177,7 +177,7 @@ def _nest_optimizer(
             number[name] = len(number)
     num_named = sum("params" in group for group in groups)
     if not groups or num_named < num_groups or states.keys() - number.keys():
-        reason = f"the checkpoint does not contain which of its {num_groups} groups each parameter is in"
+        reason = f"the checkpoint does not assign its parameters to the {num_groups} groups"
         return {"state": states}, [f"parameter groups of the optimizer: {reason}, so states are written without groups"]
     if not numbered:
         return {"state": states, "param_groups": groups}, []
@@ -194,7 +194,7 @@ def _inner(key: Key) -> Key:
 
 
 def _optimizer_entry(inner: Key, part: str) -> Key | None:
-    """Return the last two keys of an entry in the `part` of an optimizer state dict, or None if it is not one.
+    """Return the last two keys of an entry in the `part` of an optimizer state dict; None for any other entry.
 
     They are a parameter and a state key for "state", and a group and an option for "param_groups". State dicts that
     torch flattened have one key "PART.PARAMETER.KEY", in which a group is the name of a parameter.
@@ -259,9 +259,9 @@ def _numbered(
     groups: list[dict[str, Any]],
     forms: Mapping[Key, Form],
 ) -> dict[str | int, str] | None:
-    """Return the name of each numbered parameter, or None if it is unknown.
+    """Return the name of each numbered parameter, or None if the names are unknown.
 
-    The names are those in the groups, or else the weights in order if there is one group and all shapes match.
+    The groups may list the names; otherwise, if there is a single group and all shapes match, the weights are in order.
     """
     named: dict[str | int, str] = {}
     for group in groups:
@@ -308,11 +308,11 @@ def _decode(text: Any) -> dict[str, Any]:
         facts: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, TypeError) as error:
         raise InputError(
-            f"the facts of the checkpoint are not valid JSON ({error})", code="checkpoint.facts-invalid"
+            f"the shardwise.facts of the checkpoint must be valid JSON ({error})", code="checkpoint.facts-invalid"
         ) from None
     return facts
 
 
 def _number(value: Any) -> int:
-    """Return a step count, or 0 if the value is not one."""
+    """Return the value if it is a non-negative int, else 0."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0

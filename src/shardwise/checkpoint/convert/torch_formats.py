@@ -85,16 +85,16 @@ def load_plain(source: Path | IO[bytes], name: str, *, mmap: bool = False) -> An
     """Load a torch.save file of tensors and plain values; raise an InputError that names any other class in it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickles that torch did not write, which raise below
+            warnings.simplefilter("ignore")  # torch warns about pickles that it did not write; they raise below
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except FAILURES as error:
         message = " ".join(str(error).split())
         required = _GLOBAL.search(message)
         if required:
             raise InputError(
-                f"{name} requires {required[1]}, which is code rather than data; it was not executed",
+                f"{name} requires {required[1]}, which is code rather than data; the code was not executed",
                 code="checkpoint.contains-code",
-                fix="save tensors and plain values only",
+                fix="save only tensors and plain values",
             ) from None
         reason = message.partition("WeightsUnpickler error: ")[2].partition(" Check the documentation")[0] or message
         raise InputError(
@@ -142,7 +142,7 @@ def write_directory(contents: Contents, path: Path) -> list[str]:
     writer = FileSystemWriter(path, sync_files=True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about saving in a single process
+            warnings.simplefilter("ignore")  # torch warns about saving in a single process
             save(nested, storage_writer=writer, no_dist=True)
     except CheckpointException as error:  # derives from BaseException
         cause = next(iter(error.failures.values()), (error,))[0]
@@ -334,7 +334,7 @@ def _stored(directory: Path, info: Any) -> StoredRange:
         raise InputError(
             f"{directory / file} is compressed or encrypted by a DCP extension",
             code="checkpoint.dcp-extension",
-            fix="save the checkpoint without extensions",
+            fix="save the checkpoint without DCP extensions",
         )
     return StoredRange(file, int(info.offset), int(info.length))
 
@@ -342,17 +342,17 @@ def _stored(directory: Path, info: Any) -> StoredRange:
 def _tensor(name: str, entry: Any, stored: dict[tuple[str, tuple[int, ...]], StoredRange]) -> StoredTensor:
     dtype, shape = entry.properties.dtype, tuple(map(int, entry.size))
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} has dtype {dtype!r}")
+        raise TypeError(f"the dtype of {name} must be a torch.dtype, got {dtype!r}")
     chunks = []
     for chunk in entry.chunks:
         offsets, sizes = tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
         for offset, size, length in zip(offsets, sizes, shape, strict=True):  # raises a ValueError for other dimensions
             if offset < 0 or size < 0 or offset + size > length:
-                raise ValueError(f"{name} has a chunk outside its shape")
+                raise ValueError(f"{name} of shape {shape} has a chunk of {sizes} at {offsets}, outside its shape")
         data = stored[name, offsets]
         if data.length < math.prod(sizes) * dtype.itemsize:
-            raise ValueError(f"{name} has a chunk of {data.length} bytes, too few for its shape")
+            raise ValueError(f"{name} has a chunk of {data.length} bytes, too few for its shape {sizes}")
         chunks.append((offsets, sizes, data))
     if sum(math.prod(sizes) for _, sizes, _ in chunks) != math.prod(shape):
-        raise ValueError(f"{name} has chunks that do not cover it")
+        raise ValueError(f"{name} has chunks that do not cover its shape {shape}")
     return StoredTensor(dtype, shape, tuple(chunks))

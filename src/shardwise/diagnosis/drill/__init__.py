@@ -1,1 +1,1 @@
-"""Fault injection into the user's own job, and whether each fault is named and the run recovers."""
+"""Fault injection into the user's job, to check that each fault is reported and the run recovers."""

@@ -1,4 +1,4 @@
-"""Drills: run the user's job without a fault, then once with each fault, and judge detection and recovery."""
+"""Drills: run the user's job without a fault, then once with each fault, and check detection and recovery."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _MISMATCH_SLEEP_S = 3.0
 """Sleep after a mismatch, so that the guard, which checks once per second, runs before a short job ends."""
 _MISMATCH_HANG_FACTOR = 20
 _TIME_LIMIT_S = 60.0
-"""Time limit of a drill, in addition to ten times the duration of the undisturbed run."""
+"""Time limit of a drill, in addition to ten times the duration of the run without a fault."""
 _EXIT_TIMEOUT_S = 2.0
 """Maximum wait for the child processes of a killed rank to exit."""
 
@@ -63,7 +63,7 @@ def doctor_drill(spec: DrillSpec) -> DrillReport:
     folder = spec.run_dir
     if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(
-            f"--run-dir {folder} is not empty", code="run.directory-not-empty", fix="pass a different directory"
+            f"--run-dir {folder} is not empty", code="run.directory-not-empty", fix="pass an empty directory"
         )
     drills: list[DrillResult] = []
     runs = folder or Path(tempfile.mkdtemp(prefix="shardwise-drill-"))
@@ -83,10 +83,10 @@ def run_drills(
     *,
     hang_after_s: float,
 ) -> list[DrillResult]:
-    """Run the subject undisturbed and with each fault, in run directories below `folder`; return results in order.
+    """Run a job or script without a fault, then once with each fault, and return the results in order.
 
-    `hang_after_s` is the time after which a rank that blocks other ranks is reported; 0 disables hang detection.
-    Raises RankFailedError if the subject fails without a fault.
+    The run directories are below `folder`. `hang_after_s` is the time after which a rank that blocks other ranks is
+    reported; 0 disables hang detection. Raises RankFailedError if `subject` fails without a fault.
     """
     run = create_run(folder / "undisturbed", subject.name)
     spec = subject.launch(run)
@@ -101,30 +101,30 @@ def run_drills(
 
 
 class _DrillRunner:
-    """Runs the undisturbed run and the drills one after another."""
+    """Runs the reference run without a fault, then the drills, one at a time."""
 
     def __init__(self, subject: DrillTarget, folder: Path, hang_after_s: float, starter: Starter, nproc: int) -> None:
         self._subject, self._folder, self._hang_after_s = subject, folder, hang_after_s
         self._starter, self._nproc = starter, nproc
         self._losses: dict[int, float] | None = None
         self._seconds = 0.0
-        """Duration of the undisturbed run."""
+        """Duration of the run without a fault, in seconds."""
 
     def run_undisturbed(self, spec: LocalLaunch, run: RunDirectory) -> None:
-        """Run without a fault and record the losses, which the drills are compared with."""
+        """Run the job without a fault and record its losses as the reference for the drills."""
         began = time.monotonic()
         launched = self._launch(spec, run, [])
         self._seconds = time.monotonic() - began
         if launched.decision != Finish():
             raise RankFailedError(
-                f"{explain_outcome(launched.outcome, run)}\nThe job fails without a fault, so it cannot be drilled",
+                f"{explain_outcome(launched.outcome, run)}\nThe job must succeed without a fault, but it failed",
                 code="doctor.job-fails",
             )
         if self._subject.steps:
             self._losses = {step: loss for _, step, loss in read_losses(read_run(run.path).events)}
 
     def drill(self, kind: Kind) -> DrillResult:
-        """Run with a fault and return the judged result."""
+        """Run the job with a fault and return whether the fault was reported and the run recovered."""
         run = create_run(self._folder / kind, self._subject.name)
         fault = self._fault(kind, run)
         launched = self._launch_guarded(fault, run)

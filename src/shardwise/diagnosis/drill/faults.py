@@ -59,7 +59,7 @@ class FaultMark(msgspec.Struct, frozen=True, kw_only=True):
     saved: int = 0
     """Step of the newest checkpoint at that time; 0 if there was none."""
     file: str = ""
-    """Name of the damaged checkpoint."""
+    """Name of the damaged checkpoint; empty for other faults."""
 
 
 def read_mark(path: Path) -> FaultMark | None:
@@ -204,7 +204,7 @@ _ACTIONS: dict[Kind, Callable[[Fault, int, int], None]] = {
 
 
 def _wait_for_checkpoint(fault: Fault) -> int:
-    """Wait until the checkpoint before the fault is published; return the step of the newest one, 0 for none."""
+    """Wait until the checkpoint before the fault is published; return the newest checkpoint's step, 0 for none."""
     if not fault.saved:
         return 0
     deadline = time.monotonic() + _CHECKPOINT_TIMEOUT_S

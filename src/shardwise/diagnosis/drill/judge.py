@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardwise.diagnosis.run.facts import Event
 
 LOSS_LIMIT = 1e-5
-"""Relative tolerance of a loss compared with the undisturbed run: sums of a few steps in any order."""
+"""Relative tolerance between the losses with and without the fault, for reordered floating-point sums."""
 _SIGNS: Mapping[Kind, str] = {
     "kill": r"(?P<who>rank {rank}) failed first: SIGKILL",
     "freeze": r"waits? in .*; (?P<who>rank {rank}) is stopped by a signal",
@@ -46,7 +46,7 @@ _CONTINUES: tuple[Kind, ...] = ("freeze", "slow", "disk")
 
 @dataclass(frozen=True, kw_only=True)
 class DrillEvidence:
-    """The evidence by which a drilled run is judged."""
+    """The events and remaining state of a run with an injected fault."""
 
     mark: FaultMark | None
     """The record of the fault; None if the fault was never injected."""
@@ -140,9 +140,9 @@ class _Recovery:
 
 
 def judge(kind: Kind, evidence: DrillEvidence, reference: Mapping[int, float] | None, *, run: str = "") -> DrillResult:
-    """Return whether the fault was reported and the run recovered.
+    """Return the result of a drill: whether the fault was reported and the run recovered.
 
-    `reference` contains the losses of the undisturbed run; None for a script, whose losses are unknown.
+    `reference` contains the losses of the run without a fault; None for a script, whose losses are unknown.
     """
     mark = evidence.mark
     if mark is None:
@@ -200,7 +200,7 @@ def read_losses(events: Sequence[Event]) -> list[tuple[float, int, float]]:
 def _recovery(
     kind: Kind, after: _EventsAfterFault, evidence: DrillEvidence, reference: Mapping[int, float] | None
 ) -> _Recovery:
-    """Return how the run recovered, with all problems."""
+    """Return the kind of recovery (continued or restarted), its duration, and all problems."""
     problems = _leftovers(evidence)
     if evidence.failure:
         return _Recovery(problems=[f"the run did not complete: {evidence.failure}", *problems])
@@ -262,13 +262,13 @@ def _wrong_resume(mark: FaultMark, resumed: int | None) -> list[str]:
 
 
 def _loss_differences(evidence: DrillEvidence, reference: Mapping[int, float]) -> list[str]:
-    """Return the first loss that differs from the undisturbed run, or the first missing step."""
+    """Return the first loss that differs from `reference`, or the first missing step."""
     missing = set(reference)
     for _, step, loss in read_losses(evidence.events):
         missing.discard(step)
         expected = reference.get(step, math.inf)
         if not (math.isclose(loss, expected, rel_tol=LOSS_LIMIT) or (math.isnan(loss) and math.isnan(expected))):
-            return [f"the loss of step {step} is {loss:.6g}, undisturbed {expected:.6g}"]
+            return [f"the loss of step {step} is {loss:.6g}, expected {expected:.6g}"]
     return [f"step {min(missing)} is missing"] if missing else []
 
 

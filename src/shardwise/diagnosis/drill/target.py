@@ -69,7 +69,7 @@ class DrillSpec(Spec, frozen=True, kw_only=True):
                 raise InputError(
                     f"--drill {kind} requires the checkpoints of a job, but --script runs a script",
                     code="cli.option-not-applicable",
-                    fix="drill a job, or remove the option",
+                    fix=f"remove --drill {kind}, or pass a job without --script",
                 )
         if requested and "all" not in self.drills:
             return requested
@@ -102,20 +102,20 @@ def _job_target(spec: DrillSpec) -> DrillTarget:
         raise InputError(
             f"{spec.job} is a job and does not accept the argument {spec.arguments[0]!r}",
             code="cli.unexpected-argument",
-            fix="put options before it, or add --script",
+            fix=f"put options before {spec.job}, or add --script to run it as a script",
         )
     for text in spec.settings:
         if text.partition("=")[0].strip() in LENGTHS:
             raise InputError(
-                f"--set {text} sets the length of the job",
+                f"--set {text} sets the length of the job, which --steps sets in a drill",
                 code="doctor.drill-length-set",
-                fix="set the length of a drill with --steps",
+                fix="remove this --set and pass --steps",
             )
     steps = spec.steps or _STEPS
     reference, overrides = split_settings(spec.job, (*spec.settings, f"steps={steps}"))
     job = load_job(reference)
     purpose = "drills inject faults at steps of torch's optimizers"
-    fix = "shardwise verify --resume kills and resumes it"
+    fix = "run shardwise verify --resume, which kills and resumes the job"
     engine_named(job.engine).require_torch_model(spec.job, purpose, fix=fix)
     device = local_device(spec.device, spec.nproc)
     plan = settle(
@@ -148,7 +148,7 @@ def _script_target(spec: DrillSpec) -> DrillTarget:
             raise InputError(
                 f"{flag} applies to a job, but --script runs {spec.job} as a script",
                 code="cli.option-not-applicable",
-                fix="remove one of them",
+                fix=f"remove {flag}, or remove --script",
             )
     target = Script(spec.job, spec.arguments)
     check_target(target)

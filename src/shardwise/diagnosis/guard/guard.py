@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import socket
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardwise.diagnosis.guard.hang import decide, describe_ends, missing_ranks, waiting_ranks
@@ -30,15 +32,15 @@ _POLLS_PER_LIMIT = 8
 _SAMPLE_FRACTION = 0.25
 """Fraction of the hang limit between two stack samples of a missing rank, until the hang is reported."""
 _WINDOW_S, _TORCH_WINDOW_S = 5.0, 0.5
-"""Windows over which stragglers are detected. Of the calls that torch counts, only the most recent are visible."""
+"""Windows in seconds over which stragglers are detected; torch's flight recorder keeps only the most recent calls."""
 _STACKS_S = 0.3
-"""Time for ranks to write their stacks."""
+"""Seconds in which ranks write their stacks after a request."""
 RANKS_CONTINUE = "the ranks that waited continue"
 """The note that withdraws a hang verdict."""
 
 
 class Guard:
-    """An observer of the launcher. It costs about 1 ms per second for eight ranks."""
+    """Detects hangs, mismatched collectives and stragglers in running ranks, in about 1 ms per second for 8 ranks."""
 
     def __init__(
         self, run: RunDirectory, limits: HangSpec, report: Callable[[str], None], exchange: Exchange | None = None
@@ -61,7 +63,7 @@ class Guard:
         self._reset()
 
     def follow(self, ranks: range) -> None:
-        """Observe these ranks from now on."""
+        """Observe `ranks` from now on, in place of earlier ranks."""
         self._views = {rank: RankView(self._run, rank) for rank in ranks}
         if self._peers is not None:
             self._peers.forget()
@@ -140,6 +142,8 @@ class Guard:
 
     def _exchange_status(self, peers: PeerGuards, local: dict[int, RankStatus], now: float) -> dict[int, RankStatus]:
         """Exchange the status of ranks with other nodes, follow requests of node 0, and return all known ranks."""
+        host = socket.gethostname()
+        local = {rank: replace(status, host=host) for rank, status in local.items()}
         peers.receive(now)
         peers.share(local, self._limits.after_s / 4)
         if waiting_ranks(local, self._limits.after_s / 2):
@@ -190,7 +194,7 @@ class Guard:
             self._peers.request_activity(remote)
 
     def _record_progress(self) -> None:
-        """Record that no rank is missing any more."""
+        """Record that the ranks continue after a reported stall."""
         if self._reported is not None and not self._is_over() and not (self._verdict and self._limits.stops):
             self._record("note", RANKS_CONTINUE)
         self._reported = None

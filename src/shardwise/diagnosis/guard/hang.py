@@ -1,4 +1,4 @@
-"""The hang verdict: which ranks wait in which collective, and what the missing ranks execute; pure functions."""
+"""The hang verdict: which ranks wait in which collective, and where the missing ranks are; pure functions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 BUSY_FACTOR = 30
-"""Factor on the hang limit for a rank that is visibly busy: five minutes at the default limit. A long evaluation cannot
-be distinguished from an endless loop, and stopping a healthy run costs more than stopping a stuck run late. A note
-names the rank after the limit in any case."""
+"""Factor on the hang limit for a rank that uses the CPU or does I/O: five minutes at the default limit. A long
+evaluation cannot be distinguished from an endless loop, and stopping a healthy run costs more than stopping a stuck run
+late. In either case, a note names the rank after the hang limit."""
 KNOWN_S = 300.0
 """Minimum limit for a rank in a known long activity: the time of a compilation does not depend on the hang limit."""
 _MIN_CORES = 0.1
@@ -38,7 +38,7 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class RankProgress:
-    """The number of calls that a rank has issued on one channel."""
+    """The sequence number of the last call that a rank has issued on one channel."""
 
     group: GroupKey
     channel: str
@@ -63,10 +63,12 @@ class RankStatus:
     loads: bool = False
     """Whether the rank is inside a data loader."""
     phase: str = ""
-    """Phase of the training, if the script marks phases."""
+    """Training phase, if the script records phases."""
     activity: Activity | None = None
     holds_interpreter: bool = False
     """Whether C code blocks all Python threads of the rank."""
+    host: str = ""
+    """Host of the rank; empty in a run on one node."""
 
     def has_entered(self, wait: Wait) -> bool:
         """Return whether this rank has issued the call of `wait`, or a later one on the same channel."""
@@ -149,7 +151,7 @@ def missing_ranks(ranks: Mapping[int, RankStatus], rank: int, wait: Wait) -> lis
 
 
 def decide(ranks: Mapping[int, RankStatus], limit_s: float, network: str = "") -> Stall | None:
-    """Return the stall that causes all others, or None if no rank waits too long for a specific rank.
+    """Return the stall that causes all other stalls; None if no rank waits longer than `limit_s` for another rank.
 
     `network` names nodes that cannot reach each other; if set, it is the cause of every wait.
     """
@@ -220,7 +222,8 @@ def describe_ends(ranks: Sequence[RankStatus]) -> str:
 
 
 def _describe_missing(status: RankStatus) -> str:
-    name, for_s = f"rank {status.rank}", f" for {status.quiet_s:.0f} s"
+    name = f"rank {status.rank} on {status.host}" if status.host else f"rank {status.rank}"
+    for_s = f" for {status.quiet_s:.0f} s"
     last_call = ""
     if status.newest is not None:
         last_call = f", its last call was {describe_call(status.newest)}"

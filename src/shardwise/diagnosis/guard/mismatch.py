@@ -23,7 +23,7 @@ class CallComparison:
     """Detects calls that differ between members of a group; reports the first difference of each channel."""
 
     def __init__(self, *, late: bool = False) -> None:
-        """Start without calls; `late` if calls of other nodes arrive too."""
+        """Start without calls; `late` is True if calls of other nodes arrive with a delay."""
         self._max_calls = _MAX_CALLS_NODES if late else _MAX_CALLS
         self._calls: dict[tuple[GroupKey, str], dict[int, dict[int, Call]]] = {}
         self._suspects: dict[tuple[GroupKey, str], int] = {}
@@ -40,27 +40,27 @@ class CallComparison:
             if channel in self._done or call.what == UNKNOWN:
                 continue
             numbers = self._calls.setdefault(channel, {})
-            there = numbers.setdefault(call.sequence, {})
-            for other in there.values():
+            by_rank = numbers.setdefault(call.sequence, {})
+            for other in by_rank.values():
                 if differ(call, other):
                     first = self._suspects.get(channel, call.sequence)
                     self._suspects[channel] = min(first, call.sequence)
                 elif call.site != other.site and not call.what.is_message:
                     self._site_differences.add(channel)
-            there[rank] = call
+            by_rank[rank] = call
             if len(numbers) > self._max_calls:
                 del numbers[next(iter(numbers))]  # the oldest
 
     def findings(self, *, last: bool = False) -> list[str]:
-        """Return new findings as sentences; `last` if no more calls will arrive.
+        """Return new mismatches as sentences; `last` is True if no more calls will arrive.
 
         A difference is reported when all members have issued the call, or one poll later.
         """
         found = []
         for channel, number in list(self._suspects.items()):
-            there = self._calls[channel].get(number, {})
-            if len(there) >= len(channel[0].members) or last or channel in self._polled_once:
-                found.append(describe_difference(there))
+            by_rank = self._calls[channel].get(number, {})
+            if len(by_rank) >= len(channel[0].members) or last or channel in self._polled_once:
+                found.append(describe_difference(by_rank))
                 self._finish(channel)
             self._polled_once.add(channel)
         for channel in list(self._site_differences - self._done):
@@ -89,7 +89,7 @@ _MIN_CROSSED = 3
 
 
 def describe_order(numbers: dict[int, dict[int, Call]]) -> str:
-    """Return which rank skipped a call or swapped two; empty if the lines differ for a legitimate reason.
+    """Return which rank skipped a call or swapped two calls; empty if different source lines are legitimate.
 
     `numbers` contains the calls of one channel by sequence number and rank.
     """

@@ -1,4 +1,4 @@
-"""Guards of several nodes: each sends compact call records to node 0, which decides."""
+"""Communication between the guards of several nodes: each sends compact call records to node 0, which decides."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Exchange(Protocol):
     own_address: str
 
     def relay(self, body: str, *, to_all: bool = False) -> None:
-        """Send a message to node 0, or from there to all others."""
+        """Send a message to node 0 or, with `to_all` on node 0, to all other nodes."""
 
     def take_relayed(self) -> list[str]:
         """Return the messages received since the previous call."""

@@ -27,9 +27,9 @@ _SAMPLES = 16
 _MAX_BYTES = 1 << 22
 """Maximum size of the file of stack samples; it is truncated beyond that."""
 _PULSE_S = 1.8
-"""A thread of each rank updates a timestamp twice a second; an older one means that it cannot run."""
+"""Age of a rank's heartbeat, which a thread updates twice a second, above which its threads cannot run."""
 _SETTLED_S = 1.0
-"""Data of torch's flight recorder is up to 0.5 s old, so it is used after a longer time without any change."""
+"""Seconds without progress after which torch's flight recorder is read; its data is up to 0.5 s old."""
 
 
 class RankView:
@@ -92,7 +92,7 @@ class RankView:
         return new if self.pid != self._old_pid else []
 
     def status(self) -> RankStatus:
-        """Return the state of the rank."""
+        """Return the current status of the rank: its waits, progress, phase and activity."""
         reader, now = self._reader, time.time()
         waits = [Wait(call=call, for_s=now - call.waited) for call in reader.waits]
         progress = []

@@ -40,7 +40,7 @@ class ReplicaWatch:
         self.follow(range(0))
 
     def follow(self, ranks: range) -> None:
-        """Observe these ranks from now on."""
+        """Observe `ranks` from now on, in place of earlier ranks."""
         self.verdict = ""
         """The reported drift; empty while replicas are equal."""
         self._unreported = ""
@@ -61,7 +61,7 @@ class ReplicaWatch:
         return verdict if self._spec.stops else ""
 
     def places(self) -> str:
-        """Return nothing: replicas do not know the last collective of a rank."""
+        """Return an empty string, because replica checks do not record collectives."""
         return ""
 
     def _poll(self) -> None:
@@ -109,7 +109,7 @@ def judge(step: int, checks: Mapping[int, Check], tensors: Mapping[int, Check], 
 
 
 def _evidence(step: int, checks: Mapping[int, Check], copies: Copies, last_equal: int | None) -> DriftEvidence:
-    """Return the records of the steps around the drift, of the ranks that store the copies."""
+    """Return whether the replicas' gradients, settings and previous values were equal at the step."""
     equal = {}
     for what in ("before", "gradients", "settings"):
         equal[what] = len({str(checks[rank][what]) for rank in copies.prints}) == 1
@@ -146,7 +146,7 @@ _INODE = re.compile(r"socket:\[(\d+)\]")
 
 
 class Links(msgspec.Struct, frozen=True, tag="links"):
-    """One node and the addresses that do not answer its ranks."""
+    """The addresses of one node, and the remote addresses that do not answer its ranks."""
 
     node: int
     host: str
@@ -164,7 +164,7 @@ class Connection(msgspec.Struct, frozen=True):
 
 
 def read_links(node: int, address: str, pids: Iterable[int]) -> Links:
-    """Return the state of the ranks' connections; none is unanswered if the kernel does not report retransmissions."""
+    """Return the state of the ranks' TCP connections; all are answered if the kernel reports no retransmissions."""
     found: list[Connection] = []
     for pid in pids:
         inodes = _sockets(pid)

@@ -1,4 +1,4 @@
-"""The activity of a rank, from stacks that it writes when it receives a signal."""
+"""The activity of a rank, from the thread stacks that it writes on a signal."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _kind(stack: Stack) -> str:
 
 
 def _position(stack: Stack) -> tuple[object, ...]:
-    """Return the parts of a stack that change if the rank makes progress: a loop within one function does not."""
+    """Return the part of a stack that changes with progress, without the innermost line, which changes in any loop."""
     return (stack[0].file, stack[0].function, *stack[1:])
 
 

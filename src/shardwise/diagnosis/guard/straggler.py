@@ -21,12 +21,12 @@ _MIN_CALLS = 10
 _MIN_SHARE, _MIN_SHARE_OF_LAG = 0.2, 0.7
 """A rank is slow if other ranks wait for it this share of the time, and it causes this share of all waiting."""
 _OUTLIERS = 3
-"""Long lags per window that are ignored: a first batch, a checkpoint, an evaluation."""
+"""Number of longest lags per window that are ignored, such as a first batch, a checkpoint or an evaluation."""
 _MAX_OPEN = 2048
 
 
 class Skew:
-    """Compares when ranks enter the same collective and reports each rank that other ranks wait for, once."""
+    """Compares the times at which ranks enter the same collective, and reports each straggler once."""
 
     def __init__(self, *, window_s: float, windows: int = 1) -> None:
         """Measure over windows of `window_s` seconds; a rank must be slow in `windows` consecutive windows."""
@@ -52,9 +52,9 @@ class Skew:
             if call.what.is_message or len(members) < 2:
                 continue
             key = (call.group, call.what.channel, call.sequence)
-            there = self._open.setdefault(key, {})
-            there[rank] = call
-            if len(there) == len(members):
+            by_rank = self._open.setdefault(key, {})
+            by_rank[rank] = call
+            if len(by_rank) == len(members):
                 self._measure(self._open.pop(key))
         while len(self._open) > _MAX_OPEN:
             del self._open[next(iter(self._open))]
@@ -104,7 +104,7 @@ class Skew:
         return core_load.explains(self._core_load, rank, lag_s, by_data=by_data)
 
     def _waits_for_data(self, rank: int, share: float, data_s: Mapping[int, float], now: float) -> bool:
-        """Return whether a rank is late for `share` of the time because it waits longer for batches than others."""
+        """Return whether a rank is late for `share` of the time because it waits longer for data than other ranks."""
         waited = {other: seconds - self._data.get(other, 0.0) for other, seconds in data_s.items()}
         own_s = waited.pop(rank, 0.0)
         median_s = statistics.median(waited.values()) if waited else 0.0

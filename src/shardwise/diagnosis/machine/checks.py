@@ -84,7 +84,7 @@ def check_interfaces(machine: Machine) -> Verdict:
 
 
 def check_host_name(machine: Machine) -> Verdict:
-    """Check that other machines can use the host name: it resolves to this machine, and its address back to it."""
+    """Check that the host name resolves to an address of this machine, and that address back to the host name."""
     network = machine.network
     local: set[str] = set()
     for interface in network.interfaces:
@@ -102,7 +102,7 @@ def check_host_name(machine: Machine) -> Verdict:
     if back.partition(".")[0] != network.hostname.partition(".")[0]:
         name = back or "no name"
         return warn("host name", f"{shown}, but that address resolves to {name}", "correct /etc/hosts or reverse DNS")
-    return ok("host name", f"{shown}, and back")
+    return ok("host name", f"{shown}, which resolves back to the name")
 
 
 def check_rdma(machine: Machine) -> Verdict:
@@ -114,7 +114,7 @@ def check_rdma(machine: Machine) -> Verdict:
     shown = ", ".join(f"{device.name} ({device.driver or 'unknown driver'})" for device in devices)
     if idle:
         fact = f"{shown}; {', '.join(idle)} has no active port"
-        return warn("rdma", fact, "see ibstat; exclude them with NCCL_IB_HCA=^" + ",".join(idle))
+        return warn("rdma", fact, "run ibstat; exclude idle devices with NCCL_IB_HCA=^" + ",".join(idle))
     if any(device.driver == _EFA for device in devices) and not machine.network.net_plugins:
         fix = "install aws-ofi-nccl and add its directory to LD_LIBRARY_PATH; without it NCCL falls back to sockets"
         return warn("rdma", f"{shown}, but libnccl-net.so was not found", fix)
@@ -227,7 +227,7 @@ def check_shared_memory(machine: Machine) -> Verdict:
     """Check the capacity of /dev/shm for data loaders and NCCL."""
     total, free = machine.memory.shm_total_bytes, machine.memory.shm_free_bytes
     shown = f"{format_bytes(free, 3)} of {format_bytes(total, 3)} free in /dev/shm"
-    fix = "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm"
+    fix = "run docker with --shm-size=16g or --ipc=host; in Kubernetes, mount emptyDir with medium: Memory at /dev/shm"
     if total <= _CONTAINER_SHM:
         return fail("shared memory", shown, fix)
     if free < _SMALL_SHM:
@@ -251,7 +251,7 @@ def check_limits(machine: Machine) -> Verdict:
     locked = "unlimited" if limits.memlock_bytes is None else format_bytes(limits.memlock_bytes, 3)
     shown = f"open files {_count(limits.nofile)}, processes {_count(limits.nproc)}, locked memory {locked}"
     if machine.network.rdma and limits.memlock_bytes is not None:
-        fix = "ulimit -l unlimited (docker run --ulimit memlock=-1): RDMA cannot register memory otherwise"
+        fix = "run ulimit -l unlimited, or docker run --ulimit memlock=-1: RDMA must lock memory"
         return fail("limits", shown, fix)
     if limits.nofile is not None and limits.nofile < _SOME_FILES:
         state = fail if limits.nofile < _FEW_FILES else warn
@@ -342,7 +342,7 @@ CHECKS: tuple[Callable[[Machine], Verdict], ...] = (
 
 
 def check_machine(machine: Machine) -> list[Verdict]:
-    """Return the verdicts of all checks."""
+    """Return the verdicts of all checks of a machine."""
     return [check(machine) for check in CHECKS]
 
 

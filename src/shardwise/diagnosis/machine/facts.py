@@ -62,7 +62,7 @@ class RdmaDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """Network interfaces and devices, and the name of this machine."""
+    """Network interfaces, RDMA devices and the host name of this machine."""
 
     interfaces: tuple[Interface, ...] = ()
     rdma: tuple[RdmaDevice, ...] = ()

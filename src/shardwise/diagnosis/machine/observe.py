@@ -1,4 +1,4 @@
-"""Observation of this machine: the driver through NVML, torch in a subprocess, everything else from /proc and /sys."""
+"""Collects facts about this machine: the driver through NVML, torch in a subprocess, the rest from /proc and /sys."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _text(given: str | bytes) -> str:
 
 
 def observe_torch() -> Torch:
-    """Return the facts that a subprocess reports after importing torch; a failing import may end the subprocess."""
+    """Return the versions of torch, CUDA and NCCL from a subprocess that imports torch; the import may crash."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _TORCH_PROBE], capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=False
@@ -238,7 +238,7 @@ def _is_synchronised() -> bool | None:
     return None if state < 0 else state != _TIME_ERROR
 
 
-# Observation of the network: interfaces, RDMA devices, NCCL plugins, name resolution in both directions.
+# Facts about the network: interfaces, RDMA devices, NCCL plugins, name resolution in both directions.
 
 
 T = TypeVar("T")
@@ -321,16 +321,16 @@ def _addresses_of(name: str) -> tuple[str, ...]:
 
 def _resolve(query: Callable[[], T], default: T) -> T:
     """Return the result of a resolver query, or `default` if it fails or exceeds the time limit."""
-    answers: list[T] = []
+    results: list[T] = []
 
     def run() -> None:
         with contextlib.suppress(OSError, UnicodeError):
-            answers.append(query())
+            results.append(query())
 
     thread = threading.Thread(target=run, daemon=True)  # a query that never returns must not block the exit
     thread.start()
     thread.join(_LOOKUP_TIMEOUT_S)
-    return answers[0] if answers else default
+    return results[0] if results else default
 
 
 def _read(path: Path) -> str:

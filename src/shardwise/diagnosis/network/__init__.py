@@ -1,1 +1,1 @@
-"""The network of a cluster, examined from one machine."""
+"""Checks of a cluster's network, run from one machine."""

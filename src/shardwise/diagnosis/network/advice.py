@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 LATE_S, VERY_LATE_S = 0.5, 10.0
-"""Clock offsets above which a check warns or fails: timestamps mislead, or torchrun drops a node (3 beats of 5 s)."""
+"""Clock offsets above which a check warns (misleading timestamps) or fails (torchrun drops a node after 15 s)."""
 
 
 def check_login(found: NetFacts) -> list[Verdict]:
@@ -37,7 +37,7 @@ def check_login(found: NetFacts) -> list[Verdict]:
         addresses = tuple(sorted(facts.addresses))
         if addresses and addresses in by_addresses:
             fact = f"hosts {by_addresses[addresses]} and {host} are the same machine with {', '.join(addresses)}"
-            bad.append(fail("login", fact, "list it once, or correct the address of one of the names"))
+            bad.append(fail("login", fact, "list the machine once, or correct the address of one of the names"))
         by_addresses[addresses] = host
     return bad or [ok("login", f"{count_hosts(found.hosts)} accept a login without a prompt")]
 
@@ -65,8 +65,8 @@ def _missing_version(found: NetFacts, name: str, lacking: Sequence[str], version
     """Return the verdict on hosts without a package; `version` is that of other hosts, empty if none has it."""
     fact = f"{name_hosts(lacking)} {_has(lacking)} no {name} in {found.facts[lacking[0]].executable}"
     if not version:
-        return fail("versions", fact, f"install {name} there")
-    return fail("versions", f"{fact}, other hosts have {version}", f"install {name} {version} there")
+        return fail("versions", fact, f"install {name} on {name_hosts(lacking)}")
+    return fail("versions", f"{fact}, other hosts have {version}", f"install {name} {version} on {name_hosts(lacking)}")
 
 
 def check_clocks(found: NetFacts) -> list[Verdict]:
@@ -84,7 +84,7 @@ def check_clocks(found: NetFacts) -> list[Verdict]:
             direction = "ahead of" if offset_s > 0 else "behind"
             state = fail if certain_s > VERY_LATE_S else warn
             fact = f"the clock of {host} is {abs(offset_s):.1f} s {direction} the other clocks"
-            bad.append(state("clocks", fact, f"run chronyd or ntpd there; see: ssh {host} timedatectl"))
+            bad.append(state("clocks", fact, f"run chronyd or ntpd on {host}; check it with ssh {host} timedatectl"))
     return bad or [ok("clocks", f"differ by less than {1e3 * widest_s:.3g} ms")]
 
 
@@ -97,7 +97,7 @@ def _check_folder(found: NetFacts, storage: StorageFacts) -> Verdict:
     folder = storage.folder
     if storage.missing:
         fact = f"{name_hosts(storage.missing)} {_has(storage.missing)} no directory {folder}"
-        return fail("storage", fact, "share it, or copy it to the same path")
+        return fail("storage", fact, "share the directory, or copy it to the same path on every host")
     if not storage.writer:
         fact = f"{folder} cannot be compared: no host can write to it ({storage.refusal})"
         return warn("storage", fact, "pass a writable directory with --folder")
@@ -117,13 +117,13 @@ def _has(names: Sequence[str]) -> str:
     return "has" if len(names) == 1 else "have"
 
 
-# Name resolution: the answers of each host's resolver compared with the real addresses.
+# Name resolution: the results of each host's resolver compared with the real addresses.
 
 
 def check_names(found: NetFacts) -> list[Verdict]:
     """Check that every host resolves the names and addresses of all hosts correctly.
 
-    Problems are only warnings because launches by address still work. A single host needs no name.
+    Problems are warnings, because launches by address still work. A single host is not checked.
     """
     if len(found.usable) < 2:
         return []
@@ -137,7 +137,7 @@ def check_names(found: NetFacts) -> list[Verdict]:
             unique += hosts
             continue
         fact = f"{name_hosts(hosts)} have the same host name {name}"
-        bad.append(warn("names", fact, "on each: hostnamectl set-hostname NAME"))
+        bad.append(warn("names", fact, "run hostnamectl set-hostname NAME on each host"))
     bad += _check_forward(found, unique, owner) + _check_reverse(found, unique, owner)
     if bad:
         return bad
@@ -198,11 +198,11 @@ def _name_resolvers(found: NetFacts, host: str, places: Sequence[str]) -> str:
 
 
 def _hosts_entry(found: NetFacts, host: str) -> str:
-    """Return the fix of a host name that does not resolve correctly."""
+    """Return the fix for a host name that does not resolve correctly."""
     address = next(iter(found.facts[host].addresses), "ADDRESS")
     if found.route is not None:
         address = found.route.addresses.get(host, address)
-    return f"add '{address} {found.facts[host].hostname}' to /etc/hosts there, or correct DNS"
+    return f"add '{address} {found.facts[host].hostname}' to /etc/hosts on these hosts, or correct DNS"
 
 
 def _is_loopback(address: str) -> bool:
@@ -224,7 +224,7 @@ CHECKS = (  # a check follows the checks that it depends on
 
 
 def diagnose(found: NetFacts) -> list[Verdict]:
-    """Return the verdicts of all checks; only those of the login if no host responds."""
+    """Return the verdicts of all network checks; only the login check runs if no host responds."""
     checks = CHECKS if found.usable else (check_login,)
     verdicts = []
     for check in checks:

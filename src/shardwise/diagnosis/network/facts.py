@@ -1,4 +1,4 @@
-"""Facts about hosts and the links between them, and the sessions with probes on many hosts that collect them."""
+"""Facts about hosts and the links between them, and the probe sessions that collect these facts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HostInterface(msgspec.Struct, frozen=True):
 
 
 class HostFacts(msgspec.Struct, frozen=True):
-    """The facts that a host reports about itself."""
+    """The name, versions, interfaces and directories of a host."""
 
     hostname: str
     executable: str
@@ -59,7 +59,7 @@ class HostFacts(msgspec.Struct, frozen=True):
 
 
 class Lookups(msgspec.Struct, frozen=True):
-    """The answers of a host's resolver; empty for a name or address that does not resolve."""
+    """The results of a host's resolver; empty for a name or address that does not resolve."""
 
     forward: dict[str, tuple[str, ...]]
     reverse: dict[str, tuple[str, ...]]
@@ -153,7 +153,7 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class NetFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """All facts about the hosts, by the names that the user passed, in their order."""
+    """All facts about the hosts, keyed by the names that the user passed, in the same order."""
 
     hosts: tuple[str, ...]
     problems: dict[str, Problem] = {}
@@ -198,7 +198,7 @@ def count_hosts(names: Sequence[str]) -> str:
 
 
 def routes(facts: Mapping[str, HostFacts]) -> list[Route]:
-    """Return all routes: the same network, interfaces of the same name, or the first address of each host."""
+    """Return all routes, by common network, by common interface name, and by the first address of each host."""
     found: dict[tuple[str, ...], Route] = {}
 
     def add(route: Route) -> None:
@@ -242,7 +242,7 @@ def blocked_pairs(route: Route, reached: Iterable[ReachedHost]) -> dict[Pair, st
 
 
 def choose_route(facts: Mapping[str, HostFacts], reached: Sequence[ReachedHost]) -> Route | None:
-    """Return the route over which most pairs can connect, the first of equal ones; None if a host has no address."""
+    """Return the first route over which the most pairs can connect; None if a host has no address."""
     return max(routes(facts), key=lambda route: len(open_pairs(route, reached)), default=None)
 
 
@@ -252,7 +252,7 @@ def lossy_pairs(paths: Iterable[PathFacts]) -> dict[Pair, int]:
 
 
 def common_hosts(hosts: Sequence[str], bad: Collection[Pair]) -> list[tuple[str, ...]]:
-    """Return the hosts that explain the bad pairs, the worst first: single hosts with only bad pairs, then pairs."""
+    """Return the smallest groups of hosts that explain the bad pairs: hosts with only bad pairs, then single pairs."""
     rest, remaining, found = set(bad), list(hosts), list[tuple[str, ...]]()
     while len(remaining) > 2:
         partners = {host: _partners(host, rest) for host in remaining}
@@ -296,9 +296,9 @@ def _is_on(route: Route, one: ReachedHost) -> bool:
     return route.addresses.get(one.target) == one.address
 
 
-Order = dict[str, Any]
+Request = dict[str, Any]
 ANSWER_S = 10.0
-"""Time limit of a short request on a busy host."""
+"""Time limit of a short request, sufficient for a busy host."""
 
 
 def probe_command() -> str:
@@ -320,7 +320,7 @@ class ProbeSession(Session):
 
     @property
     def name(self) -> str:
-        """The name of the host for users."""
+        """The name of the host, as shown to the user."""
         return self.label
 
 
@@ -332,18 +332,18 @@ class Probes(Sessions):
         super().__init__(self.probes)
         self._number = 0
 
-    def question(self, orders: Mapping[str, Order], timeout_s: float) -> dict[str, Order]:
+    def question(self, requests: Mapping[str, Request], timeout_s: float) -> dict[str, Request]:
         """Send a request to each host and return the successful replies that arrived in time.
 
         Each reply contains `sent_at` and `heard_at`, in seconds since the epoch by the local clock.
         """
         self._number += 1
-        pending = {probe.name: probe for probe in self.probes if probe.name in orders}
+        pending = {probe.name: probe for probe in self.probes if probe.name in requests}
         sent_at = {}
         for name, probe in pending.items():
             sent_at[name] = time.time()
-            probe.send({**orders[name], "number": self._number})
-        replies: dict[str, Order] = {}
+            probe.send({**requests[name], "number": self._number})
+        replies: dict[str, Request] = {}
         deadline = time.monotonic() + timeout_s
         while pending and time.monotonic() < deadline:
             for session, stream, line in self.receive(0.1):

@@ -33,7 +33,7 @@ def check_reach(found: NetFacts) -> list[Verdict]:
     if found.route is None:
         isolated = min(found.usable, key=lambda host: len(found.facts[host].interfaces))
         fact = f"{isolated} has no IPv4 address except loopback"
-        return [fail("pairs", fact, f"connect it to the network; see: ssh {isolated} ip addr")]
+        return [fail("pairs", fact, f"connect {isolated} to the network; check it with ssh {isolated} ip addr")]
     bad = _describe_blocked(found.route, blocked_pairs(found.route, found.reached))
     if bad:
         return bad
@@ -61,7 +61,7 @@ def _describe_blocked(route: Route, blocked: dict[Pair, str]) -> list[Verdict]:
         fact = f"{source} does not reach {target} at {address} ({blocked[source, target]})"
         if (target, source) in blocked:
             fact += ", nor in the other direction"
-        bad.append(fail("pairs", fact, f"see ssh {source} ip route get {address}, and check the firewall"))
+        bad.append(fail("pairs", fact, f"run ssh {source} ip route get {address}, and check the firewall"))
     return bad
 
 
@@ -110,7 +110,7 @@ def check_mtu(found: NetFacts) -> list[Verdict]:
         size = min(mtu for pair, mtu in lossy.items() if set(hosts) <= set(pair))
         interface = interfaces[hosts[0]]
         fact = f"packets above {size} bytes are lost between {_ends(hosts)}, although the MTU is {interface.mtu}"
-        fix = f"find what drops them, or on both hosts: ip link set {interface.name} mtu {size}"
+        fix = f"find the device that drops them, or run ip link set {interface.name} mtu {size} on both hosts"
         bad.append(fail("MTU", fact, fix))
     sizes = sorted({interface.mtu for interface in interfaces.values()})
     if len(sizes) > 1:
@@ -141,7 +141,7 @@ def check_links(found: NetFacts) -> list[Verdict]:
     bad = [warn("links", one.sentence, _link_fix(one.pairs)) for one in slow]
     for hosts in common_hosts(found.usable, stuck_pairs(found)):
         fact = f"connections between {_ends(hosts)} open, but no data arrives"
-        fix = "see the verdict on the MTU; otherwise look for a firewall that drops the stream"
+        fix = "correct the MTU if its check failed; otherwise find the firewall that drops the data"
         bad.append(fail("links", fact, fix))
     if bad or not found.links:
         return bad
@@ -170,7 +170,7 @@ def _link_fix(pairs: tuple[Pair, ...]) -> str:
 
 
 FAR_S = 2e-3
-"""Latency above which two hosts are not in the same cluster: ten times what a busy Ethernet switch adds."""
+"""Latency above which two hosts are not in the same cluster: ten times the latency of a busy Ethernet switch."""
 THIN = 100e6
 """Bandwidth in bytes/s below which a link is slower than gigabit Ethernet, over which training does not scale."""
 

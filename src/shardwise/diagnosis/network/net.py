@@ -1,4 +1,4 @@
-"""Examination of a cluster's network from one machine, by a temporary probe on every host."""
+"""`doctor net`: checks the network of a cluster from one machine, with a temporary probe on every host."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shardwise.diagnosis.network.facts import (
     LinkFacts,
     Lookups,
     NetFacts,
-    Order,
     PathFacts,
     PortFacts,
     Probes,
     ProbeSession,
     Problem,
     ReachedHost,
+    Request,
     StorageFacts,
     choose_route,
     count_hosts,
@@ -99,7 +99,7 @@ def doctor_net(spec: NetSpec) -> NetReport:
 
 
 def _typed(host: HostSpec) -> str:
-    """Return the form of a host for --hosts."""
+    """Return a host in the syntax of --hosts, such as user@name:8."""
     name = f"[{host.name}]" if ":" in host.name else host.name
     user = f"{host.user}@" if host.user else ""
     slots = f":{host.slots}" if host.slots else ""
@@ -122,7 +122,7 @@ def examine(hosts: Sequence[HostSpec], *, folders: Sequence[Path], port: int, no
 
 
 class _Examination:
-    """The steps of an examination, in the order of their dependencies."""
+    """Collects the facts of `doctor net` in the order of their dependencies."""
 
     def __init__(self, hub: Probes, folders: list[str], port: int, note: Callable[[str], None]) -> None:
         self._hub = hub
@@ -159,12 +159,12 @@ class _Examination:
         hosts = tuple(probe.name for probe in self._hub.probes)
         return NetFacts(hosts=hosts, problems=problems, facts=self.facts, **found)
 
-    def _query_all(self, order: Order, timeout_s: float) -> dict[str, Order]:
-        return self._hub.question(dict.fromkeys(self.facts, order), timeout_s)
+    def _query_all(self, request: Request, timeout_s: float) -> dict[str, Request]:
+        return self._hub.question(dict.fromkeys(self.facts, request), timeout_s)
 
     def _read_facts(self) -> dict[str, Problem]:
-        order = {"type": "look", "folders": self._folders}
-        replies = self._hub.question(dict.fromkeys((probe.name for probe in self._hub.probes), order), _LOGIN_S)
+        request = {"type": "look", "folders": self._folders}
+        replies = self._hub.question(dict.fromkeys((probe.name for probe in self._hub.probes), request), _LOGIN_S)
         problems = {}
         for probe in self._hub.probes:
             if probe.name in replies:
@@ -180,8 +180,8 @@ class _Examination:
         for facts in self.facts.values():
             names.add(facts.hostname)
             addresses.update(facts.addresses)
-        order = {"type": "lookup", "names": sorted(names), "addresses": sorted(addresses)}
-        replies = self._query_all(order, LOOKUP_S + _MARGIN_S)
+        request = {"type": "lookup", "names": sorted(names), "addresses": sorted(addresses)}
+        replies = self._query_all(request, LOOKUP_S + _MARGIN_S)
         return {host: msgspec.convert(reply, Lookups) for host, reply in replies.items()}
 
     def _clocks(self) -> dict[str, HostClock]:
@@ -195,14 +195,14 @@ class _Examination:
 
     def _listen(self) -> None:
         """Make every host listen on all its addresses."""
-        orders = {}
+        requests = {}
         for host, facts in self.facts.items():
-            orders[host] = self._listen_order(host, [[address, 0] for address in facts.addresses])
-        for host, reply in self._hub.question(orders, ANSWER_S).items():
+            requests[host] = self._listen_request(host, [[address, 0] for address in facts.addresses])
+        for host, reply in self._hub.question(requests, ANSWER_S).items():
             for endpoint in reply["doors"]:
                 self._endpoints[host, endpoint["address"]] = (endpoint["port"], endpoint["datagrams"])
 
-    def _listen_order(self, host: str, endpoints: list[list[Any]]) -> Order:
+    def _listen_request(self, host: str, endpoints: list[list[Any]]) -> Request:
         return {"type": "open", "word": self._secret, "greeting": self._greetings[host], "doors": endpoints}
 
     def _reach(self) -> list[ReachedHost]:
@@ -211,21 +211,21 @@ class _Examination:
         for (host, address), (port, _) in self._endpoints.items():
             if port:
                 endpoints.append((host, address, port))
-        goals, orders = {}, {}
+        targets_of, requests = {}, {}
         for source in self.facts:
-            goals[source] = [endpoint for endpoint in endpoints if endpoint[0] != source]
-            orders[source] = self._reach_order(goals[source])
-        replies = self._hub.question(orders, 2 * REACH_S + _MARGIN_S)
+            targets_of[source] = [endpoint for endpoint in endpoints if endpoint[0] != source]
+            requests[source] = self._reach_request(targets_of[source])
+        replies = self._hub.question(requests, 2 * REACH_S + _MARGIN_S)
         silent = {"own": "", "refusal": "its probe did not respond"}
         reached = []
-        for source, targets in goals.items():
-            answers = replies.get(source, {}).get("reached", [silent] * len(targets))
-            for (target, address, _), found in zip(targets, answers, strict=True):
+        for source, targets in targets_of.items():
+            results = replies.get(source, {}).get("reached", [silent] * len(targets))
+            for (target, address, _), found in zip(targets, results, strict=True):
                 own, refusal = found["own"], found["refusal"]
                 reached.append(ReachedHost(source=source, target=target, address=address, own=own, refusal=refusal))
         return reached
 
-    def _reach_order(self, endpoints: Iterable[tuple[str, str, int]]) -> Order:
+    def _reach_request(self, endpoints: Iterable[tuple[str, str, int]]) -> Request:
         targets = [[address, port, self._greetings[host]] for host, address, port in endpoints]
         return {"type": "reach", "targets": targets}
 
@@ -233,12 +233,12 @@ class _Examination:
         """Make the first host listen on the rendezvous port, and all other hosts connect to it."""
         first, *others = route.addresses
         address = route.addresses[first]
-        opened = self._hub.question({first: self._listen_order(first, [[address, self._port]])}, ANSWER_S).get(first)
-        endpoint: Order = opened["doors"][0] if opened else {"port": 0, "refusal": "its probe did not respond"}
+        opened = self._hub.question({first: self._listen_request(first, [[address, self._port]])}, ANSWER_S).get(first)
+        endpoint: Request = opened["doors"][0] if opened else {"port": 0, "refusal": "its probe did not respond"}
         if endpoint["refusal"]:
             return PortFacts(host=first, address=address, port=self._port, refusal=endpoint["refusal"])
-        order = self._reach_order([(first, address, endpoint["port"])])
-        replies = self._hub.question(dict.fromkeys(others, order), 2 * REACH_S + _MARGIN_S)
+        request = self._reach_request([(first, address, endpoint["port"])])
+        replies = self._hub.question(dict.fromkeys(others, request), 2 * REACH_S + _MARGIN_S)
         blocked = {}
         for host in others:
             reason = "no answer"
@@ -249,7 +249,7 @@ class _Examination:
         return PortFacts(host=first, address=address, port=endpoint["port"], cut=blocked)
 
     def _links(self, route: Route, pairs: set[Pair]) -> tuple[LinkFacts, ...]:
-        """Measure the pairs, disjoint pairs in parallel, and repeat the measurement of slow ones."""
+        """Measure the links of all pairs, disjoint pairs in parallel, and repeat the measurement of slow links."""
         best: dict[Pair, LinkFacts] = {}
         todo = pairs
         for _ in range(1 + _MAX_REPEATS):
@@ -266,11 +266,11 @@ class _Examination:
 
     def _measure(self, route: Route, turn: Sequence[Pair], best: dict[Pair, LinkFacts]) -> None:
         """Measure disjoint pairs in parallel and store the best values of each link in `best`."""
-        orders = {}
+        requests = {}
         for source, target in turn:
             endpoint = self._endpoint(route, target, datagrams=False)
-            orders[source] = {"type": "measure", **endpoint, "seconds": _STREAM_S}
-        replies = self._hub.question(orders, ANSWER_S)
+            requests[source] = {"type": "measure", **endpoint, "seconds": _STREAM_S}
+        replies = self._hub.question(requests, ANSWER_S)
         for source, target in turn:
             if source not in replies:
                 continue
@@ -283,7 +283,7 @@ class _Examination:
             best[source, target] = link
 
     def _paths(self, route: Route, pairs: set[Pair]) -> tuple[PathFacts, ...]:
-        """Find the largest packet that arrives; repeat for pairs that lost some, since datagrams may be lost by chance.
+        """Find the largest packet that arrives; repeat for pairs with losses, because datagrams may be lost by chance.
 
         Stops after a round in which no datagram arrived.
         """
@@ -299,12 +299,12 @@ class _Examination:
 
     def _try_paths(self, route: Route, turn: Sequence[Pair], best: dict[Pair, PathFacts]) -> None:
         mtus = {host: facts.addresses[route.addresses[host]].mtu for host, facts in self.facts.items()}
-        orders: dict[str, Order] = {}
+        requests: dict[str, Request] = {}
         for source, target in turn:
             largest = min(mtus[source], mtus[target])
             sizes = [largest, *(size for size in _PACKETS if size < largest)]
-            orders[source] = {"type": "path", **self._endpoint(route, target, datagrams=True), "sizes": sizes}
-        replies = self._hub.question(orders, ANSWER_S)
+            requests[source] = {"type": "path", **self._endpoint(route, target, datagrams=True), "sizes": sizes}
+        replies = self._hub.question(requests, ANSWER_S)
         for source, target in turn:
             if source in replies:
                 mtu = replies[source]["mtu"]
@@ -313,7 +313,7 @@ class _Examination:
                 ends = mtus[source], mtus[target]
                 best[source, target] = PathFacts(source=source, target=target, mtu=mtu, ends=ends)
 
-    def _endpoint(self, route: Route, host: str, *, datagrams: bool) -> Order:
+    def _endpoint(self, route: Route, host: str, *, datagrams: bool) -> Request:
         address = route.addresses[host]
         return {"address": address, "port": self._endpoints[host, address][datagrams]}
 
@@ -347,7 +347,7 @@ _NAME = ".shardwise-doctor-"
 
 
 def store_all(hub: Probes, facts: Mapping[str, HostFacts], folders: Sequence[str]) -> tuple[StorageFacts, ...]:
-    """Check each directory by a file that one host writes and all hosts read; the file is always removed."""
+    """Check each directory with a file that one host writes and all hosts read; the file is always removed."""
     return tuple(_store(hub, facts, folder) for folder in folders)
 
 

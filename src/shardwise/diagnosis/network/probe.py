@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MARK = b"shardwise-probe "
 """Prefix of every line of a probe; the login shell may print other lines before it starts."""
 SILENCE_S = 8.0
-"""The doctor sends a message every second; a probe exits after this time without one."""
+"""Seconds without a message after which a probe exits; `doctor net` sends a message every second."""
 LOOKUP_S = 5.0
 REACH_S = 3.0
 GREETING_BYTES = WORD_BYTES = 32
@@ -50,19 +50,19 @@ T = TypeVar("T")
 
 
 class Probe:
-    """The open sockets and files of one host, and its answers to requests."""
+    """Executes requests on one host; owns the open sockets and files of the probe."""
 
     def __init__(self) -> None:
         self.word = b""
         """The secret that a client must send."""
         self.greeting = b""
-        """The answer by which clients identify this host."""
+        """The text by which clients identify this host."""
         self._files: set[Path] = set()
-        """Files that this probe has to remove."""
+        """Files that this probe removes when it exits."""
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Execute a request and return its result."""
         handlers: dict[str, Callable[..., dict[str, Any]]] = {
             "look": look,
@@ -76,7 +76,7 @@ class Probe:
             "read": read,
             "remove": self.remove,
         }
-        return handlers[order.pop("type")](**order)
+        return handlers[request.pop("type")](**request)
 
     def open(self, word: str, greeting: str, doors: list[list[Any]]) -> dict[str, Any]:
         """Listen for TCP on each (address, port), where port 0 selects a free port, and for UDP on a separate port."""
@@ -100,27 +100,27 @@ class Probe:
 
     def _serve(self, listener: socket.socket) -> None:
         while True:
-            guest, _ = listener.accept()
-            _in_background(self._receive, guest)
+            client, _ = listener.accept()
+            _in_background(self._receive, client)
 
-    def _receive(self, guest: socket.socket) -> None:
+    def _receive(self, client: socket.socket) -> None:
         """Serve a client that sends the secret: send the greeting, echo its bytes, or count them."""
-        with guest, contextlib.suppress(OSError):
-            guest.settimeout(2 * REACH_S)
-            guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if _exactly(guest, WORD_BYTES) != self.word:
+        with client, contextlib.suppress(OSError):
+            client.settimeout(2 * REACH_S)
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if _exactly(client, WORD_BYTES) != self.word:
                 return
-            request = _exactly(guest, 1)
+            request = _exactly(client, 1)
             if request == b"g":
-                guest.sendall(self.greeting)
+                client.sendall(self.greeting)
             elif request == b"e":
-                while data := guest.recv(64):
-                    guest.sendall(data)
+                while data := client.recv(64):
+                    client.sendall(data)
             elif request == b"c":
                 count, buffer = 0, bytearray(_CHUNK)
-                while received := guest.recv_into(buffer):
+                while received := client.recv_into(buffer):
                     count += received
-                guest.sendall(struct.pack("!Q", count))
+                client.sendall(struct.pack("!Q", count))
 
     def _return_datagrams(self, echo: socket.socket) -> None:
         while True:
@@ -199,7 +199,7 @@ class Probe:
         return {"latency_s": min(latencies), "usual_s": statistics.median(latencies), "bytes_per_s": rate}
 
     def write(self, folder: str, name: str, text: str) -> dict[str, Any]:
-        """Write a small file, which is removed when the probe exits at the latest."""
+        """Write a small file, which the probe removes at the latest when it exits."""
         path = Path(folder) / name
         try:
             with self._lock:
@@ -213,7 +213,7 @@ class Probe:
         return {"refusal": ""}
 
     def remove(self, folder: str, name: str) -> dict[str, Any]:
-        """Remove the file of this name, whichever host wrote it."""
+        """Remove a file, even if another host wrote it."""
         path = Path(folder) / name
         with self._lock, contextlib.suppress(OSError):
             self._files.discard(path)
@@ -336,16 +336,16 @@ def _in_background(work: Callable[..., None], *arguments: object) -> None:
 
 
 def main() -> None:
-    """Answer requests until stdin ends or the doctor is silent."""
+    """Execute requests from stdin until stdin ends or no message arrives for SILENCE_S seconds."""
     probe = Probe()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(number, lambda *_: sys.exit(1))
     output_lock = threading.Lock()
 
-    def reply_to(order: dict[str, Any]) -> None:
-        number = order.pop("number")
+    def reply_to(request: dict[str, Any]) -> None:
+        number = request.pop("number")
         try:
-            reply = {"number": number, **probe.answer(order)}
+            reply = {"number": number, **probe.answer(request)}
         except Exception as error:  # noqa: BLE001 - the doctor reports every error
             reply = {"number": number, "error": f"{type(error).__name__}: {error}"}
         with output_lock, contextlib.suppress(OSError):
@@ -361,9 +361,9 @@ def main() -> None:
                 break
             heard_at = time.monotonic()
             *lines, rest = (rest + data).split(b"\n")
-            for order in map(json.loads, lines):
-                if order["type"] != "beat":
-                    _in_background(reply_to, order)  # a long request must not delay the end of stdin
+            for request in map(json.loads, lines):
+                if request["type"] != "beat":
+                    _in_background(reply_to, request)  # a long request must not delay the end of stdin
     finally:
         probe.close()
         os._exit(0)  # without waiting for threads

@@ -6,9 +6,10 @@ import re
 import signal
 from typing import TYPE_CHECKING, Literal
 
+from shardwise.diagnosis.guard.guard import RANKS_CONTINUE
 from shardwise.diagnosis.guard.hang import describe_ends
 from shardwise.diagnosis.verdicts import Verdict, fail, ok, warn
-from shardwise.launcher.explain import find_mismatch
+from shardwise.launcher.explain import EARLY_EXIT_FIX, find_mismatch
 from shardwise.launcher.policy import RankExit, root_cause
 from shardwise.runs.console import BAD_INPUT, PREEMPTED, describe_exit, name_ranks, short
 from shardwise.runs.failure import HOST_MEMORY_FIX, HOST_MEMORY_SPENT, translate
@@ -16,7 +17,7 @@ from shardwise.runs.failure import HOST_MEMORY_FIX, HOST_MEMORY_SPENT, translate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardwise.diagnosis.run.facts import RunFacts
+    from shardwise.diagnosis.run.facts import Event, RunFacts
     from shardwise.runs.failure import Failure
 
 Kind = Literal[
@@ -40,21 +41,24 @@ _REQUESTED_STOPS: dict[Kind, str] = {
     "preempted": "a checkpoint was saved and the exit code is 75",
     "interrupted": "by Ctrl-C or a signal",
 }
+_WAITING = re.compile(r"\bwaits? in ")
+"""Part of every hang verdict; other verdicts are on mismatched collectives and on replicas that differ."""
 _OUT_OF_MEMORY = ("device memory", "host memory")
 
 
 def state_of(facts: RunFacts) -> State:
-    """Return the state of a run: "lost" if its launcher ended without a message, "silent" if it is unreachable."""
-    states = [launcher.finished for launcher in facts.launchers if launcher.finished]
+    """Return the state of a run: "lost" if its launcher ended without a message, "silent" if it cannot be checked."""
+    launchers = facts.last_launchers
+    states = [launcher.finished for launcher in launchers if launcher.finished]
     for state in ("failed", "stopped", "finished"):
-        if state in states and (state != "finished" or len(states) == len(facts.launchers)):
+        if state in states and (state != "finished" or len(states) == len(launchers)):
             return state
-    if not facts.launchers:  # started by torchrun, srun or mpirun
+    if not launchers:  # started by torchrun, srun or mpirun
         if facts.failures:
             return "failed"
         if any(event.kind == "end" for event in facts.events):
             return "finished"
-    if any(launcher.is_gone for launcher in facts.launchers):
+    if any(launcher.is_gone for launcher in launchers):
         return "lost"
     return "running" if facts.now - facts.newest < SILENT_S or _has_running_ranks(facts) else "silent"
 
@@ -66,13 +70,13 @@ def _has_running_ranks(facts: RunFacts) -> bool:
 
 def _all_exits(facts: RunFacts) -> list[RankExit]:
     exits: list[RankExit] = []
-    for launcher in facts.launchers:
+    for launcher in facts.last_launchers:
         exits += launcher.exits
     return exits
 
 
 def cause_of(facts: RunFacts) -> RankExit | None:
-    """Return the rank exit that caused all others, or None if no rank caused the end."""
+    """Return the rank exit that caused all other exits; None if no rank caused the end of the run."""
     exits = _all_exits(facts)
     if not facts.launchers:
         for rank, failure in facts.failures.items():
@@ -82,11 +86,12 @@ def cause_of(facts: RunFacts) -> RankExit | None:
 
 
 def kind_of_end(facts: RunFacts) -> Kind:
-    """Return the kind of end of a run that did not finish."""
+    """Return the kind of failure or stop of a run that did not finish."""
     state, cause = state_of(facts), cause_of(facts)
     if state == "stopped":
-        codes = [exit_.returncode for exit_ in _all_exits(facts)]
-        return "preempted" if PREEMPTED in codes else "interrupted"
+        if PREEMPTED in [exit_.returncode for exit_ in _all_exits(facts)]:
+            return "preempted"
+        return "hang" if _WAITING.search(current_verdict(facts.events)) else "interrupted"
     if cause is None:
         return "hang" if _hang_verdict(facts) else "lost"
     known = translate(_error_text(cause, facts), cause.returncode)
@@ -97,9 +102,9 @@ def kind_of_end(facts: RunFacts) -> Kind:
 
 
 def _kind_of_exit(cause: RankExit) -> Kind:
-    if cause.returncode < 0:
+    if cause.failed and cause.returncode < 0:
         return "signal"
-    if cause.failure is None:
+    if cause.failure is None or not cause.failed:
         return "early exit"
     return "refused input" if cause.failure.exit_code == BAD_INPUT else "exception"
 
@@ -119,7 +124,10 @@ def check_cause(facts: RunFacts) -> list[Verdict]:
             warn("cause", f"{kind}: a stop was requested, {_REQUESTED_STOPS[kind]}", "resume with the command below")
         ]
     if cause is None:
-        fix = f"read {facts.path}/stacks" if kind == "hang" else "read the last lines of the launcher's output"
+        hosts = ", ".join(sorted(set(facts.hosts.values())))
+        fix = f"check dmesg, memory and network on {hosts}, then start the run again"
+        if kind == "hang":
+            fix = f"read {facts.path}/stacks, and correct the line at which the missing rank is"
         return [fail("cause", f"{kind}: {_verdict(facts) or 'no rank failed'}", fix)]
     found = [fail("cause", f"{kind}: {_describe(cause, facts)}", _fix(kind, cause, facts))]
     if cause.failure is None and cause.rank in facts.ranks:
@@ -134,7 +142,7 @@ def check_cause(facts: RunFacts) -> list[Verdict]:
 
 
 def _why_too(cause: RankExit, others: Sequence[Failure]) -> str:
-    """Return why other ranks failed after the first one."""
+    """Return why the other ranks failed after the first rank."""
     if all(failure.peer_lost for failure in others):
         return "they lost the connection to it"
     first = cause.failure
@@ -156,12 +164,22 @@ def _hang_verdict(facts: RunFacts) -> str:
     return ""
 
 
+def current_verdict(events: Sequence[Event]) -> str:
+    """Return the verdict on the current attempt that has not been withdrawn; empty if there is none."""
+    for event in reversed(events):
+        if event.kind == "attempt" or (event.kind == "note" and event.fields.get("text") == RANKS_CONTINUE):
+            return ""
+        if event.kind == "verdict":
+            return str(event.fields.get("text", ""))
+    return ""
+
+
 def _lost(facts: RunFacts) -> Verdict:
-    launcher = next(launcher for launcher in facts.launchers if launcher.is_gone)
+    launcher = next(launcher for launcher in facts.last_launchers if launcher.is_gone)
     fact = f"lost: the launcher (pid {launcher.pid} on {launcher.host}) and its ranks ended without a message"
     if launcher.verdict:
         fact += f"; before that, {launcher.verdict}"
-    return fail("cause", fact, "find what killed it: dmesg | tail, the batch system, a closed terminal")
+    return fail("cause", fact, "check dmesg and the logs of the batch system, and whether the terminal was closed")
 
 
 def _describe(cause: RankExit, facts: RunFacts) -> str:
@@ -171,8 +189,9 @@ def _describe(cause: RankExit, facts: RunFacts) -> str:
     name = f"rank {cause.rank} on {host}" if host else f"rank {cause.rank}"
     if mismatch := _mismatch(facts):
         return f"{mismatch}; so {name} ended first: {describe_exit(cause.returncode)}"
-    if cause.returncode == 0:
-        return f"{name} exited with code 0 while other ranks still needed it"
+    if not cause.failed:
+        what = "destroyed its process group" if cause.left_at else "exited with code 0"
+        return f"{name} {what} while other ranks still needed it"
     if cause.failure is None:
         return f"{name} ended first: {describe_exit(cause.returncode)}"
     message = cause.failure.message.partition("\n")[0]
@@ -182,7 +201,7 @@ def _describe(cause: RankExit, facts: RunFacts) -> str:
 
 
 def _mismatch(facts: RunFacts) -> str:
-    """Return which collectives of the ranks did not match, if that ended the ranks."""
+    """Return the mismatched collectives that ended the ranks; empty if no collectives mismatch."""
     return find_mismatch(_all_exits(facts))
 
 
@@ -200,6 +219,8 @@ def _is_user_code(file: str) -> bool:
 
 
 def _fix(kind: Kind, cause: RankExit, facts: RunFacts) -> str:
+    if not cause.failed:
+        return EARLY_EXIT_FIX
     known = translate(_error_text(cause, facts), cause.returncode)
     if known is not None and kind != "mismatch":
         return f"{known.means}: {known.todo}"
@@ -208,7 +229,7 @@ def _fix(kind: Kind, cause: RankExit, facts: RunFacts) -> str:
         "mismatch": "correct the call that differs, then start the run again",
         "oom": HOST_MEMORY_FIX,
         "signal": f"read the end of {log}, and dmesg on its host",
-        "refused input": "correct the value that it names, then start the run again",
+        "refused input": "correct the value that the error names, then start the run again",
         "early exit": f"read the end of {log}; make all ranks exit together",
     }
     return fixes.get(kind, f"correct that line; the traceback is in {facts.path}/errors/rank{cause.rank}.json")
@@ -222,7 +243,7 @@ def _error_text(cause: RankExit, facts: RunFacts) -> str:
 
 
 def _verdict(facts: RunFacts) -> str:
-    for launcher in facts.launchers:
+    for launcher in facts.last_launchers:
         if launcher.verdict:
             return launcher.verdict
     return ""

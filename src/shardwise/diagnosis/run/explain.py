@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from shardwise.diagnosis.guard.guard import RANKS_CONTINUE
 from shardwise.diagnosis.guard.hang import decide
-from shardwise.diagnosis.run.cause import check_cause, kind_of_end, state_of
+from shardwise.diagnosis.run.cause import check_cause, current_verdict, kind_of_end, state_of
 from shardwise.diagnosis.run.facts import read_run
 from shardwise.diagnosis.run.nccl_log import check_transports, effects
 from shardwise.diagnosis.verdicts import Verdict, VerdictReport, fail, ok, verdict_lines, warn
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from shardwise.diagnosis.run.facts import Event, RunFacts
     from shardwise.runs.recorder import Mark
 
+_OF_EVERY_NODE = ("note", "verdict", "finish")
+"""Kinds of events that each node writes."""
 _MAX_EVENTS = 40
 """Events in the text output; the JSON output contains all."""
 STUCK_S = 10.0
@@ -90,12 +92,12 @@ def explain(facts: RunFacts) -> RunReport:
 
 
 def check_progress(facts: RunFacts) -> list[Verdict]:
-    """Return the phases of a running run's ranks, the rank that is missing in a collective, and ranks that lag."""
+    """Return the phase of each rank of a running run, ranks missing in a collective, and ranks that lag."""
     age_s = facts.now - facts.newest
     phases = _phases(facts.marks, facts.now)
     found = [ok("ranks", phases)] if phases else []
     stall = decide(facts.ranks, STUCK_S)
-    message, behind = _current_verdict(facts.events), _behind(facts.marks)
+    message, behind = current_verdict(facts.events), _behind(facts.marks)
     if stall is not None:  # the verdict of a guard has the stacks too
         fix = f"read {facts.path}/stacks if it exists; end the run with Ctrl-C in its launcher"
         found.append(fail("hang", message or stall.text, fix))
@@ -118,7 +120,7 @@ def check_lost(facts: RunFacts) -> list[Verdict]:
     found = []
     for damage in facts.damages:
         fact = f"ignored because it is damaged: {damage}"
-        found.append(warn("checkpoint", fact, "see shardwise checkpoint ls"))
+        found.append(warn("checkpoint", fact, "list the checkpoints with shardwise checkpoint ls"))
     if facts.job is None:
         found.append(ok("lost", "unknown: a script saves its own state"))
         return found
@@ -179,11 +181,13 @@ def _relative(path: str) -> str:
 
 
 def describe_events(events: Sequence[Event]) -> tuple[str, ...]:
-    """Return sentences with the seconds since the first event; only the last of consecutive steps and saves."""
+    """Return the events as sentences with the seconds since the first event; consecutive steps and saves are merged."""
     if not events:
         return ()
     lines: list[str] = []
     pending: dict[str, str] = {}
+    recent: deque[str] = deque(maxlen=3)
+    of_node_0 = {_ending(event) for event in events if event.rank is None and not event.node}
     for event in events:
         sentence = _SENTENCES.get(event.kind)
         if sentence is None or (event.rank and event.kind != "note"):
@@ -191,15 +195,23 @@ def describe_events(events: Sequence[Event]) -> tuple[str, ...]:
         try:
             text = sentence(event.fields)
         except (KeyError, TypeError, ValueError, IndexError):
-            continue  # written by a different version
+            continue  # written by a different version of shardwise
+        if event.node and event.kind in ("verdict", "finish") and of_node_0:
+            text = "" if _ending(event) in of_node_0 else f"node {event.node}: {text}"
         line = f"+{event.at - events[0].at:8.1f} s  {text}"
         if event.kind in ("steps", "save"):
             pending[event.kind] = line
-        elif text and not any(line.partition("  ")[2] == before.partition("  ")[2] for before in lines[-3:]):
+        elif text and (event.kind not in _OF_EVERY_NODE or text not in recent):
             lines += sorted(pending.values())
             pending.clear()
             lines.append(line)
+            recent.append(text)
     return (*lines, *sorted(pending.values()))
+
+
+def _ending(event: Event) -> tuple[str, object]:
+    """Return the verdict or the final state that an event contains."""
+    return event.kind, event.fields.get("text", event.fields.get("state"))
 
 
 def _exit(fields: Mapping[str, Any]) -> str:
@@ -232,16 +244,6 @@ _SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "end": lambda fields: f"training ends after {fields['steps']} steps",
     "finish": _finish,
 }
-
-
-def _current_verdict(events: Sequence[Event]) -> str:
-    """Return the verdict on the current attempt that has not been withdrawn; empty if there is none."""
-    for event in reversed(events):
-        if event.kind == "attempt" or (event.kind == "note" and event.fields.get("text") == RANKS_CONTINUE):
-            return ""
-        if event.kind == "verdict":
-            return str(event.fields.get("text", ""))
-    return ""
 
 
 def _last_step(events: Sequence[Event]) -> int:

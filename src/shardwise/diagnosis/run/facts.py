@@ -43,6 +43,8 @@ class Event:
     rank: int | None
     """None for events of launchers and guards."""
     fields: Mapping[str, Any]
+    node: int = 0
+    """Node of the launcher or guard that wrote the event."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class LauncherFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The facts about a run at one moment."""
+    """The facts about a run at one point in time."""
 
     path: Path
     now: float
@@ -96,6 +98,15 @@ class RunFacts:
         return {rank: launcher.host for launcher in self.launchers for rank in launcher.pids}
 
     @property
+    def last_launchers(self) -> tuple[LauncherFacts, ...]:
+        """The launchers of the last round: node 0 decides, and may have continued after it lost a node."""
+        for hub in self.launchers:
+            if hub.node == 0 and hub.world_size:
+                world = (hub.nodes, hub.world_size)
+                return tuple(each for each in self.launchers if (each.nodes, each.world_size) == world)
+        return self.launchers
+
+    @property
     def newest(self) -> float:
         """Timestamp of the latest event or phase mark of any rank."""
         records: list[Event | Mark] = [*self.events, *self.marks.values()]
@@ -106,11 +117,11 @@ def read_run(path: Path) -> RunFacts:
     """Read a run directory; raise InputError if the path is not a run directory."""
     if not path.is_dir():
         raise InputError(
-            f"{path} is not a directory", code="run.not-found", fix="pass a run directory, such as one of ls -d runs/*"
+            f"{path} is not a directory", code="run.not-found", fix="pass a run directory from ls -d runs/*"
         )
     if not (path / "events").is_dir() and not (path / "logs").is_dir():
         raise InputError(
-            f"{path} is not a run directory", code="run.not-a-run", fix="pass one with events and logs: ls -d runs/*"
+            f"{path} has no folder events or logs", code="run.not-a-run", fix="pass a run directory from ls -d runs/*"
         )
     run, now = RunDirectory(path), time.time()
     events: list[Event] = []
@@ -143,7 +154,7 @@ def read_run(path: Path) -> RunFacts:
 
 
 def _by_rank(ranks: set[int], read: Callable[[int], T | None]) -> dict[int, T]:
-    """Return what `read` returns for each rank, without ranks for which it returns nothing."""
+    """Return the result of `read` for each rank; ranks with an empty result are omitted."""
     found = {}
     for rank in sorted(ranks):
         value = read(rank)
@@ -157,7 +168,8 @@ def _collect(events: list[Event], writer: str, fields: Mapping[str, Any]) -> Non
     if isinstance(fields.get("at"), int | float):
         match = _RANK.fullmatch(writer)
         rank = int(match[1]) if match else None
-        events.append(Event(float(fields["at"]), fields["kind"], rank, fields))
+        node = writer.removeprefix("launcher-")
+        events.append(Event(float(fields["at"]), fields["kind"], rank, fields, int(node) if node.isdigit() else 0))
 
 
 def _launcher_facts(launcher: LauncherState, run: RunDirectory) -> LauncherFacts:
@@ -172,7 +184,7 @@ def _launcher_facts(launcher: LauncherState, run: RunDirectory) -> LauncherFacts
             at=end.at,
             node_name=launcher.host if launcher.nodes > 1 else "",
         )
-        exits += gather_evidence([exit_], run)
+        exits.append(exit_)
     return LauncherFacts(
         node=launcher.node,
         nodes=launcher.nodes,
@@ -181,7 +193,7 @@ def _launcher_facts(launcher: LauncherState, run: RunDirectory) -> LauncherFacts
         target=launcher.target,
         world_size=launcher.world_size,
         pids=launcher.pids,
-        exits=tuple(exits),
+        exits=gather_evidence(exits, run),
         verdict=launcher.verdict,
         finished=launcher.finished,
         is_gone=launcher.is_gone,
@@ -208,7 +220,7 @@ def _rank_status(run: RunDirectory, rank: int, now: float) -> RankStatus | None:
 
 
 def _newest_checkpoint(run: RunDirectory) -> tuple[int | None, tuple[str, ...]]:
-    """Return the step of the newest undamaged checkpoint, and the damage of newer ones. Imports torch if any exist."""
+    """Return the newest undamaged checkpoint's step and the damage of newer checkpoints. Imports torch if any exist."""
     if not run.checkpoints.is_dir():
         return None, ()
     entry, damages = checkpoint.CheckpointDirectory(run.checkpoints).newest_good(deep=False)

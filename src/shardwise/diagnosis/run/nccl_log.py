@@ -31,7 +31,7 @@ _NEVER_LOGGED = frozenset({"NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS",
 
 
 class NcclLog(msgspec.Struct, frozen=True, kw_only=True):
-    """The information in the NCCL logs of one run."""
+    """The variables, networks, transports and warnings in the NCCL logs of one run."""
 
     version: str = ""
     read: dict[str, str] = {}
@@ -45,7 +45,7 @@ class NcclLog(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_empty(self) -> bool:
-        """Whether NCCL logged nothing at all."""
+        """Whether NCCL has not logged anything."""
         return self == NcclLog()
 
     @property
@@ -94,7 +94,7 @@ def effects(requested: Mapping[str, str], log: NcclLog) -> list[Verdict]:
         return [warn("NCCL", "no log: ranks did not use NCCL, or NCCL_DEBUG is not INFO", fix)]
     verdicts = [_effect(name, requested[name], log) for name in names]
     if requested.get("NCCL_IB_DISABLE") == "0" and "Socket" in log.networks:
-        fix = "see shardwise doctor: rdma, limits (locked memory); and NCCL_IB_HCA"
+        fix = "run shardwise doctor and check rdma and locked memory; check NCCL_IB_HCA"
         verdicts.append(fail("network", "InfiniBand was requested, but NCCL used sockets", fix))
     elif log.networks:
         interfaces = ", ".join(log.interfaces) or "an unknown interface"
@@ -136,7 +136,7 @@ def kind_of(transport: str) -> str:
 
 
 def check_transports(log: NcclLog, hosts: Mapping[int, str]) -> list[Verdict]:
-    """Return the transports of all pairs, and warnings about pairs that use TCP, or the network although they need not.
+    """Return the transport of each pair of ranks, and warnings about pairs that use TCP or an avoidable network.
 
     `hosts` is the host of each rank. Ranks in pairs are those of the first communicator, which are the global ranks.
     """
@@ -162,7 +162,7 @@ def check_transports(log: NcclLog, hosts: Mapping[int, str]) -> list[Verdict]:
         fix = "check NCCL_IB_DISABLE, NCCL_IB_HCA and the NCCL plugin with shardwise doctor env; fine without either"
         found.append(warn("transport", fact, fix))
     for text in log.warnings[:_MAX_SHOWN]:
-        fix = "see the NCCL logs next to the logs of the ranks"
+        fix = "read the NCCL logs next to the logs of the ranks"
         found.append(warn("NCCL", f"NCCL warned: {text}", fix))
     return found
 

@@ -116,13 +116,13 @@ def engine_config(job: Job, plan: Plan, device: torch.device) -> dict[str, Any]:
 
 
 def _require_dimensions(shapes: Mapping[str, torch.Size]) -> None:
-    """Raise if a parameter is a scalar: DeepSpeed fails to broadcast it."""
+    """Raise JobError if a parameter is a scalar: DeepSpeed fails to broadcast it."""
     scalars = [name for name, shape in shapes.items() if not shape]
     if scalars:
         raise JobError(
             f"engine deepspeed does not support scalar parameters, but the model has {', '.join(scalars)}",
             code="support.deepspeed-scalar-parameter",
-            fix="use the shape [1] for them, or --set engine=torch",
+            fix="use the shape [1] for them, or pass --set engine=torch",
         )
 
 
@@ -145,7 +145,7 @@ def _materialize(
 def _partitioner(
     deepspeed: Any, module: nn.Module, plan: Plan, config: dict[str, Any]
 ) -> Callable[[nn.Module], Any] | None:
-    """Return a function that partitions the parameters of a submodule; None below stage 3, which keeps them whole."""
+    """Return a function that partitions the parameters of a submodule; None below stage 3, where they stay whole."""
     if deepspeed_stage(plan) != 3:
         return None
     low = LOWER.get(plan.precision.compute)
@@ -173,7 +173,7 @@ def _make_optimizer(
         raise JobError(
             "the model has no trainable parameter",
             code="model.no-trainable-parameter",
-            fix="set requires_grad=True on at least one",
+            fix="set requires_grad=True on at least one parameter",
         )
     placeholders = [(name, nn.Parameter(torch.zeros(1, device=device).expand(shapes[name]))) for name, _ in trained]
     names = {id(placeholder): name for name, placeholder in placeholders}

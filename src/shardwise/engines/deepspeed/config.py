@@ -33,9 +33,9 @@ def deepspeed_config(plan: Plan, *, clip_norm: float | None, nvme_path: str | No
     nvme_path = plan.offload.folder or nvme_path
     if "nvme" in (plan.offload.parameters, plan.offload.optimizer) and nvme_path is None:
         raise PlanError(
-            "plan offloads to nvme without a folder",
+            "plan offloads to nvme, but offload.folder is not set",
             code="plan.nvme-folder-missing",
-            fix="use --set offload.folder=PATH",
+            fix="pass --set offload.folder=PATH",
         )
     precision = plan.precision
     config: dict[str, Any] = {
@@ -71,19 +71,19 @@ def deepspeed_stage(plan: Plan) -> int:
 
 
 def require_expressible(plan: Plan) -> None:
-    """Raise if a DeepSpeed configuration cannot express the plan, naming the value."""
+    """Raise PlanError if a DeepSpeed configuration cannot express the plan; the message names the value."""
     layout, precision, offload = plan.layout, plan.precision, plan.offload
     if layout.world_size != layout.dp:
         raise PlanError(
             f"plan {layout} uses pp, cp or tp, which a DeepSpeed configuration cannot express",
             code="support.deepspeed-axis",
-            fix="use ddp, zero1, zero2 or zero3",
+            fix="use plan ddp, zero1, zero2 or zero3",
         )
     if layout.replicate > 1 and layout.shard > 1:
         raise PlanError(
             f"plan {layout} shards within replicas, but DeepSpeed shards over all ranks or none",
             code="support.deepspeed-partial-sharding",
-            fix=f"use shard{layout.world_size}",
+            fix=f"use layout shard{layout.world_size}",
         )
     has_fp32_state = precision.parameter == precision.optimizer == "fp32"
     if not has_fp32_state or precision.compute not in DTYPES or precision.reduce not in DTYPES:
@@ -94,21 +94,21 @@ def require_expressible(plan: Plan) -> None:
         )
     if plan.communication.compression != "none":
         raise PlanError(
-            f"plan compression = {plan.communication.compression!r} compresses DDP's buckets, which DeepSpeed lacks",
+            f"plan compression = {plan.communication.compression!r} compresses DDP's buckets, but DeepSpeed has none",
             code="support.compression-without-ddp",
-            fix='set compression = "none" and precision.reduce instead',
+            fix='set compression = "none", and set precision.reduce to bf16 to send fewer bytes',
         )
     if offload.parameters != "none" and plan.zero != 3 and layout.world_size > 1:
         raise PlanError(
             f"offload of parameters needs zero = 3, got {plan.zero}",
             code="support.offload-whole-parameters",
-            fix="use zero3",
+            fix="use plan zero3",
         )
     if offload.optimizer != "none" and plan.zero == 0 and layout.world_size > 1:
         raise PlanError(
-            "offload of the optimizer needs zero of 1 or more, got 0",
+            "offload of the optimizer needs zero = 1, 2 or 3, got 0",
             code="support.deepspeed-offload-unsharded",
-            fix="use zero1, zero2 or zero3",
+            fix="use plan zero1, zero2 or zero3",
         )
 
 

@@ -54,7 +54,7 @@ class DeepSpeedEngine(Engine):
     has_fp64 = False
 
     def require(self) -> None:
-        """Raise if DeepSpeed is missing or too old."""
+        """Raise InputError if DeepSpeed is missing or too old."""
         require_deepspeed()
 
     def preload(self) -> None:
@@ -62,7 +62,7 @@ class DeepSpeedEngine(Engine):
         preload_deepspeed()
 
     def check(self, plan: Plan) -> None:
-        """Raise if DeepSpeed does not support the plan or would train it incorrectly."""
+        """Raise PlanError if DeepSpeed does not support the plan or would train it incorrectly."""
         check_deepspeed(plan)
 
     def plan_forms(self, question: Question) -> tuple[EngineForm, ...]:
@@ -87,11 +87,11 @@ class DeepSpeedEngine(Engine):
         return build_deepspeed_step(job, plan, world, context)
 
 
-_TORCH = "--set engine=torch"
+_TORCH = "pass --set engine=torch"
 
 
 def check_deepspeed(plan: Plan) -> None:
-    """Raise if engine deepspeed does not support the plan or would train it incorrectly."""
+    """Raise PlanError if engine deepspeed does not support the plan or would train it incorrectly."""
     _check_layout(plan)
     _check_precision(plan)
     _check_offload(plan)
@@ -109,7 +109,7 @@ def check_deepspeed(plan: Plan) -> None:
             raise PlanError(
                 f"engine deepspeed does not support plan communication.{name} = {value!r}",
                 code="support.deepspeed-option",
-                fix=f"use the default, or {_TORCH}",
+                fix=f"remove communication.{name} from the plan, or {_TORCH}",
             )
 
 
@@ -149,7 +149,7 @@ def _check_precision(plan: Plan) -> None:
         raise PlanError(
             "DeepSpeed scales gradients incorrectly in fp16 with zero = 0",
             code="support.deepspeed-fp16-unsharded",
-            fix=f"use --plan zero1, precision bf16, or {_TORCH}",
+            fix=f"use --plan zero1 or precision bf16, or {_TORCH}",
         )
 
 
@@ -157,7 +157,7 @@ def _check_offload(plan: Plan) -> None:
     offload, alone = plan.offload, plan.layout.world_size == 1
     if offload.parameters != "none" and plan.zero != 3 and not alone:
         raise PlanError(
-            f"plan offloads parameters with zero = {plan.zero}, which requires full parameters on the device",
+            f"plan offloads parameters with zero = {plan.zero}, but only zero = 3 supports it",
             code="support.offload-whole-parameters",
             fix="use --plan zero3, or offload the optimizer only",
         )
@@ -171,7 +171,7 @@ def _check_offload(plan: Plan) -> None:
         return
     if plan.zero != 3:
         raise PlanError(
-            f"plan offloads to nvme with zero = {plan.zero}, with which DeepSpeed silently offloads to the CPU",
+            f"plan offloads to nvme with zero = {plan.zero}, but DeepSpeed would silently offload to the CPU",
             code="support.deepspeed-nvme-stage",
             fix="use --plan zero3 on 2 ranks or more",
         )
@@ -183,17 +183,17 @@ def _check_offload(plan: Plan) -> None:
         )
     if not offload.folder:
         raise PlanError(
-            "plan offloads to nvme without a folder",
+            "plan offloads to nvme, but offload.folder is not set",
             code="plan.nvme-folder-missing",
-            fix="use --set offload.folder=PATH",
+            fix="pass --set offload.folder=PATH",
         )
 
 
-# The library: installed, recent enough, set to this rank's device, without its log output.
+# Loading of the DeepSpeed library: version check, this rank's device, and log level.
 
 
 def require_deepspeed() -> None:
-    """Raise if DeepSpeed is missing or too old; imports neither DeepSpeed nor torch."""
+    """Raise InputError if DeepSpeed is missing or too old; imports neither DeepSpeed nor torch."""
     try:
         found = version("deepspeed")
     except PackageNotFoundError:
@@ -215,14 +215,14 @@ def import_deepspeed() -> Any:
     logger.setLevel(logging.ERROR)
     import deepspeed
 
-    # DeepSpeed calls the collectives that torch 2.13 renamed by their names in 2.11.
+    # DeepSpeed calls collectives by the names of torch 2.11, which 2.13 deprecates.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
     logger.setLevel(logging.ERROR)
     return deepspeed
 
 
 def preload_deepspeed() -> None:
-    """Import DeepSpeed and 700 modules that its first step would import, once before a fork."""
+    """Import DeepSpeed and 700 modules that its first step needs; call once, before a fork."""
     import_deepspeed()
     for name in ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.zero.stage3"):
         importlib.import_module(name)
@@ -246,7 +246,7 @@ def load_deepspeed(plan: Plan, device: torch.device, local_rank: int) -> Any:
 
 
 def _require_device_support(plan: Plan, deepspeed: Any) -> None:
-    """Raise if the device does not support fp16, or the machine does not support offload to nvme."""
+    """Raise PlanError if the device does not support fp16, or the machine does not support offload to nvme."""
     accelerator = deepspeed.accelerator.get_accelerator()
     if plan.precision.compute == "fp16" and not accelerator.is_fp16_supported():
         raise PlanError(
@@ -260,16 +260,16 @@ def _require_device_support(plan: Plan, deepspeed: Any) -> None:
         raise PlanError(
             f"plan offload.folder {plan.offload.folder} does not exist or is not a directory",
             code="plan.nvme-folder-not-found",
-            fix=f"mkdir -p {plan.offload.folder}",
+            fix=f"run mkdir -p {plan.offload.folder}",
         )
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from torch.utils.cpp_extension import is_ninja_available
 
     if not (AsyncIOBuilder().is_compatible(verbose=False) and shutil.which("c++") and is_ninja_available()):
         raise PlanError(
-            "offload to nvme needs libaio's headers, g++ and ninja: DeepSpeed compiles an operator, once for minutes",
+            "offload to nvme needs libaio's headers, g++ and ninja, because DeepSpeed compiles an operator",
             code="engine.deepspeed-nvme-build",
-            fix="apt-get install libaio-dev g++ ninja-build",
+            fix="run apt-get install libaio-dev g++ ninja-build",
         )
 
 

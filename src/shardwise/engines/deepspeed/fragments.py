@@ -92,7 +92,7 @@ class WholeFragments:
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return the reduced gradient, which every rank has."""
-        assert parameter.grad is not None  # noqa: S101 - DeepSpeed gives every trained parameter one
+        assert parameter.grad is not None  # noqa: S101 - DeepSpeed sets it for every trained parameter
         return parameter.grad.float()
 
     def state_of(self, parameter: nn.Parameter) -> State:
@@ -103,7 +103,7 @@ class WholeFragments:
     def group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the group of the parameter or of its fp32 copy."""
         master = self._master(parameter)
-        return next(group for group in self._optimizer.param_groups if _holds(group, master))
+        return next(group for group in self._optimizer.param_groups if _contains(group, master))
 
     def publish(self) -> None:
         """Cast the fp32 copies into the model's parameters."""
@@ -133,7 +133,7 @@ class GroupFragments:
         write: bool = False,  # noqa: ARG002 - reading and writing do not differ in memory
         make: Sequence[str] = (),
     ) -> AbstractContextManager[Fragment | None]:
-        """Return the part of the parameter in this rank's partition, or None if they do not overlap."""
+        """Return the slice of the parameter in this rank's partition, or None if the partition has no element of it."""
         flat = self._flat(parameter)
         slices = _slices(self.state_of(parameter), flat, make)
         mapping = parameter._hp_mapping  # noqa: SLF001 - DeepSpeed's get_full_hp_param reads it
@@ -155,7 +155,7 @@ class GroupFragments:
         return state
 
     def group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Return the group of the parameter's flat tensor: they correspond one to one."""
+        """Return the optimizer's group of the parameter; each group has one flat tensor."""
         group: dict[str, Any] = self._zero.param_groups[self._group[id(parameter)]]
         return group
 
@@ -242,7 +242,7 @@ class ParameterFragments:
         return position
 
 
-def _holds(group: dict[str, Any], parameter: Tensor) -> bool:
+def _contains(group: dict[str, Any], parameter: Tensor) -> bool:
     return any(each is parameter for each in group["params"])
 
 

@@ -41,11 +41,11 @@ _OFFLOAD_SECTIONS = ("offload_param", "offload_optimizer")
 
 @dataclass(frozen=True)
 class ConfigReading:
-    """A plan read from DeepSpeed's JSON, with notes on what the plan leaves out."""
+    """A plan read from DeepSpeed's JSON, with notes on the keys that the plan does not express."""
 
     plan: Plan
     notes: tuple[str, ...]
-    """One sentence per key that the plan does not express: first those that belong to the job."""
+    """One sentence per key that the plan does not express; keys that belong to the job are first."""
 
 
 def read_json(
@@ -82,7 +82,7 @@ def plan_from_json(
         raise PlanError(
             f"{origin}: zero_optimization.stage must be 0, 1, 2 or 3, got {stage}",
             code="plan.deepspeed-stage-invalid",
-            fix="use 0, 1, 2 or 3",
+            fix="set zero_optimization.stage to 0, 1, 2 or 3",
         )
     offload = _offload(file, zero, stage)
     communication = _communication(file, zero, dtypes)
@@ -126,7 +126,7 @@ class _ConfigFile:
     """Names of the sections that the file contains."""
 
     def check_keys(self) -> None:
-        """Raise on unknown keys and on values that a plan cannot express; add missing sections as empty ones."""
+        """Raise PlanError for unknown keys and values that a plan cannot express; add missing sections as {}."""
         data = self.data
         if isinstance(data.get("zero_optimization"), bool):  # the syntax before DeepSpeed 0.3
             data["zero_optimization"] = {"stage": int(data["zero_optimization"])}
@@ -135,7 +135,7 @@ class _ConfigFile:
                 raise PlanError(
                     f"{self.origin} has both bf16 and bfloat16, two names of one section",
                     code="plan.deepspeed-key-two-names",
-                    fix="keep bf16",
+                    fix="remove bfloat16",
                 )
             data["bf16"] = data.pop("bfloat16")
         self._check("", data)
@@ -148,7 +148,7 @@ class _ConfigFile:
             raise PlanError(
                 f'{self.origin}: gradient_allreduce_op must be "mean", got {op!r}',
                 code="plan.deepspeed-reduce-op",
-                fix='remove it, or set "mean"',
+                fix="remove gradient_allreduce_op",
             )
         ratio = data["zero_optimization"]["offload_optimizer"].get("ratio", 1)
         if ratio not in (1, AUTO):
@@ -195,7 +195,7 @@ class _ConfigFile:
         """Return one sentence on the keys that do not affect the trained numbers, if there are any."""
         if not self.ignored:
             return []
-        return [f"left out, as the trained numbers do not depend on it: {', '.join(self.ignored)}"]
+        return [f"ignored, because they do not affect the trained numbers: {', '.join(self.ignored)}"]
 
     def value(self, section: dict[str, Any], key: str, default: Any) -> Any:
         """Return a value, with `default` and a note in place of "auto"."""
@@ -214,7 +214,7 @@ class _ConfigFile:
             raise PlanError(
                 f"{self.origin}: {key} must be a non-negative integer, got {given!r}",
                 code="plan.deepspeed-not-whole-number",
-                fix="write an integer",
+                fix=f"set {key} to an integer",
             )
         return int(given)
 
@@ -225,29 +225,29 @@ class _ConfigFile:
             raise PlanError(
                 f"{self.origin}: {key} must be true or false, got {given!r}",
                 code="plan.deepspeed-not-boolean",
-                fix="write true or false",
+                fix=f"set {key} to true or false",
             )
         return given
 
 
-def _precision(file: _ConfigFile, asked: DType | None) -> Precision:
-    """Return the dtypes of compute and reduction; `asked` replaces "auto"."""
+def _precision(file: _ConfigFile, requested: DType | None) -> Precision:
+    """Return the dtypes of compute and reduction; `requested` replaces "auto"."""
     on: list[DType] = []
     names: tuple[DType, ...] = ("bf16", "fp16")
     for name in names:
         section = file.data[name]
-        if section.get("enabled") == AUTO and asked is not None:
-            section["enabled"] = asked == name
+        if section.get("enabled") == AUTO and requested is not None:
+            section["enabled"] = requested == name
         if file.boolean(section, "enabled", default=False):
             on.append(name)
     if len(on) == 2:
         raise PlanError(
-            f"{file.origin} enables both bf16 and fp16", code="plan.deepspeed-two-precisions", fix="keep one of them"
+            f"{file.origin} enables both bf16 and fp16", code="plan.deepspeed-two-precisions", fix="disable fp16"
         )
     compute: DType = on[0] if on else "fp32"
-    if asked not in (None, compute):
+    if requested not in (None, compute):
         raise PlanError(
-            f"--precision {asked} contradicts {file.origin}, which computes in {compute}",
+            f"--precision {requested} contradicts {file.origin}, which computes in {compute}",
             code="plan.deepspeed-precision-contradicts",
             fix="remove --precision",
         )
@@ -272,7 +272,7 @@ def _batch(file: _ConfigFile, num_ranks: int | None, batch_size: int | None) -> 
             raise PlanError(
                 f"{file.origin}: {key} must be positive, got 0",
                 code="plan.deepspeed-batch-zero",
-                fix="write an integer of at least 1",
+                fix=f"set {key} to an integer of at least 1",
             )
     batch, micro, accumulation = sizes.values()
     if batch_size is not None and batch not in (None, batch_size):
@@ -289,7 +289,7 @@ def _batch(file: _ConfigFile, num_ranks: int | None, batch_size: int | None) -> 
             raise PlanError(
                 f"{file.origin} has neither {BATCH} nor {MICRO_BATCH}",
                 code="plan.deepspeed-batch-missing",
-                fix="pass --batch-size",
+                fix="pass --batch-size N",
             )
         batch = micro * (accumulation or 1) * num_ranks
     try:
@@ -302,7 +302,7 @@ def _batch(file: _ConfigFile, num_ranks: int | None, batch_size: int | None) -> 
 def _ranks(origin: str, batch: int | None, micro: int | None, accumulation: int | None) -> int:
     if batch is None or micro is None or accumulation is None:
         raise PlanError(
-            f"{origin} does not determine the number of ranks", code="plan.deepspeed-ranks-unknown", fix="pass --nproc"
+            f"{origin} does not set the number of ranks", code="plan.deepspeed-ranks-unknown", fix="pass --nproc N"
         )
     ranks, rest = divmod(batch, micro * accumulation)
     if rest or not ranks:
@@ -322,7 +322,7 @@ def _offload(file: _ConfigFile, zero: dict[str, Any], stage: int) -> Offload:
         if zero.get(old):
             if name in file.given:
                 raise PlanError(
-                    f"{file.origin} has both {name} and {old}", code="plan.deepspeed-key-two-names", fix=f"keep {name}"
+                    f"{file.origin} has both {name} and {old}", code="plan.deepspeed-key-two-names", fix=f"remove {old}"
                 )
             device = "cpu"
         if device not in _DEVICES:
@@ -342,7 +342,7 @@ def _offload(file: _ConfigFile, zero: dict[str, Any], stage: int) -> Offload:
         devices[name] = device
     if "" in folders:
         raise PlanError(
-            f"{file.origin} offloads to nvme without a folder",
+            f"{file.origin} offloads to nvme, but nvme_path is not set",
             code="plan.nvme-folder-missing",
             fix="set nvme_path in the same section",
         )
@@ -350,7 +350,7 @@ def _offload(file: _ConfigFile, zero: dict[str, Any], stage: int) -> Offload:
         raise PlanError(
             f"{file.origin} offloads to two folders, {' and '.join(sorted(folders))}",
             code="plan.nvme-folders-differ",
-            fix="use one folder for both",
+            fix="set the same nvme_path in both sections",
         )
     folder = folders.pop() if folders else ""
     return Offload(parameters=devices["offload_param"], optimizer=devices["offload_optimizer"], folder=folder)
@@ -367,14 +367,14 @@ def _communication(file: _ConfigFile, zero: dict[str, Any], precision: Precision
     prefetched = file.integer(zero, "stage3_prefetch_bucket_size", None)
     for key in ("overlap_comm", "contiguous_gradients"):
         if not file.boolean(zero, key, default=True):
-            file.notes.append(f"{key} false: the plan enables it, gradients are reduced during backward")
+            file.notes.append(f"{key} false: the plan enables it and reduces gradients during backward")
     if gathered is not None and gathered != (elements or 0) + (elements or 0) % 2:
-        file.notes.append(f"allgather_bucket_size {gathered}: the plan's one bucket_mb is that of reduce_bucket_size")
+        file.notes.append(f"allgather_bucket_size {gathered}: the plan uses reduce_bucket_size for all buckets")
     if elements == 0:
         raise PlanError(
             f"{file.origin}: reduce_bucket_size must be positive, got 0",
             code="plan.bucket-not-positive",
-            fix="write a size above 0",
+            fix="set reduce_bucket_size to a positive integer",
         )
     megabytes, prefetch = default.bucket_mb, default.prefetch
     if elements is not None:

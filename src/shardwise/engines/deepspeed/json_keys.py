@@ -1,4 +1,4 @@
-"""The keys of DeepSpeed's JSON: those of a plan, those of a Job, those without effect on numbers, unsupported ones."""
+"""The keys of DeepSpeed's JSON: plan fields, job fields, keys that do not affect the numbers, unsupported keys."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def known(section: str) -> set[str]:
 
 
 def is_off(value: object) -> bool:
-    """Return whether a feature is present but disabled: false, null, a degree of one, or a section with such values."""
+    """Return whether a feature is present but disabled: false, null, a degree of one, or a section of these values."""
     if isinstance(value, dict):
         return value.get("enabled") is False or all(is_off(each) for each in value.values())
     return value is None or (isinstance(value, bool | int) and value in _OFF and value is not True)
@@ -131,35 +131,34 @@ def _optimizer(section: Any) -> str:
     kind, settings = _type_and_params(section)
     arguments = ", ".join(f"{name}={_value(value)}" for name, value in settings.items() if name in _SETTINGS)
     if _autos(settings):
-        return (
-            f"optimizer {kind}: the job's, and {_autos(settings)} is left to Hugging Face: optimizer=sw.adamw(lr=...)"
-        )
+        return f'optimizer {kind} with "auto" for {_autos(settings)} belongs to the job: set optimizer=sw.adamw(lr=...)'
     if kind.lower() == "sgd":
-        return f"optimizer {kind}: the job's: optimizer=sw.sgd({arguments})"
+        return f"optimizer {kind} belongs to the job: set optimizer=sw.sgd({arguments})"
     if kind.lower() in _ADAM and settings.get("adam_w_mode", True):  # DeepSpeed's Adam decays weights as AdamW does
         decay = " (without weight decay for norms and biases)" if settings.get("weight_decay") else ""
-        return f"optimizer {kind}: the job's: optimizer=sw.adamw({arguments}){decay}"
-    return f"optimizer {kind}: the job's: optimizer=lambda named: YourOptimizer([p for _, p in named], {arguments})"
+        return f"optimizer {kind} belongs to the job: set optimizer=sw.adamw({arguments}){decay}"
+    factory = f"lambda named: YourOptimizer([p for _, p in named], {arguments})"
+    return f"optimizer {kind} belongs to the job: set optimizer={factory}"
 
 
 def _schedule(section: Any) -> str:
     kind, settings = _type_and_params(section)
     if kind not in _SCHEDULES:
-        return f"scheduler {kind}: the job's: schedule=lambda step, total: FACTOR"
+        return f"scheduler {kind} belongs to the job: set schedule=lambda step, total: FACTOR"
     warmup = settings.get("warmup_num_steps", 0)
     if not isinstance(warmup, int | float):
-        return f"scheduler {kind}: the job's, and {_autos(settings)} is left to Hugging Face: schedule=sw.schedules."
+        return f'scheduler {kind} with "auto" for {_autos(settings)} belongs to the job: set schedule=sw.schedules.'
     given = f"warmup={_value(warmup)}" if warmup else ""
-    return f"scheduler {kind}: the job's: schedule=sw.schedules.{_SCHEDULES[kind]}({given})"
+    return f"scheduler {kind} belongs to the job: set schedule=sw.schedules.{_SCHEDULES[kind]}({given})"
 
 
 def _clipping(data: dict[str, Any]) -> str:
     norm = data.get("gradient_clipping")
     if norm is None:
-        return f"gradient_clipping is not set, and DeepSpeed clips by default: clip_norm={_DEFAULT_CLIPPING} in the job"
+        return f"gradient_clipping is not set, and DeepSpeed clips by default: set clip_norm={_DEFAULT_CLIPPING}"
     if norm == "auto":
-        return 'gradient_clipping is "auto", which Hugging Face fills in (max_grad_norm): clip_norm=1.0 in the job'
-    return f"gradient_clipping {norm}: the job's: clip_norm={norm}" if norm else ""
+        return 'gradient_clipping is "auto", which Hugging Face fills in (max_grad_norm): set clip_norm=1.0 in the job'
+    return f"gradient_clipping {norm} belongs to the job: set clip_norm={norm}" if norm else ""
 
 
 def _type_and_params(section: Any) -> tuple[str, dict[str, Any]]:
@@ -180,14 +179,14 @@ def _value(value: Any) -> str:
 
 
 def parse(text: str, origin: str) -> dict[str, Any]:
-    """Return the object in a JSON text; raise on other values, comments and repeated keys, with line and column."""
+    """Return the object in a JSON text; raise PlanError for other values, comments and repeated keys."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
                 raise PlanError(
-                    f"{origin} repeats the key {key!r}", code="plan.deepspeed-key-repeated", fix="keep one of them"
+                    f"{origin} repeats the key {key!r}", code="plan.deepspeed-key-repeated", fix=f"keep one {key!r}"
                 )
             found[key] = value
         return found
@@ -207,7 +206,7 @@ def parse(text: str, origin: str) -> dict[str, Any]:
         raise PlanError(
             f"{origin} is not valid JSON: {mistake} at line {line} column {column}",
             code="plan.deepspeed-not-json",
-            fix="correct the syntax there",
+            fix=f"correct line {line}",
         ) from None
     except RecursionError:
         raise PlanError(
@@ -217,7 +216,7 @@ def parse(text: str, origin: str) -> dict[str, Any]:
         raise PlanError(
             f"{origin} must be a JSON object, got a {type(data).__name__}",
             code="plan.deepspeed-not-object",
-            fix="write { ... }",
+            fix="write the configuration as { ... }",
         )
     return data
 

@@ -1,8 +1,8 @@
 """DeepSpeed in the planner: its ZeRO stages and offloads as plans, with the memory and time of each.
 
-Memory follows the source of DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py, stage3.py): what each stage stores, copies
-and gathers. Time is that of the native plans whose forward and backward passes send the same bytes, with DeepSpeed's
-own update and offload. A test compares the state between two steps with the tensors of CPU ranks.
+Memory follows the source of DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py, stage3.py): the tensors that each stage
+stores, copies and gathers. Time is that of the native plans whose forward and backward passes send the same bytes, with
+DeepSpeed's own update and offload. A test compares the state between two steps with the tensors of CPU ranks.
 """
 
 from __future__ import annotations
@@ -83,16 +83,16 @@ def _form(question: Question, times: TimeModel, name: str, spec: _Spec) -> Engin
 
 
 def _refusal(question: Question, spec: _Spec) -> str:
-    """Return why no plan of a form can run on the cluster, apart from memory; empty if some can."""
+    """Return why no plan of a form can run on the cluster, apart from memory; empty if a plan can run."""
     devices = question.cluster.num_devices
     if question.precision.compute not in DTYPES:
         return f"DeepSpeed does not compute in {question.precision.compute}"
     if devices == 1 and spec.stage and spec.optimizer == "none":
-        return "one device has no other to shard over"
+        return "sharding requires at least 2 devices, got 1"
     if devices == 1 and spec == (3, "none", "cpu"):
-        return "on one device the same as deepspeed zero2 offload"
+        return "equal to deepspeed zero2 offload on one device"
     if question.batch_size % devices:
-        return f"a batch of {question.batch_size} does not divide by {devices} devices"
+        return f"batch size {question.batch_size} is not divisible by {devices} devices"
     return ""
 
 
@@ -122,7 +122,7 @@ REUSE = 1e9
 PERSISTENT = 1e5
 """Stage 3 keeps parameters up to this many elements unsharded (stage3_param_persistence_threshold)."""
 MASTER = 4
-"""Bytes per element of the fp32 master weights, which DeepSpeed keeps in fp32 training, too."""
+"""Bytes per element of the fp32 master weights, which DeepSpeed also keeps in fp32 training."""
 
 
 def deepspeed_memory(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroRanks:
-    """The ranks that shard parameters: mesh is None if parameters are unsharded, group is None for one rank."""
+    """The ranks that shard parameters; `mesh` is None for unsharded parameters, `group` is None for one rank."""
 
     mesh: DeviceMesh | None
     group: dist.ProcessGroup | None
@@ -94,7 +94,7 @@ class DeepSpeedState:
                 states[full] = self._rows(name, self._zeros(name), on_host=True)
             else:
                 raise JobError(
-                    f"the checkpoint has {key} of {name} in shape {list(shape)}, and DeepSpeed supports optimizer"
+                    f"the checkpoint has {key} of {name} in shape {list(shape)}, but DeepSpeed supports optimizer"
                     " states in the shape of their parameter only",
                     code="support.deepspeed-state-shape",
                     fix="resume with --set engine=torch",
@@ -127,7 +127,7 @@ class DeepSpeedState:
 
     @torch.no_grad()
     def start_from(self, weights: Weights, specs: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the fp32 values to the initial weights, which the model has rounded; communicates over the world."""
+        """Set the fp32 master weights to the initial weights before rounding; communicates over the world."""
         parameters = dict(self._named)
         for name, spec in specs:
             value = weights.value(name, spec, self._ranks.device, wanted=name in parameters)
@@ -157,7 +157,7 @@ class DeepSpeedState:
             if key in state and not torch.equal(state[key], loaded):
                 raise JobError(
                     f"the checkpoint has {key} {count.item():g} for {name} and {state[key].item():g} for other"
-                    " parameters of its group, for which DeepSpeed stores one value",
+                    " parameters of its group, but DeepSpeed stores one value per group",
                     code="checkpoint.optimizer-steps-differ",
                     fix="resume with --set engine=torch",
                 )
@@ -200,7 +200,7 @@ class DeepSpeedState:
         return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=shape, stride=whole.stride())
 
     def _whole(self, name: str, rows: Tensor) -> Tensor:
-        """Return the full flat tensor of the rows of all ranks. Communicates over data-parallel ranks."""
+        """Return the full flat tensor, gathered from the rows of all ranks; communicates over data-parallel ranks."""
         if not isinstance(rows, DTensor) or self._ranks.group is None:
             return rows.to(self._ranks.device).flatten()
         mine = rows.to_local().to(self._ranks.device)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class EngineSync(NoSync):
-    """DeepSpeed reduces gradients during backward and averages them over data-parallel ranks."""
+    """Gradient synchronization by DeepSpeed, which averages gradients over data-parallel ranks during backward."""
 
     def __init__(self, dp_size: int) -> None:
         self.gain = dp_size
@@ -54,7 +54,7 @@ class DeepSpeedStep(PlainStep):
         plain: bool,
         shapes: Mapping[str, torch.Size],
     ) -> None:
-        """`plain`: the optimizer updates the model's own parameters, which are unsharded and in fp32."""
+        """`plain` means that the optimizer updates the model's own parameters, which are unsharded and in fp32."""
         super().__init__(job, engine.module, parts)
         self._trained = engine
         self._engine = engine
@@ -101,7 +101,7 @@ class DeepSpeedStep(PlainStep):
                     f"parameters {', '.join(unused)} received no gradient in the first step, but DeepSpeed would"
                     " update them",
                     code="train.unused-parameters",
-                    fix="freeze them, use them in forward, or --set engine=torch",
+                    fix="freeze them, use them in forward, or pass --set engine=torch",
                 )
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
@@ -138,7 +138,7 @@ class EngineUpdate:
     """Calls `engine.step()`, with the same outcome on every rank."""
 
     def __init__(self, engine: Any, norm: GradNorm | None, device: torch.device) -> None:
-        """`norm` computes the gradient norm in stage 0 with fp32, for which DeepSpeed's engine has none."""
+        """`norm` computes the gradient norm in stage 0 with fp32, where DeepSpeed computes none."""
         self._engine = engine
         self.norm = None  # the engine clips gradients itself
         self._norm = norm
@@ -228,16 +228,16 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.ASGD,
     optim.SGD,
 )
-"""Adagrad is missing: DeepSpeed replaces it by a new one with a single group, ignoring the job's groups."""
+"""Adagrad is excluded: DeepSpeed replaces it with a new Adagrad of a single group, ignoring the job's groups."""
 
 
 def require_elementwise(optimizer: Optimizer, stage: int) -> None:
-    """Raise if the optimizer computes other updates on flat slices than on whole parameters."""
+    """Raise JobError if the optimizer computes different updates on flat slices than on whole parameters."""
     if stage and not isinstance(optimizer, ELEMENTWISE):
         kinds = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise JobError(
             f"optimizer {type(optimizer).__name__} is not elementwise, and DeepSpeed's stage {stage} passes it flat"
             " slices of parameters",
             code="support.deepspeed-optimizer-elementwise",
-            fix=f"use one of {kinds}, or --plan ddp, or --set engine=torch",
+            fix=f"use one of {kinds}, or pass --plan ddp or --set engine=torch",
         )

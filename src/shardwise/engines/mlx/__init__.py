@@ -1,1 +1,1 @@
-"""MLX as an engine: its step behind ours, its ring joined by our world."""
+"""The MLX engine: trains mlx.nn.Modules with data parallelism over MLX's communication ring or MPI."""

@@ -25,10 +25,10 @@ _WIDE = {torch.float64: mx.float64}
 
 
 def to_mlx(tensor: Tensor, floating: mx.Dtype | None = None) -> mx.array:
-    """Return a copy of a host tensor as an MLX array; takes 2 us for a small one.
+    """Return a copy of a host tensor as an MLX array; takes 2 us for a small tensor.
 
-    A floating-point tensor is cast to `floating`, if any: MLX promotes results to the wider of two dtypes, and has no
-    float64 on a GPU.
+    A floating-point tensor is cast to `floating` unless it is None: MLX promotes results to the wider of two dtypes,
+    and has no float64 on a GPU.
     """
     if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16
         array = mx.array(tensor.detach().view(torch.int16).numpy()).view(mx.bfloat16)
@@ -104,7 +104,7 @@ class ArrayForm:
         return to_mlx(tensor.permute(inverse).contiguous())
 
     def _order(self, name: str, num_dims: int) -> tuple[int, ...] | None:
-        """Return the dims of a parameter in torch's order; None for states of another rank, such as sums of rows."""
+        """Return the dims of a parameter in torch's order; None for states with other dims, such as row sums."""
         order = self.orders.get(name)
         return order if order is not None and len(order) == num_dims else None
 
@@ -123,7 +123,7 @@ def form_of(model: nn.Module) -> ArrayForm:
         raise JobError(
             "the model has no trainable parameter",
             code="model.no-trainable-parameter",
-            fix="unfreeze some: model.unfreeze()",
+            fix="call model.unfreeze()",
         )
     modules = dict(model.named_modules())
     statistics = tuple(name for name, _ in flat if _is_statistic(name, modules))
@@ -154,8 +154,8 @@ def _orders(modules: Mapping[str, nn.Module]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-# Batch norm that is exact under data parallelism: statistics over the rows of all ranks, in uneven numbers, without
-# padding rows.
+# Batch norm that is exact under data parallelism: statistics over the rows of all ranks without padding rows; the
+# number of rows may differ between ranks.
 
 
 _HALVES = (mx.float16, mx.bfloat16)
@@ -221,7 +221,7 @@ def foreign_batch_norms(model: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def counting(norms: Sequence[MlxBatchNorm], real: mx.array) -> Iterator[None]:
-    """Set whether the next inputs of batch norms are real, a bool array: those of a rank without rows are padding.
+    """Mark the next inputs of batch norms as real or padding by a bool array; a rank without rows has padding only.
 
     Use it inside a compiled function with `real` as an argument: other arrays would become constants there.
     """

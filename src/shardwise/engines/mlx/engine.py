@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OLDEST_MLX = (0, 32, 4)
 """The oldest supported version. Ranks share the folder of the kernels that MLX compiles for a CPU: up to 0.32.3 an
-unfinished library is visible there for 10 to 40 ms (measured), and a rank that loads it crashes."""
+incomplete library is visible there for 10 to 40 ms (measured), and a rank that loads it crashes."""
 _PIP = "pip install 'shardwise[mlx]'"
 
 
@@ -42,7 +42,7 @@ class MlxEngine(Engine):
     has_plain_reference = False
 
     def require(self) -> None:
-        """Raise if MLX is missing or too old."""
+        """Raise InputError if MLX is missing or too old."""
         try:
             found = version("mlx")
         except PackageNotFoundError:
@@ -66,11 +66,11 @@ class MlxEngine(Engine):
         return f"mlx {version('mlx')} on the GPU, which shares its memory with the CPU and all processes"
 
     def check(self, plan: Plan) -> None:
-        """Raise if MLX does not support the plan or would train it incorrectly."""
+        """Raise PlanError if MLX does not support the plan or would train it incorrectly."""
         check_mlx(plan)
 
     def check_world(self, world: World) -> None:
-        """Raise if the world is not on the CPU: MLX copies samples from host memory."""
+        """Raise PlanError if the world is not on the CPU: MLX copies samples from host memory."""
         if world.device.type != "cpu":
             raise PlanError(
                 f"engine mlx reads samples from host memory, but the world is on {world.device.type}",
@@ -79,12 +79,12 @@ class MlxEngine(Engine):
             )
 
     def require_torch_model(self, owner: str, purpose: str, *, fix: str) -> None:
-        """Raise JobError, because the model is an MLX module."""
+        """Raise InputError, because the model is an MLX module."""
         raise InputError(f"{purpose}, but the model of {owner} is an MLX module", code="support.mlx-model", fix=fix)
 
-    def local_device(self, asked: str | None) -> LocalDevice:
+    def local_device(self, requested: str | None) -> LocalDevice:
         """Return MLX's device, which MLX chooses: the GPU on Apple silicon. Torch stays on the CPU."""
-        if asked == "cuda":
+        if requested == "cuda":
             raise LaunchError(
                 "--device cuda does not apply to an MLX model: MLX chooses its device",
                 code="support.mlx-device",
@@ -92,12 +92,12 @@ class MlxEngine(Engine):
             )
         return LocalDevice(name="MLX", engine="mlx", default_reason="auto: MLX trains replicas")
 
-    def world_device(self, asked: str | None) -> str:  # noqa: ARG002 - the CPU is the only choice
+    def world_device(self, requested: str | None) -> str:  # noqa: ARG002 - the CPU is the only choice
         """Return the CPU, where torch loads the samples."""
         return "cpu"
 
     def prepare_rank(self, backend: str | None) -> None:
-        """Initialize MPI through MLX before a world of backend mpi: MLX does not join an MPI initialized by others."""
+        """Initialize MPI through MLX if the backend is mpi: MLX cannot use an MPI that another library initialized."""
         if backend == "mpi":
             from shardwise.engines.mlx.ring import mpi_group
 
@@ -140,7 +140,7 @@ _AXES = {
 
 
 def check_mlx(plan: Plan) -> None:
-    """Raise if engine mlx does not support the plan or would train it incorrectly."""
+    """Raise PlanError if engine mlx does not support the plan or would train it incorrectly."""
     for axis, technique in _AXES.items():
         if getattr(plan.layout, axis) > 1:
             raise PlanError(
@@ -161,7 +161,7 @@ def check_mlx(plan: Plan) -> None:
         if getattr(plan.offload, name) != "none":
             raise PlanError(
                 f"engine mlx does not support plan offload.{name} = {getattr(plan.offload, name)!r}: its CPU and GPU"
-                " share one memory",
+                " share memory",
                 code="support.mlx-option",
                 fix=_leave(f"offload.{name}"),
             )
@@ -180,7 +180,7 @@ _FIELDS = {
     "recompute": "wrap blocks without dropout in mx.checkpoint instead",
     "compile": "its step is always compiled",
     "capture": "it has no CUDA graphs",
-    "fused_loss": "its loss needs the whole output",
+    "fused_loss": "its loss needs the full logits",
 }
 
 

@@ -58,10 +58,10 @@ Ring = tuple[tuple[Endpoint, ...], ...]
 def join_group(world: World, *, note: Callable[[str], None] = lambda _: None) -> mx.distributed.Group | None:
     """Return MLX's group of all ranks, None for one process; communicates over the world, call on every rank.
 
-    The addresses come from MLX_HOSTFILE if it is set; otherwise each rank takes a free port at the address by which
-    others reach it. Raises on every rank if a host is unreachable. MLX keeps one ring per process: a second call
+    The addresses come from MLX_HOSTFILE if it is set; otherwise each rank uses a free port on an address that other
+    ranks can reach. Raises on every rank if a host is unreachable. MLX keeps one ring per process: a second call
     returns the same group. In a world of backend mpi the group is MLX's over MPI, if MLX could initialize MPI; if not,
-    `note` gets a message and the ring is used.
+    `note` is called with a message and the ring is used.
     """
     if world.size == 1:
         return None
@@ -89,7 +89,7 @@ def parse_hosts(text: str, world_size: int) -> Ring:
         hosts = None
     if not isinstance(hosts, list) or not all(isinstance(host, list | str) for host in hosts):
         raise WorldError(
-            "is not a JSON list of hosts",
+            "the hostfile must contain a JSON list of hosts",
             code="env.mlx-hostfile-syntax",
             fix='write [["10.0.0.1:5000"], ["10.0.0.2:5000"]], by rank',
         )
@@ -100,15 +100,15 @@ def parse_hosts(text: str, world_size: int) -> Ring:
     ring = tuple(endpoints_of)
     if len(ring) != world_size:
         raise WorldError(
-            f"lists {len(ring)} hosts for {world_size} ranks",
+            f"the hostfile must list one host for each of {world_size} ranks, got {len(ring)}",
             code="env.mlx-hostfile-size",
-            fix="list one per rank",
+            fix="list one host per rank",
         )
     if len({len(endpoints) for endpoints in ring}) > 1 or not ring[0]:
         raise WorldError(
-            "lists different numbers of addresses per rank",
+            "the hostfile must list the same number of addresses, at least 1, for every rank",
             code="env.mlx-hostfile-unequal",
-            fix="list as many addresses for each rank",
+            fix="list one address per rank",
         )
     return ring
 
@@ -117,9 +117,9 @@ def _parse(text: object) -> Endpoint:
     host, colon, port = str(text).partition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
         raise WorldError(
-            f"has {text!r}, which is not ADDRESS:PORT",
+            f"hostfile entries must be ADDRESS:PORT, got {text!r}",
             code="env.mlx-hostfile-address",
-            fix="write it as 10.0.0.1:5000",
+            fix="write 10.0.0.1:5000",
         )
     return Endpoint(host, int(port))
 
@@ -156,9 +156,9 @@ def _hostfile_ring(world: World) -> Ring | None:
         rank, path = given.get("MLX_RANK", str(world.rank)), given.get("MLX_HOSTFILE")
         if rank != str(world.rank):
             raise WorldError(
-                f"MLX_RANK={rank} contradicts rank {world.rank} of the launcher",
+                f"MLX_RANK={rank} does not match the launcher's rank {world.rank}",
                 code="env.mlx-rank-mismatch",
-                fix="unset MLX_RANK: the launcher sets the rank",
+                fix="unset MLX_RANK, because the launcher sets the rank",
             )
         if path is None:
             return None
@@ -169,10 +169,10 @@ def _hostfile_ring(world: World) -> Ring | None:
             raise WorldError(
                 f"MLX_HOSTFILE {path} cannot be read on rank {world.rank}: {reason}",
                 code="env.mlx-hostfile-read-failed",
-                fix=_OWN,
+                fix=_HOSTFILE_FIX,
             ) from error
         except WorldError as error:
-            raise WorldError(f"MLX_HOSTFILE {path} {error.fact}", code=error.code, fix=error.fix) from error
+            raise WorldError(f"MLX_HOSTFILE {path}: {error.fact}", code=error.code, fix=error.fix) from error
 
     rings = _on_all(world, read)
     different = next((rank for rank, ring in enumerate(rings) if ring != rings[0]), None)
@@ -180,12 +180,12 @@ def _hostfile_ring(world: World) -> Ring | None:
         raise WorldError(
             f"MLX_HOSTFILE differs between rank {different} and rank 0",
             code="env.mlx-hostfiles-differ",
-            fix=_OWN,
+            fix=_HOSTFILE_FIX,
         )
     return rings[0]
 
 
-_OWN = "set MLX_HOSTFILE to the same file on every rank, or unset it: shardwise then finds the addresses"
+_HOSTFILE_FIX = "set MLX_HOSTFILE to the same file on every rank, or unset it to use addresses that shardwise finds"
 
 
 def _free_ring(world: World, ports: ExitStack) -> Ring:
@@ -218,7 +218,7 @@ def _address_towards(host: str) -> str:
             raise WorldError(
                 f"{socket.gethostname()} has no IPv4 route to {host} ({error.strerror}), which MLX's ring needs",
                 code="world.mlx-no-route",
-                fix="set addresses in MLX_HOSTFILE",
+                fix="set MLX_HOSTFILE to a file with one address per rank",
             ) from error
         return str(probe.getsockname()[0])
 
@@ -240,7 +240,7 @@ def _test_connections(world: World, ring: Ring) -> None:
                 try:
                     socket.create_connection((endpoint.host, endpoint.port), timeout=_REACH_S).close()
                 except OSError as error:
-                    reason = error.strerror or f"no answer in {_REACH_S:g} s"
+                    reason = error.strerror or f"no response within {_REACH_S:g} s"
                     raise WorldError(
                         f"rank {world.rank} on {world.host} cannot reach rank {following} at {endpoint} for MLX's"
                         f" ring: {reason}",
@@ -267,7 +267,7 @@ def _connect(world: World, ring: Ring) -> mx.distributed.Group:
                 raise WorldError(
                     f"rank {world.rank} could not join MLX's ring: {str(error).splitlines()[0]}",
                     code="world.mlx-ring-failed",
-                    fix="see the errors of the neighbouring ranks",
+                    fix="check the errors of the neighbouring ranks",
                 ) from error
 
 
@@ -304,7 +304,7 @@ def _on_all(world: World, work: Callable[[], T]) -> Sequence[T]:
 
 @contextlib.contextmanager
 def _ring_variables(ring_variables: Mapping[str, str]) -> Iterator[None]:
-    """Set the environment variables of MLX's ring and unset its others; MLX accepts no arguments for them."""
+    """Set these environment variables of MLX's ring and unset all others; MLX does not accept them as arguments."""
     before = variables("")
     others = {name: value for name, value in before.items() if name not in ("MLX_RANK", "MLX_HOSTFILE")}
     adopt({**others, **ring_variables})
@@ -314,7 +314,7 @@ def _ring_variables(ring_variables: Mapping[str, str]) -> Iterator[None]:
         adopt(before)
 
 
-# MPI under MLX. MLX only uses an MPI that it initialized, so it comes first; mpi4py then uses the initialized MPI.
+# MPI under MLX. MLX only uses an MPI that it initialized, so MLX initializes it, and mpi4py then uses it.
 
 
 _ALL_THREADS = "3"

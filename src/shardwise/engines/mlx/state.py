@@ -56,7 +56,7 @@ class MlxOptimized(Optimized):
 
     @property
     def kind(self) -> str:
-        """The class name of the first group's optimizer; torch's name for a built-in one."""
+        """The class name of the first group's optimizer; torch's name for a built-in optimizer."""
         found = type(self.members[0].optimizer)
         return READY_MADE.get(found, found.__name__)
 
@@ -173,7 +173,7 @@ class MlxState:
                 part._set_training_mode(was_training)  # noqa: SLF001 - the public method sets whole trees
 
     def random_state(self) -> dict[str, Tensor]:
-        """Return the states of the host's generators, which data loading may use, and of MLX's."""
+        """Return the states of the host's generators, which data loading may use, and of MLX's generator."""
         return {"cpu": torch.get_rng_state(), **host_states(), _STREAM: _key().view(torch.uint8)}
 
     def set_random_state(self, states: Mapping[str, Tensor]) -> None:
@@ -187,7 +187,7 @@ class MlxState:
             mx.random.seed(zlib.crc32(states["cpu"].numpy().tobytes()))
 
     def seed(self, number: int) -> None:
-        """Seed the host's generators and MLX's."""
+        """Seed the random generators of the host and of MLX."""
         seed_generators(number)
         mx.random.seed(number)
 

@@ -87,7 +87,7 @@ def _synchronize_batch_norms(model: nn.Module, group: mx.distributed.Group | Non
         raise JobError(
             f"custom batch norm classes cannot be synchronized over ranks: {some_of(foreign)}",
             code="support.batch-norm-class",
-            fix="use mlx.nn.BatchNorm itself, or --set batch_norm=local",
+            fix="use mlx.nn.BatchNorm, or pass --set batch_norm=local",
         )
     return share_batch_norms(model, group)
 
@@ -107,9 +107,9 @@ def _make_model(job: Job, plan: Plan) -> nn.Module:
     lower = [name for name, array in tree_flatten(model.parameters()) if array.dtype in (mx.bfloat16, mx.float16)]
     if lower:
         raise JobError(
-            f"the model has 16-bit parameters ({some_of(lower)}), but the plan has {plan.precision.parameter} ones",
+            f"parameters must be {plan.precision.parameter} as in the plan, got 16-bit parameters {some_of(lower)}",
             code="model.trained-dtype-mismatch",
-            fix="build it in fp32, and --set precision.compute=bf16 to compute in 16 bits",
+            fix="build the model in fp32, and pass --set precision.compute=bf16 to compute in 16 bits",
         )
     if plan.precision.parameter == "fp64":
         model.set_dtype(mx.float64)
@@ -193,7 +193,7 @@ class MlxStep(MlxState):
         return report
 
     def _set_rates(self) -> float:
-        """Set the learning rates of this step; return that of the first group."""
+        """Set the learning rates of this step; return the rate of the first group."""
         factor = self._rate_factor(self.number, self.length.num_steps)
         rates = [base * factor for base in self.base_rates]
         set_rates(self._groups, rates, self._dtype)
@@ -250,12 +250,12 @@ class MlxStep(MlxState):
 
 
 def begin(step: int, *arrays: Any) -> None:  # noqa: ARG001 - the recorder reads the step
-    """Start to evaluate arrays or trees of arrays without waiting; communicates over MLX's group."""
+    """Start the evaluation of arrays or trees of arrays without waiting; communicates over MLX's group."""
     mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
 
 
 def finish(step: int, array: mx.array) -> None:  # noqa: ARG001 - the recorder reads the step
-    """Wait until an array of a step is computed, and with it for the ranks that it is summed over."""
+    """Wait until an array of a step is computed; communicates over MLX's group if it is a sum over ranks."""
     mx.eval(array)
 
 
@@ -288,6 +288,6 @@ def record(ring: CallRing, world_size: int) -> None:
             return
         ring.wait(number)
         finish(step, array)
-        ring.leave(number)  # a call that raised is never left: the record shows where its rank failed
+        ring.leave(number)  # not reached if the call raised: the record then shows where the rank failed
 
     module.begin, module.finish = recorded_begin, recorded_finish

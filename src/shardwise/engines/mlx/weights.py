@@ -86,7 +86,7 @@ def _write(model: nn.Module, form: ArrayForm, values: dict[str, Tensor], path: P
         if array.shape != current[name].shape:
             expected = list(form.to_torch(name, current[name]).shape)
             raise JobError(
-                f"Job.weights {path} has {name} in shape {list(value.shape)}, the model in {expected}",
+                f"Job.weights {path}: {name} must have shape {expected}, got {list(value.shape)}",
                 code="model.weights-shape-mismatch",
                 fix="set Job.weights to a state dict of this model",
             )
@@ -125,7 +125,7 @@ class MlxGroup:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its hyperparameters, as in torch's parameter groups."""
+        """Hyperparameters of the optimizer, as in torch's parameter groups."""
         rate = np.float32(self.optimizer.learning_rate.item())  # printed as fp32 and parsed again, 0.001 stays 0.001
         settings: dict[str, Any] = {"lr": float(str(rate))}
         for key, value in vars(self.optimizer).items():
@@ -143,7 +143,7 @@ def make_groups(
         raise JobError(
             f"Job.optimizer must return an MLX optimizer for an MLX model, got {type(optimizer).__name__}",
             code="optimizer.not-mlx",
-            fix="use sw.adamw or sw.sgd, or return one of mlx.optimizers",
+            fix="use sw.adamw or sw.sgd, or return an optimizer of mlx.optimizers",
         )
     optimizer.init(tree_unflatten([(name, arrays[name]) for name in form.trained]))
     groups = [MlxGroup(*pair) for pair in _members(optimizer, form.trained, arrays) if pair[1]]
@@ -195,7 +195,7 @@ def read_states(groups: Sequence[MlxGroup], form: ArrayForm) -> dict[str, Tensor
 
 
 def write_states(groups: Sequence[MlxGroup], form: ArrayForm, states: Mapping[str, Tensor]) -> None:
-    """Load states of `read_states` or of a torch optimizer; states that are missing keep their values."""
+    """Load states of `read_states` or of a torch optimizer; missing states keep their values."""
     for group in groups:
         flat = []
         for name, key, _ in _states(group):
@@ -207,7 +207,7 @@ def write_states(groups: Sequence[MlxGroup], form: ArrayForm, states: Mapping[st
             raise JobError(
                 f"the checkpoint has step counts {sorted(counts)} in a parameter group, but MLX has one per group",
                 code="checkpoint.optimizer-steps-differ",
-                fix="resume with engine torch, or --resume never",
+                fix="resume with engine torch, or pass --resume never",
             )
         if counts and group.counts:
             flat.append((STEP, mx.array(int(counts.pop()), dtype=mx.uint64)))

@@ -43,7 +43,7 @@ class MpiCall:
         self.methods.append((method, arguments))
 
     def second_call(self) -> MpiCall | None:
-        """Return the call that follows this one, None if there is none."""
+        """Return the call that follows this one; None if the operation needs no second call."""
         if not self.following:
             return None
         second = MpiCall(self.name, after=self.after, outputs=self.outputs, kept=self.kept)
@@ -181,14 +181,14 @@ class Calls:
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> MpiCall:
-        """Exchange slices of `given`, split along dim 0 by `input_splits`; empty splits mean even ones."""
+        """Exchange slices of `given`, split along dim 0 by `input_splits`; empty splits mean an even split."""
         return self.all_to_all(
             list(output.split(list(output_splits) or _even(output, self._size))),
             list(given.split(list(input_splits) or _even(given, self._size))),
         )
 
     def barrier(self) -> MpiCall:
-        """Complete when every rank has called."""
+        """Return the call of a barrier, which completes when every rank has made it."""
         return MpiCall("barrier", methods=[("Ibarrier", ())])
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> MpiCall:
@@ -245,7 +245,7 @@ class Calls:
 
 
 def _check_parts(part: Tensor, whole: Sequence[Tensor], rank: int, size: int) -> None:
-    """Raise if sizes or dtypes do not fit: MPI would access memory out of bounds or misread elements."""
+    """Raise ValueError if sizes or dtypes do not match: MPI would access memory out of bounds or misread elements."""
     _check_dtypes(part, *whole)
     if len(whole) == 1 and size > 1:
         if whole[0].numel() != part.numel() * size:
@@ -322,9 +322,9 @@ def _copy_back(call: MpiCall, flat: Tensor, tensor: Tensor) -> None:
 
 
 LARGE_BYTES = 1 << 20
-"""The smallest tensor that is sent this way: at 256 kB it was not faster than MPI."""
+"""Minimum size of a tensor that is reduced by messages: at 256 kB they were not faster than MPI."""
 MOST_RANKS = 16
-"""The largest group that uses it: every rank exchanges messages with every other at once."""
+"""Maximum group size for reduction by messages: every rank exchanges messages with all other ranks at once."""
 _NUM_TAGS = 1 << 14
 
 

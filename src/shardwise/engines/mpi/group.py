@@ -37,7 +37,7 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]
         self._calls = Calls(progress.mpi, comm.rank, comm.size)
         self._names = {"name": "", "desc": ""}
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch asks by this name
+    def getBackendName(self) -> str:  # noqa: N802 - torch calls this name
         """Return the backend's name for users."""
         return "mpi"
 
@@ -69,7 +69,7 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]
         self.limit_s = timeout.total_seconds()
 
     def allreduce(self, tensors: Any, opts: Any = None) -> MpiWork:
-        """Reduce `tensors` in place on every rank; communicates over this group, as all methods below."""
+        """Reduce `tensors` in place on every rank; communicates over this group, like all methods below."""
         return self._run(self._calls.all_reduce(_listed(tensors), _op(opts)), opts)
 
     allreduce_coalesced = allreduce
@@ -104,7 +104,7 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]
         return self._run(self._calls.gather(outputs[0] if outputs else [], given, _root(opts)), opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
-        """Send each rank its tensor of the root's list."""
+        """Scatter the root's list of tensors, one to each rank."""
         (output,) = _listed(outputs)
         return self._run(self._calls.scatter(output, inputs[0] if inputs else [], _root(opts)), opts)
 
@@ -121,18 +121,18 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]
         return self._run(self._calls.reduce_scatter([(output, [given])], _op(opts)), opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
-        """Send each rank its tensor of the list `inputs`."""
+        """Send `inputs[r]` to rank r and receive its tensor into `outputs[r]`."""
         return self._run(self._calls.all_to_all(outputs, inputs), opts)
 
     def alltoall_base(
         self, output: Tensor, given: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> MpiWork:
-        """Send each rank its rows of a tensor."""
+        """Send each rank its rows of `given`, split along dim 0, and receive rows into `output`."""
         call = self._calls.all_to_all_single(output, given, output_splits or [], input_splits or [])
         return self._run(call, opts)
 
     def barrier(self, opts: Any = None) -> MpiWork:
-        """Return a work that completes when every rank has called."""
+        """Return a Work that completes when every rank has called barrier."""
         return self._run(self._calls.barrier(), opts)
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> MpiWork:

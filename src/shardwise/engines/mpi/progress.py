@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SPIN_S = 100e-6
-"""Time for which a wait yields its core without sleeping: a small collective takes some 10 us, a sleep at least 60."""
+"""Time for which a wait yields its core without sleeping: a small collective takes about 10 us, a sleep at least 60."""
 _SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
 _GROWTH = 50
 """A sleep lasts 1/50 of the time waited so far: it adds at most 2 % to a wait, and long waits use little CPU."""
@@ -180,7 +180,7 @@ class MpiWork(Work):
         self._progress.remove(self)
 
     def _error_text(self, failed: Any) -> str:
-        """Return the text of an MPI error; for several requests, that of the first failed status."""
+        """Return the text of an MPI error; for several requests, the text of the first failed status."""
         mpi = self._progress.mpi
         codes = [status.Get_error() for status in self._statuses]
         codes = [code for code in codes if code not in (mpi.SUCCESS, mpi.ERR_PENDING)]
@@ -211,13 +211,13 @@ class MpiWork(Work):
 
     def _timeout_error(self, limit_s: float) -> BaseException:
         return dist.DistBackendError(
-            f"{self._describe()} waited {limit_s:g} s for the other ranks, its timeout: see their logs"
+            f"{self._describe()} waited {limit_s:g} s for the other ranks and timed out: check their logs"
         )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the work is complete; raise its error or a timeout."""
-        asked_s = timeout.total_seconds() if timeout is not None else 0.0
-        limit_s = asked_s if asked_s > 0 else self._limit_s
+        timeout_s = timeout.total_seconds() if timeout is not None else 0.0
+        limit_s = timeout_s if timeout_s > 0 else self._limit_s
         start = time.monotonic()
         while not self.advance():
             waited_s = time.monotonic() - start
@@ -241,7 +241,7 @@ class MpiWork(Work):
         return self.advance() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the work's error, None if it has none."""
+        """Return the work's error; None if the work has not failed."""
         return self._error
 
     def synchronize(self) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardwise.dist.rendezvous import Store
 
 _EXIT_TIMEOUT_S = 2.0
-"""Time for the other ranks to exit by themselves, and to report their errors, after this one failed."""
+"""Seconds for the other ranks to exit by themselves, and to report their errors, after this rank failed."""
 _CONNECT_S = 3.0
 _ADDRESS_BYTES = 1024
 _LOOPBACK = "127.0.0.1"
@@ -111,7 +111,7 @@ class Runtime:
         return store
 
     def _require_all(self, identity: Identity) -> None:
-        """Raise if MPI has another number of ranks than the world."""
+        """Raise WorldError if the number of MPI ranks differs from the world size."""
         size, count = identity.world_size, self.mpi.COMM_WORLD.size
         if count == size:
             return
@@ -129,7 +129,7 @@ class Runtime:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Record that this rank failed: at its exit it aborts the others if they do not exit by themselves."""
+        """Record that this rank failed: at exit it aborts other ranks that do not exit by themselves."""
         self._exit_code = _exit_code(error)
         self.progress.is_broken = self._exit_code != 0
 
@@ -157,7 +157,7 @@ class Runtime:
                     f"not all of {self.mpi.COMM_WORLD.size} ranks have called world(backend='mpi') within"
                     f" {limit_s:g} s",
                     code="rendezvous.timeout",
-                    fix="call it on every rank that mpirun starts",
+                    fix="call world(backend='mpi') on every rank that mpirun starts",
                 )
             time.sleep(0.0002)
 
@@ -173,7 +173,7 @@ class Runtime:
             raise WorldError(
                 f"ranks must be 0 to {comm.size - 1}, each once, but MPI's processes have {list(ranks)}",
                 code="world.mpi-ranks-invalid",
-                fix=f"assign each of 0 to {comm.size - 1} once",
+                fix=f"assign each rank from 0 to {comm.size - 1} to one process",
             )
         if ranks not in self._worlds:
             self._worlds[ranks] = _sub_communicator(comm, [ranks.index(rank) for rank in range(comm.size)])
@@ -198,7 +198,7 @@ class Runtime:
         return MpiGroup(self.progress, comm, options.store, options.timeout)
 
     def _on_exit(self) -> None:
-        """Abort the job if this rank failed while others wait for it: MPI_Finalize would wait without limit."""
+        """Abort the job if this rank failed while other ranks wait for it: MPI_Finalize would wait without limit."""
         has_stopped = self.progress.stop()
         uncaught = getattr(sys, "last_value", None)
         code = self._exit_code if uncaught is None else _exit_code(uncaught)
@@ -242,7 +242,7 @@ def _sub_communicator(comm: Any, ranks: list[int], tag: int = 0) -> Any:
 
 
 def _wait_for_members(store: Store, group_rank: int, ranks: list[int], timeout: timedelta) -> None:
-    """Wait until all members of a new group are ready; communicates over `store`, as MPI has no timeout for it."""
+    """Wait until all members of a new group are ready; communicates over `store`, because MPI has no timeout."""
     store.set(f"mpi/{group_rank}", "")
     if store.add("mpi/members", 1) == len(ranks):
         store.set("mpi/all", "")
@@ -256,7 +256,7 @@ def _wait_for_members(store: Store, group_rank: int, ranks: list[int], timeout: 
 
 
 def _open_store(identity: Identity) -> tuple[Store | None, _RankAddress]:
-    """Return rank 0's store, None on others, and this rank's address; on one node the store listens on loopback."""
+    """Return the store on rank 0, else None, and this rank's address; on one node the store listens on loopback."""
     host = socket.gethostname()
     if identity.rank != 0:
         return None, _RankAddress(identity.rank, host)
@@ -272,7 +272,7 @@ def _open_store(identity: Identity) -> tuple[Store | None, _RankAddress]:
 
 
 def _own_addresses(host: str) -> tuple[str, ...]:
-    """Return the addresses and the name by which other machines may reach this one, the likeliest first."""
+    """Return the addresses and the name of this host, the most likely to be reachable first."""
     found: list[str] = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # an address reserved for documentation; connecting a UDP socket sends nothing
@@ -298,7 +298,7 @@ def _connect_store(identity: Identity, main: _RankAddress, limit_s: float) -> St
         f"rank {identity.rank} on {socket.gethostname()} cannot reach rank 0 on {main.host} at"
         f" {', '.join(main.addresses)}, port {main.port}",
         code="rendezvous.unreachable",
-        fix="allow connections between the machines, or pass init_method='tcp://host:port'",
+        fix="allow connections between the hosts, or pass init_method='tcp://host:port'",
     )
 
 

@@ -1,4 +1,4 @@
-"""MPI datatypes and reduce operations for those of torch, and loading of mpi4py."""
+"""Map torch dtypes and reduce operations to MPI, and load mpi4py."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ CARRIED = {
 }
 """Dtypes that MPI reduces natively, with MPI's names."""
 THROUGH = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-"""Dtypes that MPI lacks, with the dtype of their reduction; the result is rounded once, at the end."""
+"""Dtypes that MPI does not support, with the dtype in which they are reduced; results are rounded once, at the end."""
 _OF_SIZE = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
-"""Datatypes that move elements of a size in bytes, whatever their torch dtype."""
+"""MPI datatype for each element size in bytes, to move elements of any torch dtype."""
 _OPERATIONS = {
     "SUM": "SUM",
     "AVG": "SUM",
@@ -52,7 +52,7 @@ _UNSCALED = (torch.uint16, torch.uint32, torch.uint64)
 
 @dataclass(frozen=True)
 class Reduction:
-    """How MPI implements one reduce operation of torch for one dtype."""
+    """The MPI implementation of one torch reduce operation for one dtype."""
 
     dtype: torch.dtype
     """Dtype in which the tensor is sent and reduced."""
@@ -112,7 +112,7 @@ GROUP_NAME = backend_row("mpi").own_name
 
 
 def load_mpi() -> Any:
-    """Return mpi4py's module MPI with MPI initialized; raise with a fix if the library is missing or unusable."""
+    """Return mpi4py's module MPI with MPI initialized; raise if the library is missing or unusable."""
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
@@ -133,6 +133,6 @@ def load_mpi() -> Any:
         raise WorldError(
             "MPI was initialized for one thread, but collectives progress in a second thread",
             code="world.mpi-single-threaded",
-            fix="use mpi4py.rc.thread_level = 'multiple', its default, and an MPI library built with thread support",
+            fix="set mpi4py.rc.thread_level = 'multiple', and use an MPI library built with thread support",
         )
     return MPI

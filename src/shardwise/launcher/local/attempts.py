@@ -59,7 +59,7 @@ class LocalLaunch:
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """The result of a launch."""
+    """The result of a launch: the final decision, the last outcome and the number of restarts."""
 
     decision: Decision
     outcome: Outcome
@@ -75,7 +75,7 @@ def launch(
     note: Callable[[str], None] = lambda _: None,
     starter: Starter | None = None,
 ) -> Launched:
-    """Run the target on all ranks and restart them after failures, up to `max_restarts`; all processes end with it.
+    """Run the target on all ranks and restart them after failures, up to `max_restarts`; no process outlives the call.
 
     `starter` may be shared by several launches and is not closed; without one, the launch creates a starter.
     """
@@ -191,7 +191,7 @@ class NodeAssignment:
 def start_ranks(
     spec: LocalLaunch, run: RunDirectory, starter: Starter, assignment: NodeAssignment
 ) -> list[RankProcess]:
-    """Start the ranks of this node."""
+    """Start the ranks of this node and return their processes."""
     shared = {
         "MASTER_ADDR": assignment.store_host,
         "MASTER_PORT": str(assignment.store_port),
@@ -247,7 +247,7 @@ def write_exit(log: LaunchLog, exit_: RankExit) -> None:
 
 
 def find_failure(run: RunDirectory, rank: int, returncode: int) -> Failure | None:
-    """Return the failure that a rank recorded, else the exception at the end of its log; None without either.
+    """Return the failure that a rank recorded, else the exception at the end of its log; None if it has neither.
 
     If neither exists because the disk is full, the returned failure states this.
     """
@@ -258,7 +258,7 @@ def find_failure(run: RunDirectory, rank: int, returncode: int) -> Failure | Non
 
 
 def describe_lost(starter: Starter, store: RankProcess | None) -> str:
-    """Return which process required by the ranks has exited, fork parent or store; empty while both run.
+    """Return a description of the fork parent or the store after one of them exited; empty while both run.
 
     A killed fork parent also ends the store. The store is polled first, so that a fork parent that exits between the
     two polls is still reported as the cause. `store` is None if it runs on a different node.
@@ -279,7 +279,7 @@ def loopback_listener(port: int) -> Iterator[socket.socket]:
             raise LaunchError(
                 f"port {port} is in use ({error.strerror})",
                 code="launch.port-in-use",
-                fix="remove --master-port, or choose a different port",
+                fix="remove --master-port, or pass a different port",
             ) from None
         listener.listen(2048)
         yield listener

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.environment import adopt, identify, num_threads
+from shardwise.errors import InputError
 from shardwise.launcher.local.processes import (
     RENDEZVOUS,
     STORE,
@@ -37,8 +38,9 @@ from shardwise.launcher.local.processes import (
     die_with_parent,
     ignore_stop_signals,
     kill_descendants,
+    set_title,
 )
-from shardwise.launcher.local.target import set_main
+from shardwise.launcher.local.target import Module, set_main
 from shardwise.launcher.nodes.rendezvous import rendezvous_work
 from shardwise.launcher.transport import MessageStream
 from shardwise.recorder import start_record
@@ -95,7 +97,7 @@ class ForkParent:
                             return child
 
     def _fork(self, order: Order) -> Callable[[], None] | None:
-        """Fork a process for one order; return its function in the child and None in the parent."""
+        """Fork a process for one request; return its function in the child and None in the parent."""
         if isinstance(order, StartRank) and not self._listener_folder:
             with contextlib.suppress(OSError):  # a full disk: ranks that need the directory report it
                 self._listener_folder = make_listener_folder()
@@ -131,7 +133,7 @@ class ForkParent:
 
 
 def _work_of(order: Order, descriptor: int | None, parent: int) -> Callable[[], None]:
-    """Set up this forked child for its order and return the function that it runs."""
+    """Set up this forked child for its request and return the function that it runs."""
     if isinstance(order, StartRendezvous):
         return rendezvous_work(order, descriptor, parent)
     if isinstance(order, StartRank):
@@ -140,22 +142,22 @@ def _work_of(order: Order, descriptor: int | None, parent: int) -> Callable[[], 
 
 
 def preload(names: Sequence[str]) -> str:
-    """Import modules for the ranks; return the reason why ranks cannot be forked from here, empty if they can."""
+    """Import modules for the ranks; return why ranks cannot be forked from this process, empty if they can."""
     gc.disable()  # garbage collections take a fifth of the time of importing torch with dynamo, and free nothing
     for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()  # a collection in a rank would copy these shared pages without freeing anything
     gc.enable()
-    # numpy's OpenBLAS starts threads at import and joins them before a fork. After a trial fork, any remaining thread
-    # is one that does not survive forking.
+    # numpy's OpenBLAS starts threads at import and joins them before a fork. Threads that remain
+    # after a trial fork do not survive a fork.
     pid = os.fork()
     if pid == 0:
         os._exit(was_cuda_used())
     _, status = os.waitpid(pid, 0)
     if threading.active_count() > 1 or len(list(Path("/proc/self/task").iterdir())) > 1:
         return "importing torch started threads"
-    return "importing torch touched CUDA" if status else ""
+    return "importing torch initialized CUDA" if status else ""
 
 
 def main() -> Callable[[], None]:
@@ -198,6 +200,7 @@ def rank_work(order: StartRank, parent: int) -> Callable[[], None]:
             with contextlib.suppress(OSError):  # a full disk, on which the fork parent could not create one either
                 environ |= listener_variables(make_listener_folder())
         os.execvpe(argv[0], argv, environ)  # noqa: S606 - the program the user named
+    set_title(order.target.name if isinstance(order.target, Module) else Path(order.target.typed()[0]).name, order.rank)
     adopt(order.environ)
     _configure_libraries(order.environ)
     if order.record:
@@ -257,7 +260,8 @@ def _run(order: StartRank) -> None:
         with contextlib.suppress(OSError):  # a full disk: the terminal still shows the exception
             write_failure(Path(order.failure), describe_failure(error, order.rank))
         sys.last_value = error  # as Python sets it after an uncaught exception
-        sys.excepthook(type(error), error, frames)  # torch's hook prefixes each line with the rank
+        if not (isinstance(error, InputError) and Path(order.failure).exists()):  # the launcher prints its sentence
+            sys.excepthook(type(error), error, frames)  # torch's hook prefixes each line with the rank
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -142,20 +141,20 @@ def raise_failure(cause: RankExit, path: Path) -> NoReturn:
     raise error
 
 
-def launch_function(fn: Callable[..., Any], *args: Any, nproc: int = 2, **kwargs: Any) -> list[Any]:
-    """Run `fn(*args, **kwargs)` on `nproc` ranks of this machine and return its results by rank.
+def launch_function(call: Callable[[], Any], nproc: Any, *, fork: bool) -> list[Any]:
+    """Run `call()` on `nproc` ranks of this machine and return its results by rank.
 
-    Ranks have torchrun's environment variables, so `fn` can call `sw.world()` or `init_process_group()`. They are
-    forked from this process if that is safe, else from a new process (a notebook has threads), to which `fn` is sent
-    with cloudpickle. The exception of the first rank that failed is raised here.
+    Ranks have torchrun's environment variables, so `call` can use `sw.world()` or `init_process_group()`. With `fork`,
+    they are forked from this process if that is safe, else from a new process (a notebook has threads), to which `call`
+    is sent with cloudpickle; without, each is a new interpreter. The exception of the first rank that failed is raised.
     """
     if not isinstance(nproc, int) or nproc < 1:
         raise LaunchError(
             f"nproc must be a positive integer, got {nproc!r}", code="launch.nproc-invalid", fix="pass nproc=2"
         )
-    if _is_fork_safe():
-        return _run_forked_with_store(lambda: fn(*args, **kwargs), nproc)
-    return run_fresh(partial(fn, *args, **kwargs), nproc, shows_output=True)
+    if fork and _is_fork_safe():
+        return _run_forked_with_store(call, nproc)
+    return run_fresh(call, nproc, fork=fork, shows_output=True)
 
 
 def _is_fork_safe() -> bool:
@@ -194,6 +193,7 @@ def run_fresh(
     *,
     preload: tuple[str, ...] = ("torch", "numpy"),
     starter: Starter | None = None,
+    fork: bool = True,
     shows_output: bool = False,
 ) -> list[Any]:
     """Run `call()` on `nproc` ranks that are not forks of this process, and return the results by rank.
@@ -209,7 +209,7 @@ def run_fresh(
         run = create_run(folder / "run", "launch")
         target = Module("shardwise.launcher.local.call", (name,))
         observers = [_OutputCopier(run, nproc)] if shows_output else []
-        spec = LocalLaunch(target=target, nproc=nproc, preload=preload)
+        spec = LocalLaunch(target=target, nproc=nproc, preload=preload, fork=fork)
         outcome = launch(spec, run, observers=observers, starter=starter).outcome
         return take_results(outcome, nproc, folder, None)
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -108,7 +109,7 @@ def start_fork(rank: int, body: Callable[[], int]) -> RankProcess:
 
 
 def ignores_hangup() -> bool:
-    """Return whether this process ignores SIGHUP, as under nohup; child processes inherit that."""
+    """Return whether this process ignores SIGHUP, as under nohup; child processes inherit this setting."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
@@ -126,6 +127,22 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent exited before prctl
         os._exit(1)
+
+
+def set_title(name: str, rank: int) -> None:
+    """Show this process as `NAME [rank N]` in ps, py-spy and nvidia-smi, and as `rankN NAME` in top (Linux only).
+
+    The command line that ps shows is the memory of the arguments with which this process was started.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    title = f"{name} [rank {rank}]".encode(errors="replace")
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end in proc(5); 0 if not permitted
+        if start and len(Path("/proc/self/cmdline").read_bytes()) == end - start > len(title):
+            ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, f"rank{rank} {name}".encode(errors="replace")[:15])
 
 
 def become_reaper() -> None:
@@ -199,7 +216,7 @@ def compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_truncated(library: Path) -> bool:
-    """Return whether a library ends before its section table and is too old to be still written."""
+    """Return whether a library ends before its section table and was not modified for _LINKED_S."""
     about = library.stat()
     if time.time() - about.st_mtime < _LINKED_S:
         return False
@@ -212,7 +229,7 @@ def _is_truncated(library: Path) -> bool:
 
 
 class StartRank(msgspec.Struct, frozen=True, tag="start"):
-    """The order to fork one rank."""
+    """Request to fork one rank."""
 
     rank: int
     target: Script | Module | Program
@@ -231,7 +248,7 @@ class StartRank(msgspec.Struct, frozen=True, tag="start"):
 
 
 class StartStore(msgspec.Struct, frozen=True, tag="store"):
-    """The order to fork the server of one attempt's store; its listening socket is sent with the order."""
+    """Request to fork the server of one attempt's store; its listening socket is sent with the request."""
 
     port: int
     host: str = "127.0.0.1"
@@ -274,7 +291,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The report that the imports are done, with the reason why forking is not safe, if there is one."""
+    """The report that the imports are done; `refusal` is the reason why forking is not safe, or empty."""
 
     refusal: str = ""
 

@@ -145,7 +145,7 @@ class ForkStarter:
         return cls(ours, parent, fresh=fresh)
 
     def wait_until_ready(self) -> str:
-        """Wait for the imports; return the reason why forking is not safe, empty if it is."""
+        """Wait for the imports; return the reason why forking is not safe, empty if forking is safe."""
         while self._refusal is None:
             self._wait()
         return self._refusal
@@ -161,16 +161,16 @@ class ForkStarter:
         order = StartRank(
             rank, target, dict(environ), stdout, stderr, str(failure), record, self._fresh, ignores_hangup()
         )
-        return self._order(rank, order)
+        return self._request(rank, order)
 
     def start_store(self, listener: socket.socket) -> RankProcess:
         """Fork the server of one attempt's store."""
         host, port = listener.getsockname()[:2]
-        return self._order(STORE, StartStore(port, host), [listener.fileno()])
+        return self._request(STORE, StartStore(port, host), [listener.fileno()])
 
     def start_rendezvous(self, order: StartRendezvous, answer: socket.socket) -> RankProcess:
         """Fork a process that joins the rendezvous."""
-        return self._order(RENDEZVOUS, order, [answer.fileno()])
+        return self._request(RENDEZVOUS, order, [answer.fileno()])
 
     def returncode(self, pid: int) -> int | None:
         """Return the exit code of a child of the fork parent; None while it runs."""
@@ -207,7 +207,7 @@ class ForkStarter:
     ) -> None:
         self.close()
 
-    def _order(self, rank: int, order: Order, descriptors: Sequence[int] = ()) -> RankProcess:
+    def _request(self, rank: int, order: Order, descriptors: Sequence[int] = ()) -> RankProcess:
         self._started.pop(rank, None)
         self._channel.send(order, descriptors)
         while rank not in self._started:
@@ -220,11 +220,11 @@ class ForkStarter:
             raise LaunchError(
                 f"the fork parent did not respond within {_READY_S} s",
                 code="launch.fork-parent-timeout",
-                fix="try --start-method spawn",
+                fix="pass --start-method spawn",
             )
         if self._gone:
             raise LaunchError(
-                self.lost, code="launch.fork-parent-lost", fix="see its output above, or try --start-method spawn"
+                self.lost, code="launch.fork-parent-lost", fix="check its output above, or pass --start-method spawn"
             )
 
     def _read_reports(self) -> None:

@@ -28,7 +28,7 @@ SETTLE_S = 0.5
 GRACE_S = 30.0
 """Seconds from a stop request to SIGKILL."""
 FAILURE_GRACE_S = 5.0
-"""The same after a failure; shorter, because a checkpoint needs the rank that failed."""
+"""Seconds from SIGTERM to SIGKILL after a failure; shorter, because a checkpoint needs the rank that failed."""
 _FORWARDED: Mapping[int, signal.Signals] = {signal.SIGUSR1: signal.SIGUSR1}
 """Signals that are forwarded to ranks unchanged; others become SIGTERM, so that Ctrl-C does not print N tracebacks."""
 
@@ -39,7 +39,7 @@ class Observer(Protocol):
     def tick(self) -> str | None:
         """Observe the ranks; called about ten times a second and once after the last rank exited.
 
-        If it returns a text, the supervisor stops the ranks with that text as the reason.
+        If it returns a string, the supervisor stops the ranks with that string as the reason.
         """
 
 
@@ -115,7 +115,7 @@ def supervise(
     """Wait for all ranks to exit; after a failure, a stop signal or the time limit, stop and reap all of them.
 
     `failure_of(rank, exit code)` returns the exception that a rank recorded. `ended` is called with each exit. `lost`
-    returns a description of a required process that exited, else an empty text. `other_nodes` is None on one node.
+    returns a description of a required process that exited, else an empty string. `other_nodes` is None on one node.
     """
     watch = _RankWatch({process.rank: process for process in processes})
     kills_before = oom_kills()
@@ -238,7 +238,7 @@ def _wakeups(processes: Sequence[RankProcess]) -> Iterator[Callable[[float], obj
 def caught_signals(seen: list[int]) -> Iterator[None]:
     """Append SIGINT, SIGTERM, SIGHUP and SIGUSR1 to `seen` instead of terminating while ranks run.
 
-    SIGHUP stays ignored if this process inherited that, as under nohup.
+    SIGHUP stays ignored if this process ignores it, as under nohup.
     """
 
     def remember(number: int, _frame: FrameType | None) -> None:

@@ -156,7 +156,7 @@ def _set_module(target: Module) -> CodeType:
         code = spec.loader.get_code(spec.name)
     if spec is None or code is None:
         raise LaunchError(
-            f"module {target.module!r} cannot be run", code="launch.module-not-runnable", fix="add a __main__.py to it"
+            f"module {target.module!r} has no code to run", code="launch.module-not-runnable", fix="add a __main__.py"
         )
     main = _fresh_main()
     main.__file__, main.__loader__, main.__spec__ = spec.origin, spec.loader, spec

@@ -1,7 +1,7 @@
 """The hub: a process on node 0 to which every node of a run is connected.
 
 Nodes report events of their ranks, the roster (`roster.py`, without I/O) decides, and the hub sends the decisions. It
-is a separate process so that heartbeats continue while a launcher is busy. A node that is silent for LOST_S is lost.
+is a separate process so that heartbeats continue while a launcher is busy. A silent node is lost after `lost_s`.
 An unauthenticated connection is limited to UNAUTHENTICATED_BYTES and _GREETING_S.
 """
 
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 BEAT_S = 1.0
 """Seconds between two heartbeats, in both directions."""
-LOST_S = 5.0
-"""Seconds of silence after which a node is lost: five heartbeats, so that a retransmitted packet does not count."""
 _GREETING_S = 5.0
 """Seconds for a connection to authenticate and send its Hello."""
 _MAX_UNAUTHENTICATED = 256
@@ -86,7 +84,7 @@ def start_hub(
     def serve() -> int:
         ignore_stop_signals()  # the hub ends with the run
         roster = Roster(limits, facts=facts, host=host, run=run, now=time.monotonic())
-        Hub(listener, secret, roster, version=facts.get("shardwise", "")).serve()
+        Hub(listener, secret, roster, version=facts.get("shardwise", ""), lost_s=limits.lost_s).serve()
         return 0
 
     return start_fork(HUB, serve)
@@ -95,11 +93,12 @@ def start_hub(
 class Hub:
     """Transfers messages between the nodes' sockets and the roster, and detects lost nodes."""
 
-    def __init__(self, listener: socket.socket, secret: str, roster: Roster, *, version: str) -> None:
+    def __init__(self, listener: socket.socket, secret: str, roster: Roster, *, version: str, lost_s: float) -> None:
         self._listener = listener
         self._secret = secret
         self._roster = roster
         self._version = version
+        self._lost_s = lost_s
         self._peers: list[_Peer] = []
         self._admitted: tuple[str, ...] = ()
         """The node addresses that were sent to node 0."""
@@ -159,7 +158,7 @@ class Hub:
             else:
                 self._roster.receive(peer.node, _with_times(message), now)
         silent_s = now - peer.stream.heard_at
-        if messages is None or silent_s > LOST_S or (peer.node is None and now - peer.since > _GREETING_S):
+        if messages is None or silent_s > self._lost_s or (peer.node is None and now - peer.since > _GREETING_S):
             how = "its connection closed" if messages is None else f"silent for {silent_s:.0f} s"
             self._drop(peer, how, now)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.launcher.nodes.messages import Refused
+from shardwise.launcher.nodes.messages import LOST_S, Refused
 from shardwise.launcher.policy import GiveUp, RankExit, Restart, decide, root_cause
 from shardwise.runs.console import PREEMPTED, counted
 
@@ -27,6 +27,8 @@ class NodeLimits:
     """Seconds for the nodes of the first round to join."""
     last_call_s: float = 5.0
     """Seconds to wait for more nodes after `least` nodes have joined the first round."""
+    lost_s: float = LOST_S
+    """Seconds without a heartbeat after which a node is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ def _after_loss(status: RoundStatus, limits: NodeLimits, restarts: int) -> NextR
         return NextRound(restarts=restarts, why="waiting for nodes again")
     if status.num_nodes >= limits.least:
         return NextRound(restarts=restarts, why=f"continuing with {counted(status.num_nodes, 'node')}")
-    few = f", and {counted(status.num_nodes, 'node')} left of at least {limits.least}"
+    few = f"; the run requires {counted(limits.least, 'node')}, got {status.num_nodes}"
     return EndRun(failed=True, lost=" and ".join(status.gone) + few)
 
 
@@ -134,19 +136,19 @@ def place_node(hello: Hello, facts: Mapping[str, str], taken: Mapping[int, str],
     if node is None:
         return Refused(
             f"{hello.host} cannot join: all {most} nodes of the run have joined",
-            "increase --nnodes",
+            "pass a larger --nnodes on all nodes",
             code="rendezvous.too-many-nodes",
         )
     if node >= most:
         return Refused(
             f"--node-rank on {hello.host} must be below --nnodes {most}, got {node}",
-            f"use 0 to {most - 1}",
+            f"pass --node-rank 0 to {most - 1}",
             code="launch.node-rank-invalid",
         )
     if node in taken or node == 0:
         return Refused(
             f"{hello.host} has --node-rank {node}, which {taken.get(node, host)} already uses",
-            "use a different --node-rank on every node",
+            "pass a different --node-rank on every node",
             code="rendezvous.node-rank-taken",
         )
     return node

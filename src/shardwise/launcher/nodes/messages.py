@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PROTOCOL = 2
 """Version of the messages between nodes; nodes with a different version are rejected."""
+LOST_S = 5.0
+"""Seconds of silence after which a node is lost: five heartbeats, so that a retransmitted packet does not count."""
 UNAUTHENTICATED_BYTES = 1 << 12
 """Maximum message size of a peer that is not authenticated."""
 AUTHENTICATED_BYTES = 1 << 24
@@ -85,10 +87,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The hub's acceptance of a node: its node number, and node 0's run directory."""
+    """The hub's acceptance of a node: its node number, and node 0's run directory and limit of silence."""
 
     node: int
     run: str
+    lost_s: float = LOST_S
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -122,7 +125,7 @@ class Admit(msgspec.Struct, frozen=True, tag="admit"):
 
 
 class JoinRound(msgspec.Struct, frozen=True, tag="join"):
-    """The hub's order to join a round by torch's rendezvous at its store."""
+    """The hub's request to join a round by torch's rendezvous at its store."""
 
     round: int
     port: int
@@ -166,7 +169,7 @@ class NodeEnded(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """The hub's order to stop the ranks of a round: at once after a failure, or gracefully by `signal`."""
+    """The hub's request to stop the ranks of a round: at once after a failure, or gracefully by `signal`."""
 
     round: int
     reason: str
@@ -177,6 +180,8 @@ class Note(msgspec.Struct, frozen=True, tag="note"):
     """A text that the launchers display."""
 
     text: str
+    is_logged: bool = True
+    """Whether the launchers also write it to their events; False for a restart, which they log themselves."""
 
 
 class Again(msgspec.Struct, frozen=True, tag="again"):

@@ -25,7 +25,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def resolve(host: str, port: int, timeout_s: float = _RESOLVE_S) -> tuple[str, ...]:
-    """Return the addresses of a host name in the resolver's order; raise LaunchError after `timeout_s` without one."""
+    """Return addresses of a host name in resolver order; raise LaunchError if it does not resolve in `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -83,7 +83,7 @@ def own_address(local_addr: str) -> str:
         raise LaunchError(
             f"--local-addr {local_addr} is not an address of this host",
             code="launch.local-address-unknown",
-            fix="use an address that `ip addr` lists",
+            fix="pass an address that `ip addr` lists",
         )
     return address
 
@@ -130,7 +130,7 @@ def listen(address: str, port: int, option: str = "--master-port") -> socket.soc
         raise LaunchError(
             f"port {port} of {address} is in use ({error.strerror})",
             code="launch.port-in-use",
-            fix=f"stop the process that listens there, or change {option}",
+            fix=f"stop the process that listens on this port, or pass a different {option}",
         ) from None
     listener.listen(2048)
     return listener
@@ -179,7 +179,7 @@ class _Program(ctypes.Structure):
 def admit_only(listener: socket.socket, addresses: Iterable[str]) -> bool:
     """Restrict `listener` to connections from these addresses and its own; replaces an earlier restriction.
 
-    Returns False, without a change, if the kernel does not support it or a filter cannot contain as many addresses.
+    Returns False, without a change, if the kernel does not support filters or a filter cannot contain all addresses.
     """
     if not sys.platform.startswith("linux"):
         return False

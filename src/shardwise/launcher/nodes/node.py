@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, cast
 from shardwise.environment import variables
 from shardwise.errors import LaunchError
 from shardwise.hardware.probe import package_version
-from shardwise.launcher.nodes.hub import BEAT_S, LOST_S, start_hub
+from shardwise.launcher.nodes.hub import BEAT_S, start_hub
 from shardwise.launcher.nodes.membership import NodeLimits
 from shardwise.launcher.nodes.messages import (
     AUTHENTICATED_BYTES,
+    LOST_S,
     PROTOCOL,
     Beat,
     Challenge,
     FromHub,
     Hello,
-    Note,
     Proof,
     Refused,
     RelayMessage,
@@ -53,12 +53,13 @@ _NOTE_AFTER_S = 3.0
 
 
 class HubLink:
-    """The connection of a node's launcher to the hub; `lost` is set after it ended."""
+    """The connection of a node's launcher to the hub; `lost` is set after the connection ended."""
 
-    def __init__(self, stream: MessageStream[FromHub], welcome: Welcome, note: Callable[[str], None]) -> None:
-        """Use a stream on which the hub has sent `welcome`; `note` receives the hub's notes."""
+    def __init__(self, stream: MessageStream[FromHub], welcome: Welcome) -> None:
+        """Use a stream on which the hub has sent `welcome`."""
         self.node = welcome.node
         self.run = welcome.run
+        self._lost_s = welcome.lost_s
         connection = cast("socket.socket", stream.end)
         self.own_address = str(connection.getsockname()[0])
         """Address of this host on the connection to the hub."""
@@ -66,7 +67,6 @@ class HubLink:
         self.lost = ""
         """Description of how the connection ended; empty while it is open."""
         self._stream = stream
-        self._note = note
         self._inbox: queue.SimpleQueue[FromHub] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[msgspec.Struct] = queue.SimpleQueue()
         self._relayed: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -81,14 +81,10 @@ class HubLink:
         self._wake_writer.send(b".")
 
     def take(self) -> list[FromHub]:
-        """Return the hub's messages since the last call, and pass its notes to `note`."""
+        """Return the hub's messages since the last call."""
         found: list[FromHub] = []
         while not self._inbox.empty():
-            message = self._inbox.get()
-            if isinstance(message, Note):
-                self._note(message.text)
-            else:
-                found.append(message)
+            found.append(self._inbox.get())
         return found
 
     def relay(self, body: str, *, to_all: bool = False) -> None:
@@ -125,7 +121,7 @@ class HubLink:
                 messages = self._stream.receive()
                 now = time.monotonic()
                 silent_s = now - self._stream.heard_at
-                if messages is None or silent_s > LOST_S:
+                if messages is None or silent_s > self._lost_s:
                     how = "closed its connection" if messages is None else f"was silent for {silent_s:.0f} s"
                     self.lost = f"node 0 ({self.hub_address}), which runs the store, {how}"
                     return
@@ -145,7 +141,7 @@ def join_hub(
     """Connect to the hub at `host`, waiting until it is up, authenticate, and join the run or raise LaunchError."""
     stream = node_stream(_connect(host, port, timeout_s, note), FromHub)
     try:
-        return HubLink(stream, _authenticate(stream, f"{host}:{port}", secret, hello), note)
+        return HubLink(stream, _authenticate(stream, f"{host}:{port}", secret, hello))
     except LaunchError:
         stream.close()
         raise
@@ -165,7 +161,7 @@ def _authenticate(stream: MessageStream[FromHub], endpoint: str, secret: str, he
     wrong_secret = LaunchError(
         f"node 0 at {endpoint} has a different secret",
         code="rendezvous.wrong-secret",
-        fix="use the same SHARDWISE_SECRET and --rdzv-id on every node",
+        fix="set the same SHARDWISE_SECRET and --rdzv-id on every node",
     )
     proof = _next(stream, endpoint, wrong_secret)
     if not isinstance(proof, Proof) or not is_proof(proof.mac, secret, "hub", nonce, challenge.nonce):
@@ -196,7 +192,7 @@ def _connect(host: str, port: int, timeout_s: float, note: Callable[[str], None]
             raise LaunchError(
                 f"node 0 did not respond at {host}:{port} within {timeout_s:g} s ({reason})",
                 code="rendezvous.unreachable",
-                fix="start node 0 on that host, and allow connections from this host to the port",
+                fix=f"start node 0 on {host}, and allow connections from this host to port {port}",
             )
         if waited_s > _NOTE_AFTER_S and not noted:
             noted = True
@@ -205,7 +201,7 @@ def _connect(host: str, port: int, timeout_s: float, note: Callable[[str], None]
 
 
 def _next(stream: MessageStream[FromHub], endpoint: str, gone: LaunchError | None = None) -> FromHub:
-    """Return the next message other than a heartbeat; raise `gone` if the peer disconnects, LaunchError if silent."""
+    """Return the next message other than a heartbeat; raise `gone` if the peer disconnects, LaunchError on timeout."""
     deadline = time.monotonic() + _ANSWER_S
     while (left_s := deadline - time.monotonic()) > 0:
         messages = stream.receive(left_s)
@@ -222,7 +218,7 @@ def _unknown_peer(endpoint: str) -> LaunchError:
     return LaunchError(
         f"the process at {endpoint} is not shardwise's node 0",
         code="rendezvous.unknown-peer",
-        fix="check --master-port",
+        fix="pass the --master-port of node 0",
     )
 
 

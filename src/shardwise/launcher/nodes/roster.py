@@ -51,7 +51,7 @@ class _Member:
     host: str
     is_ready: bool = False
     in_round: bool = False
-    """Whether the node was ordered to join the round, or has joined it."""
+    """Whether the node was sent a request to join the round, or has joined it."""
     ended: NodeEnded | None = None
     is_leaving: int = 0
     """Stop signal that its launcher received; 0 without one."""
@@ -142,14 +142,14 @@ class Roster:
     def join(self, hello: Hello) -> int | Refused:
         """Add a node to the run and return its node number, or the reason why it is rejected."""
         if self.is_over:
-            return Refused("the run is over", "start it again on all nodes", code="rendezvous.run-over")
+            return Refused("the run is over", "start the run again on all nodes", code="rendezvous.run-over")
         taken = {**self._dismissed, **{node: member.host for node, member in self._members.items()}}
         node = place_node(hello, self._facts, taken, self._limits.most, self._host)
         if isinstance(node, Refused):
             self._send(0, Note(f"rejected a node: {node.fact}"))
             return node
         self._members[node] = _Member(node, hello.host)
-        self._send(node, Welcome(node, self._run))
+        self._send(node, Welcome(node, self._run, self._limits.lost_s))
         if self._was_whole:
             self._note(f"{self._members[node].name} has connected and will join")
         return node
@@ -202,7 +202,7 @@ class Roster:
             return
         if now >= self._round.stop_at:
             self._round.stop_at = math.inf
-            self._order_stop(self._round.stop_reason, 0)
+            self._request_stop(self._round.stop_reason, 0)
         if now >= self._round.grow_at:
             self._round.grow_at = math.inf
             self._grow()
@@ -216,13 +216,13 @@ class Roster:
         if joining and not (self._round.ends or self._round.is_stopping or self._round.is_reshaping):
             self._round.is_reshaping = True
             self._note(f"{' and '.join(joining)} can join: all ranks save a checkpoint and stop")
-            self._order_stop("a node joins", signal.SIGTERM)
+            self._request_stop("a node joins", signal.SIGTERM)
 
     def _ready(self) -> list[_Member]:
         return [member for member in self._members.values() if member.is_ready and not member.is_leaving]
 
     def _invite(self, member: _Member, now: float) -> None:
-        """Order a node to join this round if its rendezvous is open, else schedule a new round."""
+        """Send a node the request to join this round if its rendezvous is open, else schedule a new round."""
         limits, now_round = self._limits, self._round
         if member.in_round or not member.is_ready or now_round.is_stopping:
             return
@@ -244,13 +244,13 @@ class Roster:
             member.in_round = member.node in nodes
         missing = [node for node in nodes if node not in self._members]
         if missing:
-            self._round.stop(f"node {missing[0]} was lost as it joined the others", now)
+            self._round.stop(f"node {missing[0]} was lost while it joined the round", now)
             return
         self._was_whole = True
         if any(not member.in_round for member in self._ready()) and len(nodes) < self._limits.most:
             self._round.grow_at = now + GATHER_S
 
-    def _order_stop(self, reason: str, number: int) -> None:
+    def _request_stop(self, reason: str, number: int) -> None:
         self._round.is_stopping = self._round.is_stopping or number == 0
         for member in self._members.values():
             if member.in_round and member.ended is None:
@@ -266,7 +266,7 @@ class Roster:
             return
         self._round.is_reshaping = True
         self._note(f"{member.name} received {signal.Signals(number).name}")
-        self._order_stop(f"{member.name} received a stop signal", number)
+        self._request_stop(f"{member.name} received a stop signal", number)
         self._conclude_if_done()
 
     def _take_end(self, member: _Member, ended: NodeEnded, now: float) -> None:
@@ -287,8 +287,8 @@ class Roster:
         if isinstance(decision, EndRun):
             self._end(decision)
             return
+        self._note(decision.why, is_logged=decision.restarts == self._restarts)
         self._restarts = decision.restarts
-        self._note(decision.why)
         for member in [member for member in self._members.values() if member.is_leaving]:
             self._dismiss(member)
         self._round = _Round(self._round.number + 1)
@@ -309,9 +309,9 @@ class Roster:
             self._send(node, _over(decision, self._round))
         self.is_over = True
 
-    def _note(self, text: str) -> None:
+    def _note(self, text: str, *, is_logged: bool = True) -> None:
         for node in self._members:
-            self._send(node, Note(text))
+            self._send(node, Note(text, is_logged))
 
     def _send(self, node: int, message: msgspec.Struct) -> None:
         self._out.append((node, message))
@@ -320,13 +320,15 @@ class Roster:
 def _over(decision: EndRun, last: _Round) -> Over:
     """Return the final message to every node, with the exits that failed and the root cause."""
     ends = [exit_ for _, ended in last.ends for exit_ in ended.exits]
-    # The recorded calls are compared here and need not be sent to the nodes.
-    exits = tuple(replace(exit_, calls=None) for exit_ in ends if exit_.failed or exit_ == decision.cause)
+    # The recorded calls are compared here; only those of the cause explain the end on the nodes too.
+    exits = [replace(exit_, calls=None) for exit_ in ends if exit_.failed and exit_ != decision.cause]
+    if decision.cause is not None:
+        exits.append(decision.cause)
     return Over(
         exit_code=decision.exit_code,
         failed=decision.failed,
-        exits=exits,
-        cause=replace(decision.cause, calls=None) if decision.cause is not None else None,
+        exits=tuple(exits),
+        cause=decision.cause,
         lost=decision.lost,
         interrupted=last.interrupted,
         out_of_memory=any(ended.out_of_memory for _, ended in last.ends),

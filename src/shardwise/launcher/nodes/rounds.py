@@ -39,6 +39,7 @@ from shardwise.launcher.nodes.messages import (
     Leaving,
     NodeEnded,
     NodeReady,
+    Note,
     Opened,
     Over,
     RoundJoined,
@@ -87,7 +88,7 @@ def launch_nodes(
 ) -> Launched:
     """Run the target on this node's ranks, in rounds, until the hub ends the run or the connection to it is lost.
 
-    `on_assigned` is called with the ranks of this node before each round starts them. All processes end with it.
+    `on_assigned` is called with the ranks of this node before each round starts them. No process outlives the call.
     """
     environ = node_environment(spec)
     if link.node == 0 or not run.environment.exists():  # nodes may share a file system
@@ -105,6 +106,8 @@ def launch_nodes(
             while True:
                 node.run_round(observers, on_assigned)
         except _RunOver as end:
+            if link.lost and nodes.least < nodes.most:
+                note("if node 0 still runs, start the same command again on this node to rejoin the run")
             launched = _launched(end.over, node.restarts)
             write_end(log, launched)
             return launched
@@ -233,7 +236,7 @@ class _Node:
     def _join_others(self, join: JoinRound) -> RendezvousResult | None:
         """Join the other nodes by torch's rendezvous; return None if the hub cancels the round."""
         ours, theirs = socket.socketpair()
-        order = _rendezvous_order(join, self.link, self.nodes, self.spec.nproc, self.environ)
+        order = _rendezvous_request(join, self.link, self.nodes, self.spec.nproc, self.environ)
         answer: MessageStream[RendezvousResult] = MessageStream(ours, RendezvousResult)
         with theirs:
             self.rendezvous = self.starter.start_rendezvous(order, theirs)
@@ -278,7 +281,7 @@ class _Node:
         self.link.send(ended)
 
     def _lost(self, store: RankProcess | None) -> str:
-        """Return why the ranks cannot continue: the hub's stop order or a lost connection or process; else empty."""
+        """Return why the ranks cannot continue: the hub's stop request or a lost connection or process; else empty."""
         self._receive()
         if self._stopped and not self._stopped.signal:
             return self._stopped.reason
@@ -304,6 +307,10 @@ class _Node:
             match message:
                 case Admit(addresses):
                     self.store_filter.admit(addresses)
+                case Note(text, is_logged):
+                    self.note(text)
+                    if is_logged:
+                        self.log.note(text)
                 case JoinRound():
                     self.join = message
                 case Stop():
@@ -314,10 +321,10 @@ class _Node:
                     self.over = message
 
 
-def _rendezvous_order(
+def _rendezvous_request(
     join: JoinRound, link: HubLink, nodes: NodesSpec, nproc: int, environ: Mapping[str, str]
 ) -> StartRendezvous:
-    """Return the order to join the rendezvous of a round at the store of node 0."""
+    """Return the request to join the rendezvous of a round at the store of node 0."""
     run_id = f"{nodes.run_id}.{join.round}"
     return StartRendezvous(
         host=link.hub_address,
@@ -335,7 +342,7 @@ def _rendezvous_order(
 
 
 def _ended(round_: int, outcome: Outcome, run: RunDirectory, *, is_stopped: bool) -> NodeEnded:
-    """Return the report of this node's exits to the hub; without a reason if the hub ordered the stop."""
+    """Return the report of this node's exits to the hub; without a reason if the hub requested the stop."""
     return NodeEnded(
         round_,
         rebased(gather_evidence(outcome.exits, run)),

@@ -64,7 +64,7 @@ def find_here(hosts: Sequence[HostSpec]) -> list[bool]:
 
 
 def query_hosts(sessions: Sequence[Session], hub: Sessions, target: Target) -> dict[Session, Facts]:
-    """Return the facts of all hosts; raise LaunchError if one does not respond, differs or lacks the target."""
+    """Return the facts of all hosts; raise LaunchError if a host does not respond, differs or lacks the target."""
     replies = hub.query([(session, Look(target)) for session in sessions], _FACTS_TIMEOUT_S)
     _raise_if_any([explain_end(session) for session in sessions if session not in replies])
     facts = {session: reply for session, reply in replies.items() if isinstance(reply, Facts)}
@@ -100,7 +100,7 @@ def find_host_rendezvous(
         raise LaunchError(
             f"host {first.name} has loopback addresses only",
             code="launch.host-only-loopback",
-            fix="connect it to the network, or pass --master-addr",
+            fix=f"connect {first.name} to the network, or pass --master-addr",
         )
     raise errors[0]
 
@@ -115,18 +115,18 @@ def _test_address(
         return LaunchError(
             f"host {first.name} cannot listen: {_refusal(answer)}",
             code="launch.host-cannot-listen",
-            fix="change --master-port",
+            fix="pass a different --master-port",
         )
     reached = hub.query([(session, Reach(address, answer.port, token)) for session in others], _REACH_S)
     unreached = {session.name: why for session in others if (why := _refusal(reached.get(session)))}
     if not unreached:
         return HostRendezvous(address, answer.port)
     name, why = next(iter(unreached.items()))
-    more = f" and {len(unreached) - 1} others" if len(unreached) > 1 else ""
+    more = f" and {len(unreached) - 1} more" if len(unreached) > 1 else ""
     return LaunchError(
         f"host {name}{more} cannot connect to {first.name} at {address}:{answer.port} ({why})",
         code="launch.master-unreachable",
-        fix=f"open that port, or pass --master-addr with an address of {first.name} that all hosts can reach",
+        fix=f"open port {answer.port}, or pass --master-addr with an address of {first.name} that all hosts can reach",
     )
 
 
@@ -138,7 +138,7 @@ def explain_end(session: Session) -> LaunchError:
     """Return the error for a host that did not respond, from ssh's exit code and standard error."""
     name, status, output = session.name, session.process.poll(), " ".join(session.stderr_tail)
     last = session.stderr_tail[-1] if session.stderr_tail else "no output"
-    ssh_check = f"check: ssh {name} true"
+    ssh_check = f"run ssh {name} true to see the error"
     if status is None:
         return LaunchError(
             f"host {name} did not respond within {_FACTS_TIMEOUT_S:.0f} s", code="launch.host-timeout", fix=ssh_check
@@ -147,19 +147,19 @@ def explain_end(session: Session) -> LaunchError:
         return LaunchError(
             f"host {name} does not have the directory {Path.cwd()}",
             code="launch.host-no-folder",
-            fix="share it, copy it to the same path, or start in a different directory",
+            fix="share the directory, copy it to the same path, or start in a different directory",
         )
     if status == NO_PYTHON:
         return LaunchError(
             f"host {name} does not have {sys.executable}",
             code="launch.host-no-python",
-            fix="install Python there, at the same path",
+            fix=f"install Python at the same path on {name}",
         )
     if "No module named" in output:
         return LaunchError(
             f"host {name} does not have shardwise in {sys.executable} ({last})",
             code="launch.host-no-shardwise",
-            fix=f"run {sys.executable} -m pip install shardwise there",
+            fix=f"run {sys.executable} -m pip install shardwise on {name}",
         )
     for pattern, fact, code, fix in _SSH_ERRORS:
         if re.search(pattern, output):
@@ -184,7 +184,7 @@ _SSH_ERRORS = (
         "Host key verification failed",
         "the ssh key of host {} is not in known_hosts",
         "launch.host-key-unknown",
-        "verify its key by running ssh {} once",
+        "run ssh {} once and verify the key",
     ),
     (
         "Permission denied|Too many authentication",
@@ -194,15 +194,15 @@ _SSH_ERRORS = (
     ),
     (
         "Connection refused",
-        "host {} does not run an ssh server on that port",
+        "host {} refused the ssh connection",
         "launch.host-no-sshd",
-        "start sshd there, or correct the port",
+        "start sshd on {}, or correct the port of the host",
     ),
     (
         "timed out|No route|unreachable",
         "host {} is unreachable",
         "launch.host-unreachable",
-        "check that it is up: ping {}",
+        "run ping {} to check that the host is up",
     ),
 )
 """Errors of OpenSSH: pattern of its message, fact, error code and fix."""
@@ -243,12 +243,12 @@ def _version_mismatch(first: str, its: Facts, other: str, theirs: Facts) -> Laun
     return LaunchError(
         f"host {other} has {name} {theirs.versions.get(name)}, but {first} has {its.versions[name]}",
         code="launch.host-version-mismatch",
-        fix=f"install the same {name} on both",
+        fix=f"install {name} {its.versions[name]} on {other}",
     )
 
 
 def _copy_fix(session: Session, fix: str) -> str:
-    return fix if session.is_here else f"copy it to {Path.cwd()} there, or share the directory"
+    return fix if session.is_here else f"copy it to {Path.cwd()} on {session.name}, or share the directory"
 
 
 def _check_distinct(sessions: Sequence[Session], facts: Mapping[Session, Facts]) -> None:
@@ -261,7 +261,7 @@ def _check_distinct(sessions: Sequence[Session], facts: Mapping[Session, Facts])
             raise LaunchError(
                 f"hosts {seen[addresses]} and {session.name} are the same machine ({known})",
                 code="launch.host-same-machine",
-                fix="pass it once, or correct the address of one of the names",
+                fix="pass the machine once, or correct the address of one of the names",
             )
         seen[addresses] = session.name
 
@@ -277,12 +277,12 @@ def _resolve_wanted(first: Session, facts: Facts, wanted: str) -> str:
     raise LaunchError(
         f"--master-addr {wanted} resolves to {resolved[0]}, which is not an address of {first.name} (it has {known})",
         code="launch.master-address-foreign",
-        fix="pass one of these, or remove --master-addr",
+        fix="pass one of these addresses, or remove --master-addr",
     )
 
 
 def _candidates(sessions: Sequence[Session], facts: Mapping[Session, Facts]) -> list[str]:
-    """Return the addresses of node 0, those that an ssh connection already used first."""
+    """Return the addresses of node 0; addresses that an ssh connection already uses are first."""
     first = sessions[0]
     used = [facts[session].launcher for session in sessions[1:]] if first.is_here else [facts[first].own]
     if len(sessions) == 1:

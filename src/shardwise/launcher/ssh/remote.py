@@ -39,14 +39,14 @@ _REACH_S = 3.0
 
 
 class _Launcher:
-    """The connection over stdin to the launcher: its orders, and whether it disconnected."""
+    """The connection over stdin to the launcher, which sends requests."""
 
     def __init__(self) -> None:
         self._stream: MessageStream[Order] = MessageStream(sys.stdin.buffer, Order)
         self.is_gone = False
 
     def orders(self, timeout_s: float, listener: socket.socket | None = None, token: str = "") -> list[Order]:
-        """Return the orders that arrive within `timeout_s`; send `token` to clients that connect to `listener`."""
+        """Return the requests that arrive within `timeout_s`; send `token` to clients that connect to `listener`."""
         watched: list[MessageStream[Order] | socket.socket] = [self._stream]
         if listener is not None:
             watched.append(listener)
@@ -62,7 +62,7 @@ class _Launcher:
 
 
 def main() -> int:
-    """Execute the launcher's orders until it disconnects or the node exits; return the exit code of the node."""
+    """Execute the launcher's requests until it disconnects or the node exits; return the exit code of the node."""
     launcher = _Launcher()
     listener, token = None, ""
     while not launcher.is_gone:
@@ -119,13 +119,13 @@ def _open(order: Listen) -> socket.socket | None:
 
 
 def _reach(order: Reach) -> str:
-    """Connect and return the reason why the token was not received; empty if it was."""
+    """Connect to an address and return why its token was not received; empty if it was received."""
     try:
         with socket.create_connection((order.address, order.port), timeout=_REACH_S) as end:
             received = end.recv(len(order.token))
     except OSError as error:
         return error.strerror or "no response"
-    return "" if received.decode(errors="replace") == order.token else "a different process responds there"
+    return "" if received.decode(errors="replace") == order.token else "a different process listens on this port"
 
 
 def _run(order: Start, launcher: _Launcher) -> int:

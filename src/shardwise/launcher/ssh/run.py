@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SSH_FAILED = 255
 _TOGETHER_S = 10.0
-"""Nodes detect the end of the others within 5 s; nodes that run longer than this are stopped by this process."""
+"""Seconds after too few hosts remain at which this process stops the rest; nodes detect a lost node within 5 s."""
 _MARGIN_S = 5.0
 
 
@@ -39,7 +39,7 @@ def launch_on_hosts(
     show: Callable[[int, bytes], None],
     note: Callable[[str], None],
 ) -> int:
-    """Run one node on every host and return the exit code of the run; all remote processes end with it.
+    """Run one node on every host and return the exit code of the run; stops all remote processes before it returns.
 
     `node_arguments` returns the arguments of `shardwise` on each host for a rendezvous. `variables`, which include the
     secret, are sent over stdin. `show` receives (0 for stdout or 1 for stderr, line prefixed by the host). The run
@@ -146,7 +146,7 @@ def read_hosts(text: str) -> tuple[HostSpec, ...]:
         hosts = [_entry(entry.strip(), "--hosts") for entry in text.split(",")] if text.strip() else []
     if not hosts:
         raise LaunchError(
-            f"--hosts {text!r} has no hosts", code="launch.no-hosts", fix="pass hosts such as a,b:8, or a hostfile"
+            f"--hosts {text!r} names no host", code="launch.no-hosts", fix="pass hosts such as a,b:8, or a hostfile"
         )
     names = [(host.user, host.name, host.port) for host in hosts]
     for host, name in zip(hosts, names, strict=True):
@@ -154,7 +154,7 @@ def read_hosts(text: str) -> tuple[HostSpec, ...]:
             raise LaunchError(
                 f"host {host.name} is listed {names.count(name)} times",
                 code="launch.host-repeated",
-                fix=f"list it once, with slots: {host.name}:8",
+                fix=f"list {host.name} once, with its number of ranks: {host.name}:8",
             )
     return tuple(hosts)
 
@@ -167,7 +167,7 @@ def _line(fields: list[str], where: str) -> HostSpec:
         key, equals, value = field.partition("=")
         if not equals or not value:
             raise LaunchError(
-                f"{where}: {field!r} is not KEY=VALUE",
+                f"{where}: expected KEY=VALUE, got {field!r}",
                 code="launch.hostfile-syntax",
                 fix="write HOST slots=8 port=22 user=NAME",
             )
@@ -178,7 +178,7 @@ def _line(fields: list[str], where: str) -> HostSpec:
                 fix=nearest(key, found),
             )
         if found[key]:
-            raise LaunchError(f"{where}: {key} is repeated", code="launch.hostfile-key-repeated", fix="pass it once")
+            raise LaunchError(f"{where}: {key} is repeated", code="launch.hostfile-key-repeated", fix=f"set {key} once")
         found[key] = value
     slots, port = (_number(found[key], f"{where}: {key}", most) for key, most in (("slots", 4096), ("port", 65535)))
     return HostSpec(name=host.name, user=found["user"], port=port, slots=slots)
@@ -197,6 +197,6 @@ def _number(text: str, what: str, most: int) -> int | None:
         return None
     if not re.fullmatch(r"[0-9]+", text) or not 1 <= int(text) <= most:
         raise LaunchError(
-            f"{what} must be in 1 to {most}, got {text!r}", code="launch.host-number-invalid", fix=f"use 1 to {most}"
+            f"{what} must be in 1 to {most}, got {text!r}", code="launch.host-number-invalid", fix=f"set 1 to {most}"
         )
     return int(text)

@@ -64,7 +64,7 @@ def guard_command(folder: Path) -> str:
 
 
 class Session:
-    """A guard on one host: its process, its orders, and the output of the guard and its node."""
+    """A guard on one host: its process, its requests, and the output of the guard and its node."""
 
     def __init__(self, host: HostSpec, *, is_here: bool, command: str = "") -> None:
         """Start the guard, or a shell `command`, on `host`: over ssh, or directly if it is this machine."""
@@ -97,7 +97,7 @@ class Session:
         return cast("IO[bytes]", self.process.stdout), cast("IO[bytes]", self.process.stderr)
 
     def send(self, order: Any) -> None:
-        """Send an order from any thread; ignored if the guard has exited."""
+        """Send a request from any thread; has no effect after the guard has exited."""
         with self._lock, contextlib.suppress(ValueError):  # stdin is closed
             self._orders.send(order)
 
@@ -159,7 +159,7 @@ class Sessions:
         return received
 
     def query(self, orders: Sequence[tuple[Session, Order]], timeout_s: float) -> dict[Session, Reply]:
-        """Send orders and return the replies that arrive within `timeout_s`."""
+        """Send requests and return the replies that arrive within `timeout_s`."""
         for session, order in orders:
             session.send(order)
         queried = {session for session, _ in orders}
@@ -222,13 +222,13 @@ MARK = b"shardwise-guard "
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """The order to reply with the facts of the host."""
+    """Request to reply with the facts of the host."""
 
     target: Script | Module | Program
 
 
 class Listen(msgspec.Struct, frozen=True, tag="listen"):
-    """The order to listen on an address and to send `token` to clients; port 0 selects a free port."""
+    """Request to listen on an address and to send `token` to clients; port 0 selects a free port."""
 
     address: str
     port: int
@@ -236,7 +236,7 @@ class Listen(msgspec.Struct, frozen=True, tag="listen"):
 
 
 class Reach(msgspec.Struct, frozen=True, tag="reach"):
-    """The order to connect to an address and check that it sends `token`."""
+    """Request to connect to an address and check that it sends `token`."""
 
     address: str
     port: int
@@ -244,7 +244,7 @@ class Reach(msgspec.Struct, frozen=True, tag="reach"):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """The order to run `shardwise` with these arguments and variables; the guard's output is then that of the node."""
+    """Request to run `shardwise` with these arguments and variables; the guard's output is then that of the node."""
 
     arguments: list[str]
     variables: dict[str, str]
@@ -253,7 +253,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Signal(msgspec.Struct, frozen=True, tag="signal"):
-    """The order to send a signal to the node."""
+    """Request to send a signal to the node."""
 
     number: int
 

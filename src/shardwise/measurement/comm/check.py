@@ -33,17 +33,17 @@ _STRIDE = 89
 _ROWS = 4096
 """Periods that are compared at once: a million elements, which limits the memory of a check."""
 _LATE_S = 0.02
-"""Seconds by which the last rank is late at a checked barrier."""
-_REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError)
-"""Errors with which backends refuse an operation or a dtype."""
+"""Delay in seconds of the last rank at a checked barrier."""
+_UNSUPPORTED = (RuntimeError, ValueError, TypeError, AttributeError)
+"""Exceptions that backends raise for an unsupported operation or dtype."""
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
 
 
 def count_wrong(collective: Collective, store: Store, key: str) -> int:
-    """Communicate over the collective's group: call it once and return the number of wrong elements on this rank.
+    """Call a collective once and return the number of wrong elements on this rank; communicates over its group.
 
-    `store` and `key`, which must be unique, are for barrier: a rank that leaves it before all ranks arrived has one
-    wrong element. Ranks that receive nothing, such as those that are not the root of a reduce, have none.
+    `store` and `key`, which must be unique, are for barrier: a rank that leaves it before all ranks arrived counts as
+    one wrong element. Ranks that receive nothing, such as all but the root of a reduce, return 0.
     """
     spec = collective.spec
     if spec.name == "barrier":
@@ -58,7 +58,7 @@ def count_wrong(collective: Collective, store: Store, key: str) -> int:
 
 
 def inputs(ranks: int, operation: str | None, dtype: torch.dtype) -> Tensor:
-    """Return one period of every rank's input, [ranks, PERIOD] integers so small that every result is exact.
+    """Return one period of every rank's input, integers [ranks, PERIOD] that are small enough for exact results.
 
     `operation` is None for collectives that do not reduce.
     """
@@ -143,7 +143,7 @@ def _fill(tensor: Tensor, period: Tensor) -> None:
 
 
 def _differing(tensor: Tensor, period: Tensor, offset: int, allowed: float) -> int:
-    """Count the elements that differ from the repeated period, which starts at `offset`."""
+    """Return the number of elements that differ from the repeated period, which starts at `offset`."""
     values = period.roll(-(offset % PERIOD)).to(tensor.dtype).to(tensor.device)
     rows, rest = divmod(tensor.numel(), PERIOD)
     pieces = tensor[: rows * PERIOD].view(rows, PERIOD).split(_ROWS)
@@ -179,7 +179,7 @@ _LONE_FACTOR = "on one rank NCCL omits the factor in reduce_scatter and for bflo
 
 
 def check_all(spec: SweepSettings, world: World, store: Store) -> list[Check]:
-    """Communicate over the world, called on every rank: call each case once and count this rank's wrong elements."""
+    """Check every collective, operation and dtype once; communicates over the world, call on every rank."""
     root = min(spec.root, world.size - 1)
     found = []
     for number, (name, operation, dtype) in enumerate(_cases(spec)):
@@ -196,7 +196,7 @@ def check_all(spec: SweepSettings, world: World, store: Store) -> list[Check]:
         wrong, reason = None, ""
         try:
             wrong = count_wrong(prepare(case, running_group(), world.device), store, f"check {number}")
-        except _REFUSALS as error:
+        except _UNSUPPORTED as error:
             reason = (str(error) or repr(error)).splitlines()[0]
         found.append(Check(collective=name, operation=operation, dtype=dtype, wrong=wrong, reason=reason))
     return found
@@ -215,7 +215,7 @@ def _cases(spec: SweepSettings) -> Iterable[tuple[str, str, str]]:
 
 
 def refuse_missing(spec: SweepSettings, checks: Iterable[Check], backend: str) -> None:
-    """Refuse an operation or dtype that was requested by name if the backend supports it in no requested case."""
+    """Raise InputError for an operation or dtype, requested by name, that the backend does not support."""
     timed = [check for check in checks if check.operation in ("", *spec.operations)]
     timed = [check for check in timed if check.dtype in ("", *spec.dtypes)]
     for name in spec.named:
@@ -230,7 +230,7 @@ def refuse_missing(spec: SweepSettings, checks: Iterable[Check], backend: str) -
 
 
 def _others(name: str, checks: Iterable[Check]) -> str:
-    """Return the fix: dtypes that the operation supports, or other operations or dtypes."""
+    """Return the fix of the error: dtypes that the operation supports, or supported operations or dtypes."""
     has = [check for check in checks if check.wrong is not None]
     dtypes = dict.fromkeys(check.dtype for check in has if check.operation == name)
     if dtypes:
@@ -238,4 +238,4 @@ def _others(name: str, checks: Iterable[Check]) -> str:
     kind, option = (OPERATIONS, "--ops") if name in OPERATIONS else (TYPES, "--dtypes")
     others = {part for check in has for part in (check.operation, check.dtype)}
     names = [other for other in kind if other in others]
-    return f"use {option} with {', '.join(names)}" if names else f"omit it from {option}"
+    return f"use {option} with {', '.join(names)}" if names else f"omit {name} from {option}"

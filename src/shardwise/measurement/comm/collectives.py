@@ -43,7 +43,7 @@ class CollectiveSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective on one rank, ready to be called."""
+    """A collective on one rank with its allocated tensors."""
 
     spec: CollectiveSpec
     group: dist.ProcessGroup
@@ -60,7 +60,7 @@ class Collective:
 
     @property
     def device(self) -> torch.device:
-        """The device of its tensors."""
+        """The device of the tensors."""
         return self.sent.device
 
 
@@ -70,7 +70,7 @@ def prepare(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device
     if name not in MAKERS:
         raise InputError(f"collective {name!r} does not exist", code="bench.unknown-choice", fix=nearest(name, MAKERS))
     if name == "send" and ranks < 2:
-        raise InputError("send needs two ranks, the group has 1", code="bench.too-few-ranks", fix="use --nproc 2")
+        raise InputError("send needs at least 2 ranks, got 1", code="bench.too-few-ranks", fix="pass --nproc 2")
     itemsize = spec.dtype.itemsize
     counted_as = "broadcast" if name == "send" else name
     kind, count = KINDS[counted_as], count_of(counted_as, spec.num_bytes, itemsize, ranks)
@@ -95,14 +95,14 @@ def prepare(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device
 
 
 def reduce_operation(name: str) -> Any:
-    """Return torch's reduce operation; AttributeError if this torch does not have it."""
+    """Return torch's reduce operation; raise AttributeError if this version of torch does not have it."""
     if name == "PREMUL_SUM":  # torch creates it by a private function
         return premultiplied_sum(float(PREMULTIPLIER))
     return getattr(dist.ReduceOp, name)
 
 
 def wait_for_all(group: dist.ProcessGroup, device: torch.device, *, async_op: bool = False) -> Any:
-    """Communicate over `group`: return when all its ranks have arrived."""
+    """Wait for all ranks of `group` at a barrier; communicates over `group`, call on all its ranks."""
     on_nccl = dist.get_backend(group) == "nccl"  # NCCL guesses the device unless it is passed
     return dist.barrier(group, device_ids=[device.index] if on_nccl else None, async_op=async_op)
 
@@ -177,7 +177,7 @@ def _barrier(t: _Tensors) -> Callable[..., Any]:
 
 
 def _send(t: _Tensors) -> Callable[..., Any]:
-    """Send from the group's first rank to its second and back, which calibration calls `send`."""
+    """Return a call that sends from the group's first rank to its second and back."""
     if t.rank > 1:
         return lambda **_: None
     peer = t.peer(1 - t.rank)
@@ -197,14 +197,14 @@ MAKERS: dict[str, Callable[[_Tensors], Callable[..., Any]]] = {
     "barrier": _barrier,
     "send": _send,
 }
-"""Name -> function that returns one call of it, on every rank of the group."""
+"""Name -> function that returns the collective as a callable, to be called on every rank of the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """A point-to-point method: `push` sends messages to a peer and `pull` receives them; both communicate over a group.
 
-    The peer is a global rank. On a CPU both return when the memory may be reused, on a GPU when the copy is queued.
+    The peer is a global rank. On a CPU both return when the memory may be reused, on a GPU when the transfer is queued.
     """
 
     description: str
@@ -256,9 +256,9 @@ def _through_host(way: Way) -> Way:
         way.push([message.cpu() for message in messages], peer, group)
 
     def pull(messages: Sequence[Tensor], peer: int, group: dist.ProcessGroup) -> None:
-        landed = [torch.empty_like(message, device="cpu") for message in messages]
-        way.pull(landed, peer, group)
-        for message, host in zip(messages, landed, strict=True):
+        received = [torch.empty_like(message, device="cpu") for message in messages]
+        way.pull(received, peer, group)
+        for message, host in zip(messages, received, strict=True):
             message.copy_(host)
 
     return Way(description=f"{way.description}, copied through host memory", push=push, pull=pull)

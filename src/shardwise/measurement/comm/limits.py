@@ -28,7 +28,7 @@ STREAMED = 32 << 20
 TRIALS = 5
 _CHUNK = 1 << 20
 _CONNECT_TIMEOUT_S = 10.0
-"""Short, since a network may admit only the ports of gloo."""
+"""Timeout of a connection; it is short, since a firewall may block ports other than those of gloo."""
 
 
 class Ceiling(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,19 +36,19 @@ class Ceiling(msgspec.Struct, frozen=True, kw_only=True):
 
     link: str
     shared: float
-    """While all ranks send at once, as in all_reduce."""
+    """Bandwidth while all ranks send at the same time, as in all_reduce."""
     alone: float
-    """While one rank sends to another, as a root does."""
+    """Bandwidth while a single rank sends, as in broadcast."""
     source: str = msgspec.field(name="words")
     """How the bandwidth was obtained; `words` in JSON."""
     is_measured: bool
 
 
 def find_ceiling(world: World, ranks: tuple[int, ...]) -> Ceiling | None:
-    """Communicate over the world, called on every rank: return the ceiling of a group of `ranks`; None if unknown.
+    """Return the bandwidth ceiling of a group, or None if unknown; communicates over the world, call on every rank.
 
-    A group of one rank sends nothing, and the transport of MPI is not known. For NCCL the catalogue has the links of
-    the GPUs; for other backends the links are measured: every rank of the world streams to the next by TCP.
+    The ceiling is unknown for a group of one rank and for MPI. For NCCL it is the bandwidth of the GPU links in the
+    catalogue; for other backends it is measured: every rank of the world streams to the next by TCP.
     """
     if len(ranks) == 1 or backend_row(world.backend).chooses_transport:
         return None  # MPI chooses shared memory or a fast fabric, for which plain TCP is not the ceiling
@@ -74,16 +74,16 @@ def _listed(world: World, ranks: tuple[int, ...]) -> Ceiling | None:
 
 
 def higher(one: Ceiling | None, other: Ceiling | None) -> Ceiling | None:
-    """Return the higher of two measurements of the same links."""
+    """Return the ceiling with the higher bandwidth; None if both are None."""
     found = [ceiling for ceiling in (one, other) if ceiling is not None]
     return max(found, key=lambda ceiling: ceiling.shared, default=None)
 
 
 def tcp_rates(world: World) -> tuple[float, float] | None:
-    """Communicate over the world and over TCP sockets, called on every rank of at least two.
+    """Measure TCP bandwidth between neighbouring ranks; communicates over the world, call on every rank.
 
-    Return bytes per second of the slowest rank while each streams to the next, and of rank 0 while only it sends; the
-    best of a few trials. None if some rank cannot be reached.
+    Return bytes per second of the slowest rank while each rank streams to the next, and of rank 0 while only rank 0
+    sends; the best of a few trials. Return None if a connection fails.
     """
     with contextlib.ExitStack() as ends:
         pair = _neighbours(world, ends)
@@ -98,37 +98,37 @@ def tcp_rates(world: World) -> tuple[float, float] | None:
 
 
 def _best_trial(seconds: list[list[float]]) -> float:
-    """Return the lowest over trials of the slowest rank's seconds; `seconds` is by rank and trial."""
+    """Return the seconds of the slowest rank in the fastest trial; `seconds` is indexed by rank, then by trial."""
     slowest: list[float] = [max(trial) for trial in zip(*seconds, strict=True)]
     return min(slowest)
 
 
 def _neighbours(world: World, ends: contextlib.ExitStack) -> tuple[socket.socket, socket.socket] | None:
-    """Communicate over the world: return connections to the next and from the previous rank; None if one fails."""
+    """Return sockets to the next and from the previous rank, or None on failure; communicates over the world."""
     address = _own_address(world)
     listener = ends.enter_context(socket.create_server((address, 0)))
     listener.settimeout(_CONNECT_TIMEOUT_S)
     addresses = world.gather((address, listener.getsockname()[1]))
     try:
-        onward = socket.create_connection(addresses[(world.rank + 1) % world.size], timeout=_CONNECT_TIMEOUT_S)
-        ends.enter_context(onward)
-        inward, _ = listener.accept()
+        to_next = socket.create_connection(addresses[(world.rank + 1) % world.size], timeout=_CONNECT_TIMEOUT_S)
+        ends.enter_context(to_next)
+        from_previous, _ = listener.accept()
     except OSError:
         return None  # not an exception, since the other ranks wait for this result
-    return onward, ends.enter_context(inward)
+    return to_next, ends.enter_context(from_previous)
 
 
-def _stream(world: World, onward: socket.socket, inward: socket.socket, *, senders: range) -> float:
-    """Communicate over the world: `senders` stream to the next rank; return the seconds until this rank has all."""
+def _stream(world: World, to_next: socket.socket, from_previous: socket.socket, *, senders: range) -> float:
+    """Return the seconds in which this rank receives its stream from `senders`; communicates over the world."""
     buffer = bytearray(_CHUNK)
     left = STREAMED if (world.rank - 1) % world.size in senders else 0
-    sender = threading.Thread(target=onward.sendall, args=(bytes(STREAMED),))
+    sender = threading.Thread(target=to_next.sendall, args=(bytes(STREAMED),))
     world.barrier()
     began = time.perf_counter()
     if world.rank in senders:
         sender.start()
     while left:
-        left -= inward.recv_into(buffer, min(left, _CHUNK)) or left  # 0 bytes: the sender has closed the connection
+        left -= from_previous.recv_into(buffer, min(left, _CHUNK)) or left  # 0 bytes: the sender has closed
     seconds = time.perf_counter() - began
     if world.rank in senders:
         sender.join()
@@ -149,16 +149,16 @@ def _own_address(world: World) -> str:
 
 
 _STAGED = 2
-"""Copies in host memory that gloo makes of tensors on a GPU: of what is sent and of what is received."""
+"""Copies of GPU tensors that gloo makes in host memory: one for sending and one for receiving."""
 
 
 def needed_bytes(spec: SweepSettings, ranks: int) -> int:
-    """Return the maximum bytes that one rank allocates at once, in groups of `ranks`."""
+    """Return the maximum bytes that one rank of a group of `ranks` allocates at the same time."""
     return max(buffer_bytes(name, spec.sizes[-1], ranks) for name in spec.collectives)
 
 
 def check_memory(spec: SweepSettings, *, ranks: int, sharing: int, free: int, where: str) -> None:
-    """Refuse sizes for which `sharing` ranks, in groups of `ranks`, need more memory than is free."""
+    """Raise InputError if `sharing` ranks, in groups of `ranks`, need more than `free` bytes of memory."""
     need = needed_bytes(spec, ranks) * sharing
     if need <= free:
         return
@@ -172,7 +172,7 @@ def check_memory(spec: SweepSettings, *, ranks: int, sharing: int, free: int, wh
 
 
 def require_memory(spec: SweepSettings, world: World, kinds: dict[str, tuple[tuple[int, ...], ...]]) -> None:
-    """Refuse sizes that do not fit into this rank's host or GPU memory; does not communicate."""
+    """Raise InputError if the sizes do not fit into host or GPU memory of this rank; does not communicate."""
     ranks = min(len(groups[0]) for groups in kinds.values())
     on_gpu = world.device.type == "cuda"
     if on_gpu:

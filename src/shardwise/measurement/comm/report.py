@@ -1,4 +1,4 @@
-"""`bench comm`: runs the sweep of a Spec on ranks, and reports it with a comparison to an earlier run."""
+"""`bench comm`: times and checks collectives, and reports the results with a comparison to an earlier run."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _verdict_line(verdict: SeriesVerdict) -> str:
 
 
 def measure(spec: CommSpec) -> CommReport | None:
-    """Time and check collectives on ranks; None on ranks other than 0 of an existing world."""
+    """Time and check collectives; return None on ranks other than 0 of an existing world."""
     settings = sweep_settings(spec)
     earlier = read_earlier(spec.compare) if spec.compare else None
     nproc = _check_start(settings, spec.nproc)
@@ -121,7 +121,7 @@ def measure(spec: CommSpec) -> CommReport | None:
 
 
 def sweep_settings(spec: CommSpec) -> SweepSettings:
-    """Return the settings of a Spec's sweep; unknown names are refused."""
+    """Convert the options of `bench comm` to settings of a sweep; raise InputError for unknown names."""
     layout = parse_layout(spec.layout) if spec.layout else None
     dtypes = read_aliased(spec.dtypes, TYPES, "dtype") if spec.dtypes else None
     operations = read_aliased(spec.ops, OPERATIONS, "reduce operation") if spec.ops else None
@@ -148,7 +148,7 @@ def sweep_settings(spec: CommSpec) -> SweepSettings:
 
 
 def _check_start(settings: SweepSettings, nproc: int | None) -> int | None:
-    """Refuse settings that ranks could not run, before any rank starts; return the number of ranks to start."""
+    """Return the number of ranks to start; raise InputError for settings that the ranks could not run."""
     if identify().world_size > 1:
         return nproc
     if settings.backend is not None and backend_row(settings.backend).is_rare:
@@ -160,9 +160,9 @@ def _check_start(settings: SweepSettings, nproc: int | None) -> int | None:
     smallest = min(len(group_ranks(group, places, settings.layout)[0]) for group in settings.groups)
     if settings.root >= smallest:
         raise InputError(
-            f"--root {settings.root} is not a rank of a group of {smallest} ranks",
+            f"--root {settings.root} must be below the group size of {smallest}",
             code="bench.root-out-of-range",
-            fix=f"use 0 to {smallest - 1}, or a larger --nproc",
+            fix=f"use --root 0 to {smallest - 1}, or a larger --nproc",
         )
     if not gpus:
         check_memory(settings, ranks=smallest, sharing=count, free=available_memory(), where="this host")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One collective with one operation and dtype, called once."""
+    """Result of checking one collective with one operation and dtype on a small tensor."""
 
     collective: str
     operation: str
@@ -74,12 +74,12 @@ class SweepRow:
 
     @property
     def key(self) -> tuple[str | int, ...]:
-        """Identifies the same measurement in two runs."""
+        """Key that identifies the same measurement in two runs."""
         return (self.collective, self.group, self.ranks, self.mode, self.size, self.type, self.redop, self.root)
 
     @property
     def series(self) -> tuple[str | int, ...]:
-        """Identifies rows that differ in size only."""
+        """Key that is equal for rows that differ only in size."""
         return (self.collective, self.group, self.ranks, self.mode, self.type, self.redop, self.root)
 
 
@@ -127,7 +127,7 @@ def row_of(timing: Timing, *, collective: str, size: int, ranks: int, **columns:
 
 
 def missing_text(checks: Iterable[Check], backend: str) -> str:
-    """Return one line with the operations and dtypes that a backend does not support; empty if it supports all."""
+    """Return a line that lists the operations and dtypes a backend does not support; empty if it supports all."""
     checked: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for check in checks:
         checked[check.operation, check.dtype].append(check.wrong is not None)
@@ -247,7 +247,7 @@ class Earlier:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The same measurement in both runs."""
+    """The change of one measurement between two runs."""
 
     row: SweepRow
     earlier_us: float
@@ -266,8 +266,8 @@ class Change:
 
 
 def read_earlier(path: Path) -> Earlier:
-    """Read the JSON of an earlier run; other files are refused."""
-    again = "create it with: shardwise bench comm --json"
+    """Read the JSON of an earlier run; raise InputError if it is invalid."""
+    again = "create it with shardwise bench comm --json"
     try:
         earlier = msgspec.json.decode(path.read_bytes(), type=Earlier)
     except OSError as error:
@@ -297,7 +297,7 @@ def read_earlier(path: Path) -> Earlier:
 
 
 def compare(rows: Iterable[SweepRow], earlier: Sequence[SweepRow], path: Path) -> list[Change]:
-    """Return the changes of measurements that both runs have; runs without a common measurement are refused."""
+    """Return the changes of measurements that both runs have; raise InputError if there are none."""
     before = {row.key: row for row in earlier}
     changes = [_change(row, before[row.key]) for row in rows if row.key in before]
     if not changes:

@@ -23,7 +23,7 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveKind:
-    """The properties of a collective that define its columns."""
+    """Properties of a collective that define its columns in the table."""
 
     traffic: Literal["twice", "others", "whole", "none"]
     """Traffic of one rank's link: twice the other ranks' shards, the other ranks' shards, the whole tensor, nothing."""
@@ -149,9 +149,9 @@ class SweepSettings:
     backend: str | None = None
 
 
-def read_names(asked: str | Iterable[str], known: Iterable[str], what: str) -> tuple[str, ...]:
-    """Return the known names in a list or a comma-separated text, all for "all"; unknown names are refused."""
-    items = asked.split(",") if isinstance(asked, str) else list(asked)
+def read_names(given: str | Iterable[str], known: Iterable[str], what: str) -> tuple[str, ...]:
+    """Parse names in a list or a comma-separated text, or "all"; raise InputError for unknown names."""
+    items = given.split(",") if isinstance(given, str) else list(given)
     names = tuple(dict.fromkeys(item.strip() for item in items if item.strip()))
     if names == ("all",):
         return tuple(known)
@@ -160,38 +160,38 @@ def read_names(asked: str | Iterable[str], known: Iterable[str], what: str) -> t
             raise InputError(f"{what} {name!r} does not exist", code="bench.unknown-choice", fix=nearest(name, known))
     if not names:
         raise InputError(
-            f"the list of names for {what} is empty", code="bench.nothing-named", fix=f"use some of {', '.join(known)}"
+            f"the list of names for {what} is empty", code="bench.nothing-named", fix=f"use any of {', '.join(known)}"
         )
     return names
 
 
-def read_aliased(asked: str, table: Mapping[str, str], what: str) -> tuple[str, ...]:
-    """Return torch's names for a comma-separated text with names of torch, in any case, or of nccl-tests."""
+def read_aliased(given: str, table: Mapping[str, str], what: str) -> tuple[str, ...]:
+    """Return torch's names for comma-separated names of torch (case-insensitive) or of nccl-tests."""
     names = {name.lower(): name for name in table}
     aliases = {alias.lower(): name for name, alias in table.items()}
     found = []
-    for item in asked.split(","):
+    for item in given.split(","):
         key = item.strip().lower()
         found.append(names.get(key) or aliases.get(key, item))
     return read_names(found, tuple(table), what)
 
 
 def read_sizes(text: str) -> tuple[int, ...]:
-    """Return ascending sizes from "1KiB:64MiB" (factor 4), "1KiB:64MiB:2" (factor 2) or a comma-separated list."""
+    """Parse ascending sizes from "1KiB:64MiB" (factor 4), "1KiB:64MiB:2" (factor 2) or a comma-separated list."""
     if ":" not in text:
         return tuple(sorted({read_size(part) for part in text.split(",")}))
     first, last, *rest = text.split(":")
     factor = rest[0] if rest else str(FACTOR)
     if len(rest) > 1 or not re.fullmatch(r"[0-9]+", factor) or int(factor) < 2:
         raise InputError(
-            f"the factor of --sizes {text} must be an integer above 1",
+            f"--sizes {text} must have an integer factor above 1",
             code="bench.sizes-factor-invalid",
             fix="use FIRST:LAST or FIRST:LAST:FACTOR",
         )
     low, high = read_size(first), read_size(last)
     if low > high:
         raise InputError(
-            f"the first of --sizes {text} is above the last", code="bench.sizes-descending", fix=f"use {last}:{first}"
+            f"--sizes {text} must be ascending", code="bench.sizes-descending", fix=f"use --sizes {last}:{first}"
         )
     sizes = [low]
     while sizes[-1] * int(factor) <= high:
@@ -200,21 +200,21 @@ def read_sizes(text: str) -> tuple[int, ...]:
 
 
 def read_groups(text: str, layout: Layout | None) -> tuple[str, ...]:
-    """Return the groups of a comma-separated text; for an axis, `layout` must have a degree above 1."""
+    """Parse comma-separated groups; raise InputError for an axis whose degree in `layout` is not above 1."""
     groups = read_names(text, (*PLACES, *AXES), "group")
     for axis in set(groups) & set(AXES):
         if layout is None:
             raise InputError(
-                f"--group {axis} is an axis and needs a layout",
+                f"--group {axis} is an axis, which requires --layout",
                 code="bench.group-without-layout",
                 fix=f"add --layout, such as {axis}2",
             )
         if getattr(layout, axis) == 1:
             split = [name for name in AXES if getattr(layout, name) > 1]
             raise InputError(
-                f"the degree of axis {axis} in layout {layout} is 1",
+                f"--group {axis} must be an axis with a degree above 1, but its degree in layout {layout} is 1",
                 code="bench.group-axis-unsplit",
-                fix=f"use one of {', '.join((*PLACES, *split))}",
+                fix=f"use --group with one of {', '.join((*PLACES, *split))}",
             )
     return groups
 
@@ -222,7 +222,7 @@ def read_groups(text: str, layout: Layout | None) -> tuple[str, ...]:
 def group_ranks(group: str, world: tuple[tuple[int, int], ...], layout: Layout | None) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of every group of one kind; `world` has (node, local rank) of each rank.
 
-    A world that cannot be divided into such groups is refused.
+    Raise InputError if the world cannot be divided into such groups.
     """
     size = len(world)
     if group == "world":
@@ -244,11 +244,11 @@ def group_ranks(group: str, world: tuple[tuple[int, int], ...], layout: Layout |
         raise InputError(
             "--group across needs several nodes, the world has 1",
             code="bench.group-one-node",
-            fix="use --group world, or start more nodes",
+            fix="use --group world, or start the command on more nodes",
         )
     if len({len(ranks) for ranks in members.values()}) > 1:
         raise InputError(
-            f"--group {group} gives groups of unequal size in this world",
+            f"--group {group} needs groups of equal size, got sizes {sorted(map(len, members.values()))}",
             code="bench.groups-unequal",
             fix="start the same number of ranks on every node",
         )

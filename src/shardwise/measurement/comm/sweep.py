@@ -1,4 +1,4 @@
-"""The sweep: times and checks every requested collective, size, dtype, operation and group."""
+"""Times and checks every requested collective, size, dtype, operation and group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardwise.measurement.comm.spec import SweepSettings
 
 _MOST_CELL_S = 0.5
-"""Maximum time of one cell."""
+"""Maximum seconds of one cell: a collective of one size, dtype, operation, group and mode."""
 _SHORT_S = 1.0
 """Cells that take less than this are never skipped for lack of time."""
 _MOST_BLOCKS = 200
@@ -42,13 +42,13 @@ _CALLS = 6
 
 
 def measure_comm(spec: SweepSettings) -> CommMeasurement:
-    """Open a world and communicate over it, called on every rank: time and check the collectives of `spec`."""
+    """Open a world, time and check the collectives of `spec`; communicates over the world, call on every rank."""
     with open_world(device=rank_device(spec.device, spec.backend), backend=spec.backend) as world:
         return sweep(world, spec)
 
 
 def sweep(world: World, spec: SweepSettings) -> CommMeasurement:
-    """Communicate over the world, called on every rank: time and check the collectives of `spec`.
+    """Time and check the collectives of `spec`; communicates over the world, call on every rank.
 
     Every rank returns the same times; wrong elements are summed over all ranks.
     """
@@ -58,9 +58,9 @@ def sweep(world: World, spec: SweepSettings) -> CommMeasurement:
     for name, groups in kinds.items():
         if not 0 <= spec.root < len(groups[0]):
             raise InputError(
-                f"--root {spec.root} is not a rank of a group {name} of {len(groups[0])} ranks",
+                f"--root {spec.root} must be below {len(groups[0])}, the size of group {name}",
                 code="bench.root-out-of-range",
-                fix=f"use 0 to {len(groups[0]) - 1}",
+                fix=f"use --root 0 to {len(groups[0]) - 1}",
             )
     require_memory(spec, world, kinds)
     store = _own_store(world)
@@ -101,15 +101,15 @@ class _Sweep:
     left_out: list[str] = field(default_factory=list)
 
     def run(self, kinds: dict[str, tuple[tuple[int, ...], ...]], checks: list[Check]) -> None:
-        """Measure sizes in ascending order, so that the largest are skipped if time runs out."""
+        """Measure all cells, in ascending order of size, so that the largest are skipped if time runs out."""
         groups = {name: self._join(ranks) for name, ranks in kinds.items()}
         cells, began = self._cells(checks), time.perf_counter()
-        for index, (group, mode, asked) in enumerate(cells):
+        for index, (group, mode, case) in enumerate(cells):
             elapsed = slowest([time.perf_counter() - began], running_group(), self.world.device)[0]
-            collective = replace(asked, is_async=mode == "async")
+            collective = replace(case, is_async=mode == "async")
             need_s = self._need_s(collective, group, mode)
             if need_s > _SHORT_S and elapsed + need_s > 2 * self.spec.budget_s:
-                self.left_out.append(f"{asked.name} of {write_size(asked.num_bytes)} in {group} (about {need_s:.0f} s)")
+                self.left_out.append(f"{case.name} of {write_size(case.num_bytes)} in {group} (about {need_s:.0f} s)")
                 continue
             left = max(0.0, self.spec.budget_s - elapsed) / (len(cells) - index)
             # Half, so that large sizes get the time that small sizes do not need.
@@ -117,14 +117,14 @@ class _Sweep:
             self._measure(collective, groups[group], group, mode, share)
 
     def _join(self, groups: tuple[tuple[int, ...], ...]) -> ProcessGroup:
-        """Communicate over the world: create every group of one kind and return this rank's group."""
+        """Create all groups of one kind and return the group of this rank; communicates over the world."""
         if len(groups) == 1:
             return running_group()
         made = [self.world.group(ranks) for ranks in groups]
         return next(group for group in made if group is not None)
 
     def _cells(self, checks: list[Check]) -> list[tuple[str, str, CollectiveSpec]]:
-        """Return (group, mode, collective) of every case to time that the backend supports."""
+        """Return (group, mode, collective) of every cell that the backend supports."""
         spec, cells = self.spec, []
         has = {check.case for check in checks if check.wrong is not None}
         for size, name in product(spec.sizes, spec.collectives):
@@ -143,47 +143,47 @@ class _Sweep:
                 cells += [(group, mode, found) for group, mode in product(spec.groups, spec.modes)]
         return cells
 
-    def _need_s(self, asked: CollectiveSpec, group: str, mode: str) -> float:
+    def _need_s(self, case: CollectiveSpec, group: str, mode: str) -> float:
         """Return the estimated minimum seconds of a cell, from its next smaller size; 0 for the smallest."""
-        alike = [row for row in self.rows if (row.collective, row.group, row.mode) == (asked.name, group, mode)]
+        alike = [row for row in self.rows if (row.collective, row.group, row.mode) == (case.name, group, mode)]
         if not alike or not alike[-1].size:
             return 0.0
-        return _CALLS * alike[-1].time_us / 1e6 * asked.num_bytes / alike[-1].size
+        return _CALLS * alike[-1].time_us / 1e6 * case.num_bytes / alike[-1].size
 
-    def _measure(self, asked: CollectiveSpec, group: ProcessGroup, name: str, mode: str, share_s: float) -> None:
-        """Communicate over the world: time one cell on all groups at once, then check it."""
-        collective = prepare(asked, group, self.world.device)
+    def _measure(self, case: CollectiveSpec, group: ProcessGroup, name: str, mode: str, share_s: float) -> None:
+        """Time one cell on all groups at the same time, then check it; communicates over the world."""
+        collective = prepare(case, group, self.world.device)
         timing = time_collective(collective, running_group(), budget_s=share_s, most=_MOST_BLOCKS)
         first = min(torch.distributed.get_process_group_ranks(group))
         wrong = count_wrong(collective, self.store, f"cell {len(self.rows)} of {first}")
-        kind = KINDS[asked.name]
+        kind = KINDS[case.name]
         self.rows.append(
             row_of(
                 timing,
-                collective=asked.name,
+                collective=case.name,
                 group=name,
                 ranks=collective.ranks,
                 mode=mode,
                 size=collective.size_bytes,
                 count=collective.count,
-                type=TYPES[str(asked.dtype).removeprefix("torch.")] if kind.traffic != "none" else "none",
-                redop=OPERATIONS[asked.operation] if kind.reduces else "none",
-                root=asked.root if kind.is_rooted else -1,
+                type=TYPES[str(case.dtype).removeprefix("torch.")] if kind.traffic != "none" else "none",
+                redop=OPERATIONS[case.operation] if kind.reduces else "none",
+                root=case.root if kind.is_rooted else -1,
                 wrong=wrong,
             )
         )
 
 
 def _own_store(world: World) -> Store:
-    """Communicate through the world's store, called on every rank: return a store with an unused prefix."""
+    """Return a store with an unused prefix; communicates through the world's store, call on every rank."""
     number = (world.store.add("bench comm", 1) - 1) // world.size
     return PrefixStore(f"bench comm {number}", world.store)
 
 
 def _sum_over_ranks(world: World, store: Store, name: str, counts: list[int]) -> list[int]:
-    """Communicate through the store, called on every rank: return the element-wise sum over ranks.
+    """Return the element-wise sum over ranks; communicates through the store, call on every rank.
 
-    A collective is not used, since these counts check the collectives.
+    A collective is not used, since these counts are the results of checking collectives.
     """
     store.set(f"{name} {world.rank}", json.dumps(counts))
     found = [json.loads(store.get(f"{name} {rank}")) for rank in range(world.size)]

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     Point = tuple[float, float]
 
 GOOD_OF_LISTED, GOOD_OF_MEASURED = 0.8, 0.5
-"""Minimum share of the ceiling of a good collective. The catalogue has what collectives reach, while plain TCP does not
-copy and add, which takes the same cores."""
+"""Minimum share of the ceiling for a good collective. The share is lower for a measured ceiling, since TCP streams do
+not copy and reduce on the same cores as collectives do."""
 LARGE = 1 << 20
-"""Bytes from which a collective shows bandwidth, not latency."""
+"""Minimum size in bytes at which a collective is limited by bandwidth, not by latency."""
 
 _NAMED = 9
 """Maximum number of good collectives that a sentence names; more are only counted."""
@@ -62,7 +62,7 @@ class SeriesVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def series(self) -> tuple[str | int, ...]:
-        """Identifies its rows, as `SweepRow.series`."""
+        """Key of the rows of this verdict, as `SweepRow.series`."""
         return (self.collective, self.group, self.ranks, self.mode, self.type, self.redop, self.root)
 
     @property
@@ -175,7 +175,7 @@ class AlphaBeta:
     beyond_s: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the seconds of a message."""
+        """Return the predicted seconds of a message of `num_bytes`."""
         knee = math.inf if self.knee_bytes is None else self.knee_bytes
         return self.alpha_s + min(num_bytes, knee) * self.beta_s + max(0.0, num_bytes - knee) * self.beyond_s
 
@@ -189,13 +189,13 @@ class AlphaBeta:
 def fit_alpha_beta(points: Sequence[Point]) -> AlphaBeta:
     """Fit (bytes, seconds) by least squares of relative errors, so that small messages count as much as large ones.
 
-    The numbers are never negative.
+    alpha and beta are never negative.
     """
     if len({num_bytes for num_bytes, _ in points}) < 2 or any(seconds <= 0 for _, seconds in points):
         raise InputError(
-            f"{len(points)} points are not enough for a fit",
+            f"a fit needs at least 2 sizes with positive times, got {list(points)}",
             code="bench.too-few-points",
-            fix="measure at least two sizes, with positive times",
+            fix="measure at least 2 sizes with positive times",
         )
     return _fit(points, None)[0]
 
@@ -203,7 +203,7 @@ def fit_alpha_beta(points: Sequence[Point]) -> AlphaBeta:
 def fit_knee(points: Sequence[Point]) -> AlphaBeta:
     """Fit (bytes, seconds) by a line, or by two lines that join at a measured size if that fits much better.
 
-    The two additional numbers must pay off by Schwarz's criterion (BIC), and there must be eight sizes.
+    Two lines require eight sizes and a lower Bayesian information criterion (BIC).
     """
     plain = fit_alpha_beta(points)
     sizes = sorted({num_bytes for num_bytes, _ in points})
@@ -216,7 +216,7 @@ def fit_knee(points: Sequence[Point]) -> AlphaBeta:
 
 
 def held_out_error(points: Sequence[Point]) -> float | None:
-    """Return the mean relative error on every second size of a fit to the others; None for less than five sizes."""
+    """Return the mean relative error on every second size of a fit to the others; None for fewer than five sizes."""
     ordered = sorted(points)
     if len(ordered) < 5:
         return None
@@ -226,7 +226,7 @@ def held_out_error(points: Sequence[Point]) -> float | None:
 
 
 def _fit(points: Sequence[Point], knee: float | None) -> tuple[AlphaBeta, float]:
-    """Return the best line with a given knee, and the sum of its squared relative errors."""
+    """Return the best fit with a given knee, and the sum of its squared relative errors."""
     sizes, seconds = np.array(points, dtype=np.float64).T
     below = sizes if knee is None else np.minimum(sizes, knee)
     above = np.zeros_like(sizes) if knee is None else np.maximum(sizes - knee, 0.0)
@@ -242,7 +242,7 @@ def _fit(points: Sequence[Point], knee: float | None) -> tuple[AlphaBeta, float]
 
 
 def _at_least_zero(rows: NDArray[np.float64], columns: list[int]) -> NDArray[np.float64]:
-    """Solve rows @ numbers = 1 by least squares with non-negative numbers: negative ones are set to 0, lowest first."""
+    """Solve rows @ numbers = 1 by non-negative least squares: negative numbers are set to 0, lowest first."""
     numbers = np.zeros(rows.shape[1])
     while columns:
         scale = np.abs(rows[:, columns]).max(axis=0)  # bytes and ones are twelve orders of magnitude apart
@@ -261,7 +261,7 @@ METHOD = (
     "Every rank calls each collective in blocks of at least 4 ms and usually four calls; ranks start a block together.",
     "Times are host times, with the device synchronized before and after a block.",
     "A sample is the mean time of a call in a block on the slowest rank.",
-    "time is the median of the samples, min the minimum, p99 the 99th percentile (the maximum of less than a hundred).",
+    "time is the median of the samples, min the minimum, p99 the 99th percentile (below 100 samples: the maximum).",
     "size, count, algbw and busbw are defined as in nccl-tests.",
     "all_reduce, reduce and broadcast work in place, the others out of place.",
     "Results are checked on inputs that differ by rank and element: integers so small that results are exact.",
@@ -275,7 +275,7 @@ METHOD = (
 def findings(
     found: CommMeasurement, verdicts: Sequence[SeriesVerdict], changes: Sequence[Change] | None = None
 ) -> Findings:
-    """Return the report of a sweep."""
+    """Return the content of the report of a sweep."""
     sections = [_speed(found, verdicts), _fits(verdicts), _checked(found), _all_rows(found.rows)]
     if changes is not None:
         sections.insert(0, _compared(changes))

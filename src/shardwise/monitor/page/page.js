@@ -26,9 +26,9 @@ const ranks = ranksTable($("ranks"), $("strip"), $("legend"), choose);
 async function poll() {
   let wait = POLL_MS;
   try {
-    const answer = await fetch(`state?since=${encodeURIComponent(cursor)}`, { cache: "no-store" });
-    if (!answer.ok) throw new Error(answer.status === 403 ? "the token of this address is no longer valid" : `the server answered with status ${answer.status}`);
-    take(await answer.json());
+    const response = await fetch(`state?since=${encodeURIComponent(cursor)}`, { cache: "no-store" });
+    if (!response.ok) throw new Error(response.status === 403 ? "the token of this address is no longer valid" : `the server returned status ${response.status}`);
+    apply(await response.json());
     failures = 0;
     $("lost").hidden = true;
     if (status.reading < 1) wait = FIRST_MS;
@@ -36,13 +36,13 @@ async function poll() {
   } catch (error) {
     failures += 1;
     wait = Math.min(REST_MS, POLL_MS * failures / 2);
-    $("lost").textContent = error instanceof TypeError ? "The watch server does not answer; the page continues when it is back." : `No update: ${error.message}.`;
+    $("lost").textContent = error instanceof TypeError ? "The watch server does not respond; the page continues when the server is back." : `No update: ${error.message}.`;
     $("lost").hidden = false;
   }
   setTimeout(poll, wait);
 }
 
-function take(increment) {
+function apply(increment) {
   cursor = increment.cursor;
   status = increment.status;
   if (increment.whole) [entries, curves] = [[], {}];
@@ -104,7 +104,7 @@ function showCharts() {
   $("charts").hidden = !Object.values(curves).some((curve) => curve.rows.length);
 }
 
-/** The title of a curve of the run's own: evaluation/NAME is a metric of the test split, log/NAME a logged value. */
+/** The title of a user-defined curve: evaluation/NAME is a metric of the test split, log/NAME a logged value. */
 function curveTitle(name) {
   const [kind, ...rest] = name.split("/");
   return kind === "evaluation" ? `Test ${rest.join("/")}` : rest.join("/");

@@ -32,7 +32,7 @@ class Assumptions:
     contention: float = 0.12
     """Fraction of its speed that compute loses on a GPU while a collective runs: NCCL uses up to 16 of 132 SMs."""
     host_contention: float = 1.0
-    """The same on a CPU, where collectives run on the cores that would compute."""
+    """Fraction of its speed that compute loses on a CPU, where collectives run on the same cores."""
     selective_matmuls: float = 0.0
     """Fraction of the matrix products that selective recompute repeats; the native policy saves all of them."""
     matmul_dtype: str | None = None
@@ -69,7 +69,7 @@ class Seconds(NamedTuple):
         return self.matmul + self.attention + self.memory + self.launch
 
     def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
-        """Return the sum with another time, which counts `times`."""
+        """Return the sum of this time and `times` x another time."""
         return Seconds(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
 
 
@@ -80,7 +80,7 @@ class PartCost(NamedTuple):
     backward: Seconds
     """Without recompute."""
     selective: Seconds
-    """Time of what selective recompute runs again in backward."""
+    """Time of the operators that selective recompute repeats in backward."""
 
     def again(self, recompute: Recompute) -> Seconds:
         """Return the time that a recompute policy adds to backward."""
@@ -189,7 +189,7 @@ class ComputeModel:
         return Seconds(matmul, attention, memory, launch, doubt, host)
 
     def hooked(self, seconds: Seconds, operators: int) -> Seconds:
-        """Return the time of a pass in which the host launches this many operators more."""
+        """Return the time of a pass in which the host launches `operators` more operators."""
         more = operators * self.calibration.operator_s.value
         idle = more if self.on_host else max(0.0, seconds.host + more - seconds.total)
         return seconds._replace(launch=seconds.launch + idle, host=seconds.host + more)

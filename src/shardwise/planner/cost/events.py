@@ -65,7 +65,7 @@ class PipelineAction(NamedTuple):
 def pipeline_actions(schedule: str, rank: int, *, pp: int, chunks: int, micro_batches: int) -> list[PipelineAction]:
     """Return the actions of one pipeline rank, in order; stage s is on rank s mod pp.
 
-    Schedules that split backward get the order of interleaved_1f1b; `pipeline_span` subtracts what they gain.
+    Schedules that split backward get the order of interleaved_1f1b; `pipeline_span` subtracts bubbles that they fill.
     """
     stages = [rank + chunk * pp for chunk in range(chunks)]
     rules = SCHEDULES[schedule]
@@ -145,7 +145,7 @@ def run_pipeline(
 def _ready(
     action: PipelineAction, ended: dict[PipelineAction, float], num_stages: int, hop: Callable[[int], float]
 ) -> float | None:
-    """Return when the input of an action arrives, None while that is unknown."""
+    """Return the time at which the input of an action arrives, or None while it is unknown."""
     if action.kind == "F":
         if action.stage == 0:
             return 0.0
@@ -162,7 +162,7 @@ def _ready(
 
 
 ROUNDS = 2
-"""Rounds of pp micro-batches that are simulated; every further round takes as long as the busiest rank's work on it."""
+"""Rounds of pp micro-batches that are simulated; each further round adds the busiest rank's time for one round."""
 WEIGHT_SHARE = 0.5
 """Share of a backward pass that computes weight gradients: one of the two matrix products of each layer."""
 

@@ -69,7 +69,7 @@ class Memory:
     host: float
     """Host memory of this rank."""
     stage: int
-    """Its rank along pp."""
+    """Pipeline rank."""
 
     @property
     def total(self) -> float:
@@ -86,7 +86,7 @@ def predict_memory(
         stages.setdefault(stage.rank, []).append(stage)
     distinct: dict[tuple[object, ...], list[StageParts]] = {}
     for rank in sorted(stages, reverse=True):
-        # Of ranks with equal stages the first stays: it has the most micro-batches in flight.
+        # Of ranks with equal stages, keep the first, which has the most micro-batches in flight.
         distinct[tuple(stage.likeness for stage in stages[rank])] = stages[rank]
     memories = [_rank_memory(RankState(shape, plan, optimizer, own), context) for own in distinct.values()]
     return max(memories, key=lambda memory: memory.peak)

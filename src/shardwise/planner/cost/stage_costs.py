@@ -71,7 +71,7 @@ class ActivationExchange(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Seconds of all three."""
+        """Seconds of all three kinds of communication."""
         return self.tensor + self.batch_norm + self.context
 
 
@@ -127,7 +127,7 @@ def stage_cost(stage: StageParts, shape: ModelShape, plan: Plan, compute: Comput
 
 
 def _part_cost(part: Part, plan: Plan, compute: ComputeModel) -> tuple[PartCost, Seconds]:
-    """Return the compute time of one micro-batch on one instance of a part, and what recompute adds to it."""
+    """Return the compute time of one micro-batch on one instance of a part, and the time that recompute adds."""
     compiled = plan.compile == "model" or (plan.compile == "blocks" and part.kind == "block")
     cost = compute.cost(
         part, plan.micro_batch, tp=plan.layout.tp, sequence_parallel=plan.sequence_parallel, compiled=compiled
@@ -187,7 +187,7 @@ def _exchange(part: Part, shape: ModelShape, plan: Plan, wires: Wires) -> Activa
 
 
 def numel_of(part: Part, layout: Layout, *, trained: bool = False) -> float:
-    """Return a rank's parameters of one instance of a part; a tied one counts once where both uses are on one rank."""
+    """Return the number of a rank's parameters in one instance of a part; tied parameters of one rank count once."""
     numel = 0.0
     for weight in part.weights:
         if (trained and not weight.trained) or (weight.tied and layout.pp == 1):

@@ -24,7 +24,7 @@ class StageParts(NamedTuple):
 
     @property
     def likeness(self) -> tuple[tuple[int, int], ...]:
-        """Key that is equal for stages of one model with the same parts, which cost the same."""
+        """Key that is equal for stages of one model with equal parts, and therefore equal cost."""
         return tuple((id(part), count) for part, count in self.parts)
 
 
@@ -95,7 +95,7 @@ class PipelineShape(NamedTuple):
         return min(self.micro_batches, rounds * size + max(0, min(size, rest - chunk * size)))
 
 
-# The state of one rank under a plan: its parts, the elements of their parameters, and what it always allocates.
+# The state of one rank under a plan: its parts, the elements of their parameters, and its constant allocations.
 
 
 class Share(NamedTuple):
@@ -106,11 +106,11 @@ class Share(NamedTuple):
     whole: float
     """Parameters after tensor parallelism, before sharding."""
     trained: float
-    """Trained ones of these."""
+    """Trained parameters among `whole`."""
     owned: float
     """Parameters in this rank's shard, padded to equal rows."""
     owned_trained: float
-    """Trained ones of these."""
+    """Trained parameters among `owned`."""
     cast: float
     """Parameters that autocast copies to the compute dtype."""
     unit: float
@@ -172,7 +172,7 @@ class RankState:
         """Index of each share's stage among the stages of the rank."""
         actions = PipelineShape(plan.layout.pp, plan.pipeline.schedule, plan.accumulation, len(stages))
         self.in_flight = [actions.in_flight(self.rank, chunk) for chunk in self.chunks]
-        """Micro-batches whose activations each share keeps at once."""
+        """Maximum number of micro-batches whose activations each share keeps."""
         self.sharded = plan.zero >= 2
         self.compute_bytes = ELEMENT_BYTES[plan.precision.compute]
         self.parameter_bytes = ELEMENT_BYTES[plan.precision.parameter]
@@ -202,11 +202,11 @@ class RankState:
         return add_up(self.shares, name)
 
     def at_rest(self, *, on_gpu: bool) -> dict[str, float]:
-        """Return the bytes that are on the device all the time, by kind."""
+        """Return the bytes that are allocated on the device throughout a step, by kind."""
         plan = self.plan
         # The feed copies all micro-batches of a step to a GPU during the step before it.
         batches = 2 * plan.accumulation if on_gpu else min(2, plan.accumulation)
-        batches += plan.accumulation if on_gpu and plan.is_captured else 0  # a graph reads copies of its own
+        batches += plan.accumulation if on_gpu and plan.is_captured else 0  # a CUDA graph reads its own copies
         rest = {"input": self.amount(self.shape.input) * batches}
         if plan.offload.parameters == "none":
             rest["parameters"] = self.parameters()

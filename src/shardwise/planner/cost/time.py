@@ -154,7 +154,7 @@ class TimeModel:
         parts["memory"] -= number * cost.busy
 
     def _add_pass(self, parts: dict[str, float], run: Pass, times: int) -> None:
-        """Add a pass that runs `times`, all its compute in "memory": the caller subtracts what other parts list."""
+        """Add a pass that runs `times`, with all compute in "memory"; the caller subtracts the other parts."""
         sent = run.gathering + run.reducing
         for name, share in (("gather", run.gathering), ("reduce", run.reducing)):
             parts[name] += times * run.exposed * share / sent if sent else 0.0
@@ -260,7 +260,7 @@ def training_flops(part: Part) -> float:
     """Return the model FLOPs per sample of forward and backward, without recompute.
 
     As in model FLOPs utilization (PaLM, appendix B), backward counts twice forward, for attention too, although a
-    fused kernel computes its scores again there. Frozen weights get no gradient.
+    fused kernel recomputes its scores there. Frozen weights have no gradient.
     """
     products = sum((3.0 if item.trained else 2.0) * item.flops for item in part.work.matmuls)
     return products + 3.0 * sum(item.flops for item in part.work.attentions)

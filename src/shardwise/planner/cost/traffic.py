@@ -88,13 +88,13 @@ def _inside(degree: int, stride: int, devices_per_node: int, *, whole: bool) -> 
 def collective(
     name: Collective, num_bytes: float, placement: Placement, cluster: Cluster, calibration: Calibration | None = None
 ) -> Transfer:
-    """Return the time of one collective while all groups along the same axes run it, too.
+    """Return the time of one collective while all groups along the same axes run it simultaneously.
 
     `num_bytes` is the whole tensor: the gathered output, the input of a scatter, one rank's input of all_to_all.
     All devices of a node communicate at once, so each has its share of the network cards.
     """
     if name not in _ALGORITHMS:
-        raise ValueError(name)
+        raise ValueError(f"unknown collective {name!r}")
     if placement.ranks == 1 or num_bytes <= 0:
         return Transfer(seconds=0.0, algorithm="none", uncertainty=0.0, origin="catalogue")
     exact = calibration and calibration.collective(name, placement.ranks, placement.nodes)
@@ -121,7 +121,7 @@ def _modelled(name: Collective, num_bytes: float, placement: Placement, cluster:
 def _measured_over_modelled(
     name: Collective, num_bytes: float, placement: Placement, cluster: Cluster, calibration: Calibration
 ) -> float | None:
-    """Return measured over modelled time of the measured group of the closest size, None without any."""
+    """Return the ratio of measured to modelled time of the measured group closest in size, or None without one."""
     alike = [p for p in calibration.collectives if p.name == name and (p.nodes > 1) == (placement.nodes > 1)]
     if not alike:
         return None
@@ -217,7 +217,7 @@ def _across(num_bytes: float, route: _Route) -> float:
 
 
 def _exchange(num_bytes: float, route: _Route) -> float:
-    """Return seconds of an all-to-all by direct sends, those inside the node and those between nodes at once."""
+    """Return seconds of an all-to-all by direct sends, inside the node and between nodes simultaneously."""
     near, far = route.per_node - 1, route.ranks - route.per_node
     hops = max(math.ceil(near / _PEERS_AT_ONCE) * route.hop_inside, math.ceil(far / _PEERS_AT_ONCE) * route.hop_outside)
     to_each = num_bytes / route.ranks

@@ -1,1 +1,1 @@
-"""What planning knows of a model: its shape, in closed form for published ones."""
+"""Descriptions of models for planning, in closed form for published models."""

@@ -135,7 +135,7 @@ def _attention(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Valu
 
 
 def _table(config: DecoderConfig, length: int, tape: Tape) -> Storage | None:
-    """Return the cosines and sines of one block, where FSDP casts its inputs; None where all blocks share fp32 ones."""
+    """Return the rotary table of one block if FSDP casts its inputs; None if all blocks share an fp32 table."""
     if not tape.gathered or tape.width >= WIDE:
         return None
     return tape.store(Amount(fixed=length * config.head_width * tape.width))

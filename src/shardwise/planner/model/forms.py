@@ -45,7 +45,7 @@ class Model:
 
     @cached_property
     def _forms(self) -> dict[tuple[str, int, int, int], ModelShape]:
-        """Forms returned so far: costs are cached by the identity of parts, which must stay alive as long."""
+        """Cache of forms. Costs are cached by the identity of parts, so that the parts must stay alive."""
         return {}
 
 
@@ -203,7 +203,7 @@ def _fused(part: Part, head: Head, shape: ModelShape, samples: int, tp: int) -> 
 
 
 def _backward(head: Head, cast: Amount) -> tuple[Moment, ...]:
-    """Return the moments of backward: first the weight's gradient, of which FSDP makes a `cast`, then those before."""
+    """Return the moments of backward: the head's weight gradient with FSDP's `cast`, then those of earlier modules."""
     # The elements of the whole weight, since `memory._fresh` divides by tp.
     numel = head.vocab_size * head.width if head.trained else 0
     first = Moment(resident=head.before.saved + cast, gradients=numel)

@@ -1,4 +1,4 @@
-"""Operators on a tape: what eager torch saves, casts and allocates for each of them, under CUDA's autocast rules."""
+"""Operators on a tape: the tensors that eager torch saves, casts and allocates under CUDA's autocast rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST, BOTH = frozenset({0}), frozenset({0, 1})
 
 
 def cast(tape: Tape, x: Value, width: int) -> Value:
-    """Return x with `width` bytes per element: itself, or a copy."""
+    """Return x, or a copy of x that is cast to `width` bytes per element."""
     return x if x.width == width else tape.apply([x], x.elements, width)
 
 

@@ -90,7 +90,7 @@ class Matmul:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions per sample in forward; backward has twice as many, once for frozen weights."""
+        """Multiplications and additions per sample in forward; backward has twice as many, or as many if frozen."""
         return 2 * self.rows * self.inner * self.columns * self.count
 
 
@@ -155,7 +155,7 @@ class Footprint:
     forward: Amount
     """At the peak of its forward pass."""
     forward_on_gpu: Amount
-    """The same with the workspaces of GPU libraries."""
+    """At the peak of its forward pass on a GPU, with the workspaces of libraries."""
     backward: tuple[Moment, ...]
     """The moments of its backward pass that can be the peak, each with all allocations of the part."""
 

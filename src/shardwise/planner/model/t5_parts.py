@@ -30,7 +30,7 @@ def t5_shape(
     width = Tape(compute, gathered).weight_width
     encoder, decoder = _layer_counts(settings)
     states = partial(Tape.outside, elements=model.elements(length), width=width)
-    answers = partial(Tape.outside, elements=model.elements(model.num_labels), width=width)
+    labels = partial(Tape.outside, elements=model.elements(model.num_labels), width=width)
     tokens = partial(Tape.outside, elements=NOTHING, width=op.INDEX, requires_grad=False)
 
     def blocks(stack: str, count: int, given: Any) -> list[Part]:
@@ -51,8 +51,8 @@ def t5_shape(
         parts=(
             describe("first", "embeddings", model.first, tokens, model.first_weights()),
             *blocks("encoder", encoder, states),
-            *blocks("decoder", decoder, answers),
-            describe("last", "head and loss", model.last, answers, model.last_weights()),
+            *blocks("decoder", decoder, labels),
+            describe("last", "head and loss", model.last, labels, model.last_weights()),
         ),
         input=Amount(whole=op.INDEX * (length + model.num_labels)),
         tokens_per_sample=length,
@@ -106,7 +106,7 @@ class _T5:
         vocabulary = self.settings["vocab_size"] * self.width
         x = self.drop(tape, op.embed(tape, self.elements(self.length + self.num_labels), vocabulary))
         states = self.drop(tape, self.norm(tape, tape.outside(self.elements(self.length), x.width)))
-        # The decoder's matrix products save the states themselves, unless autocast gives them casts.
+        # The decoder's matrix products save the states themselves, unless autocast casts them.
         return op.depend(tape, x, states, keeps=states.width == tape.width)
 
     def block(self, tape: Tape, x: Value, *, decodes: bool, makes_bias: bool) -> Value:
@@ -158,9 +158,9 @@ class _T5:
         self, tape: Tape, x: Value, normed: Value, bias: Value, num_keys: int, states: Value | None = None
     ) -> Value:
         num_queries = round(x.elements.whole / self.width)
-        asked = normed if states is None else states
+        source = normed if states is None else states
         q = self.project(tape, normed, num_queries)
-        k, v = self.project(tape, asked, num_keys), self.project(tape, asked, num_keys)
+        k, v = self.project(tape, source, num_keys), self.project(tape, source, num_keys)
         attention = AttentionWork(
             heads=self.heads,
             kv_heads=self.heads,

@@ -1,4 +1,4 @@
-"""A tape of operators on sizes: what autograd saves, and what is allocated at each moment of forward and backward.
+"""A tape of operators on sizes: the tensors that autograd saves, and the allocations of forward and backward.
 
 The idea: run a model's forward and backward in pure Python on sizes instead of tensors. The invariant: a Storage counts
 as allocated from its creation until Python frees it, so references in Python stand for those of torch, and a function
@@ -95,7 +95,7 @@ class Node:
 
 
 class _StopRecomputeError(Exception):
-    """Raised once the recomputed forward has saved all that backward needs, as torch's checkpoint does."""
+    """Raised when the recomputed forward has saved all tensors for backward, as in torch's checkpoint."""
 
 
 @dataclass(slots=True, eq=False)
@@ -255,7 +255,7 @@ class Tape:
         self.nodes = []
 
     def _run(self, node: Node, incoming: list[Storage]) -> list[Storage]:
-        """Run one operator backward: its inputs, saved tensors and results coexist, then all but the results go."""
+        """Run one operator backward: its inputs, saved tensors and results coexist, then only the results stay."""
         temporaries = Storage(self, node.temporaries)
         share = self.width / WIDE if node.casts_weights else 1.0
         self.gradients += node.numel * share

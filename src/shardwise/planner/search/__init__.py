@@ -1,1 +1,1 @@
-"""Which plan to take, and why not the others."""
+"""Search for the best plan on a cluster, with the reasons for and against each family of plans."""

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"))
-"""Where parameters and optimizer states are offloaded to."""
+"""Offload targets of parameters and optimizer states."""
 LEAST_TOKENS = 4096
 """Minimum tokens per sample on each context-parallel rank (a judgement, not a measurement)."""
 
 
 class ChoiceGroup(NamedTuple):
-    """The choices that determine compute and bubbles; plans of a group differ in what data-parallel ranks shard."""
+    """The choices that determine compute and bubbles; plans of a group differ in data-parallel sharding only."""
 
     pp: int
     cp: int
@@ -160,13 +160,13 @@ def make_plan(base: Plan, group: ChoiceGroup, variant: PlanVariant) -> Plan:
 FAMILIES: dict[str, str] = {
     "ddp": "everything replicated on every device",
     "zero1": "optimizer states sharded",
-    "zero2": "and gradients",
-    "zero3": "and parameters (fsdp)",
+    "zero2": "optimizer states and gradients sharded",
+    "zero3": "optimizer states, gradients and parameters sharded (fsdp)",
     "hsdp": "sharded inside groups, replicated across them",
-    "cp": "tokens of a sample split",
+    "cp": "sequences split",
     "tp": "matrices split",
     "pp": "layers in stages",
-    "3d": "stages of split matrices",
+    "3d": "layers in stages, matrices split",
     "offload": "states offloaded to the host",
 }
 """Families of plans by name with a description, the simplest first."""
@@ -312,7 +312,7 @@ class Floors:
         return parameters + states + max(gradients, stay + gathered + self._activations(shape, group))
 
     def _numel(self, shape: ModelShape, tp: int) -> tuple[float, float, float]:
-        """Return a tensor-parallel rank's parameters: all, trained ones, and those stored in the compute dtype."""
+        """Return the number of a tensor-parallel rank's parameters: all, trained, and stored in the compute dtype."""
         key = (id(shape), tp)
         if key not in self._numels:
             layout = Layout(tp=tp)

@@ -1,4 +1,4 @@
-"""Explanations of a search: reasons with numbers, the path through the decision tree, and what to change to fit."""
+"""Explanations of a search: reasons with numbers, the path through the decision tree, and changes that save memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LARGEST = 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class Fork:
-    """One question of the decision tree, its answer, and the numbers behind it."""
+    """One question of the decision tree, its answer, and the reason with numbers."""
 
     question: str
     answer: str
@@ -60,7 +60,7 @@ def over_the_host_limit(memory: Memory, question: Question) -> str:
 
 
 def reason(answer: Answer, family: str) -> str:
-    """Return one sentence: why a family was not chosen, or that it was."""
+    """Return why a family was not chosen, in one sentence, or "chosen"."""
     entry, best = answer.families[family], answer.best
     if isinstance(entry, Rejected):
         return _rejection(answer, entry)
@@ -73,7 +73,7 @@ def reason(answer: Answer, family: str) -> str:
 
 
 def form_reason(form: EngineForm, chosen: EngineForm | None) -> str:
-    """Return one sentence: why a form of an engine was not chosen, or that it was."""
+    """Return why a form of an engine was not chosen, in one sentence, or "chosen"."""
     if form.best is None:
         return form.refusal
     if chosen is None or chosen.best is None or form is chosen:
@@ -129,16 +129,16 @@ def _impossible(family: str, question: Question) -> str:
     """Return why a family has no plan, apart from memory."""
     shape, world = question.model.plain, question.cluster.num_devices
     if world == 1:
-        return "one device has no other to shard over"
+        return "sharding requires at least two devices"
     if family in {"hsdp", "3d"} and world < 4:
         return f"{world} devices are too few for two kinds of parallelism"
     if family == "cp" and not _cp_degrees(question):
         return _unsliced(shape)
     if family in {"tp", "3d"} and not _tensor_degrees(question):
         known = ", ".join(str(degree) for degree in shape.tp_degrees if degree > 1)
-        return f"its matrices split evenly by {known} only" if known else "it has no known tensor-parallel rules"
+        return f"matrices can be split evenly only by {known}" if known else "the model has no tensor-parallel rules"
     if family in {"pp", "3d"} and (not shape.stages or shape.num_blocks < 2):
-        return "it has no list of blocks to split into stages, or uses a module before it that is registered after it"
+        return "the model has no list of blocks, or uses a module before the blocks that is registered after them"
     return _uneven(question)
 
 
@@ -157,21 +157,21 @@ def _unsliced(shape: ModelShape) -> str:
     """Return why context parallelism is not possible."""
     tokens = shape.tokens_per_sample
     if max(shape.cp_degrees) == 1 or tokens is None:
-        return "it is not known to support context parallelism"
+        return "the model is not known to support context parallelism"
     if tokens < 2 * LEAST_TOKENS:
-        return f"samples of {tokens} tokens are too short to split: a rank keeps at least {LEAST_TOKENS}"
+        return f"samples of {tokens} tokens are too short to split: a rank needs at least {LEAST_TOKENS}"
     known = ", ".join(str(degree) for degree in shape.cp_degrees if degree > 1)
-    return f"its heads and tokens split evenly by {known} only"
+    return f"heads and tokens can be split evenly only by {known}"
 
 
 def _uneven(question: Question) -> str:
     if question.batch_size < question.cluster.num_devices:
-        return f"a batch of {question.batch_size} has fewer samples than there are devices"
+        return f"a batch of {question.batch_size} has fewer samples than the {question.cluster.num_devices} devices"
     return f"no layout of {question.cluster.num_devices} devices divides a batch of {question.batch_size}"
 
 
-class _Way(NamedTuple):
-    """One way to lower a peak: whether it applies, the kinds of memory that it lowers, by which fraction, its text."""
+class _Saving(NamedTuple):
+    """A change that lowers a peak: whether it applies, the kinds of memory, the fraction that it saves, its text."""
 
     is_open: bool
     lowers: tuple[str, ...]
@@ -182,7 +182,7 @@ class _Way(NamedTuple):
 def savings(plan: Plan, memory: Memory, question: Question) -> list[str]:
     """Return the changes that would lower the peak of a plan, with bytes, the largest saving first."""
     worth, least = [], 0.05 * memory.total
-    for way in _ways(plan, question):
+    for way in _changes(plan, question):
         saved = way.share * _bytes_of(memory, way.lowers)
         if way.is_open and saved > least:
             worth.append((saved, way.text))
@@ -196,27 +196,27 @@ def _bytes_of(memory: Memory, names: tuple[str, ...]) -> float:
     return sum(memory.at_peak.get(name, 0.0) for name in names)
 
 
-def _ways(plan: Plan, question: Question) -> list[_Way]:
+def _changes(plan: Plan, question: Question) -> list[_Saving]:
     """Return the changes of a plan that could lower its peak."""
     shape, apart = question.model.plain, 1 - 1 / plan.layout.folded.dp
     whole, states, waits = 1 - 1 / max(1, shape.num_blocks), ("optimizer states",), plan.gradient_sync == "last"
     cp = max(_cp_degrees(question, plan.layout.tp), default=1)
     return [
-        _Way(plan.zero < 1, states, apart, "shard optimizer states"),
-        _Way(plan.zero < 2, ("gradients",), apart, "shard gradients"),
-        _Way(plan.zero < 3, ("parameters",), apart, "shard parameters"),
-        _Way(plan.zero == 2, ("gathered",), whole, "free parameters after each use"),
-        _Way(
+        _Saving(plan.zero < 1, states, apart, "shard optimizer states"),
+        _Saving(plan.zero < 2, ("gradients",), apart, "shard gradients"),
+        _Saving(plan.zero < 3, ("parameters",), apart, "shard parameters"),
+        _Saving(plan.zero == 2, ("gathered",), whole, "free parameters after each use"),
+        _Saving(
             plan.zero >= 2 and plan.accumulation > 1 and waits,
             ("gradients",),
             apart,
             "sum gradients after every micro-batch",
         ),
-        _Way(plan.zero > 0 and plan.offload.optimizer == "none", states, 1.0, "offload optimizer states"),
-        _Way(plan.recompute != "full", ("activations",), 0.7, "recompute blocks in backward"),
-        _Way(plan.micro_batch > 1, ("activations",), 1 - 1 / plan.micro_batch, "use micro-batches of 1"),
-        _Way(shape.head is not None and not plan.fused_loss, LONG[1:], 0.6, "fuse the loss with the head"),
-        _Way(plan.layout.cp == plan.layout.pp == 1, LONG, 1 - 1 / cp, f"split sequences by cp {cp}"),
+        _Saving(plan.zero > 0 and plan.offload.optimizer == "none", states, 1.0, "offload optimizer states"),
+        _Saving(plan.recompute != "full", ("activations",), 0.7, "recompute blocks in backward"),
+        _Saving(plan.micro_batch > 1, ("activations",), 1 - 1 / plan.micro_batch, "use micro-batches of 1"),
+        _Saving(shape.head is not None and not plan.fused_loss, LONG[1:], 0.6, "fuse the loss with the head"),
+        _Saving(plan.layout.cp == plan.layout.pp == 1, LONG, 1 - 1 / cp, f"split sequences by cp {cp}"),
     ]
 
 
@@ -227,10 +227,11 @@ def decision_path(answer: Answer) -> list[Fork]:
     fits = isinstance(whole, Candidate)
     memory = whole.memory
     if memory is None:
-        because = "the batch cannot be shared by all devices"
+        because = "the batch cannot be divided over all devices"
     else:
-        because = f"replicas take {format_gb(memory.total)} of {format_gb(device.memory_bytes)}"
-    path = [Fork(question="Does the model fit in GPU memory?", answer="yes" if fits else "no", because=because)]
+        because = f"each replica needs {format_gb(memory.total)} of {format_gb(device.memory_bytes)}"
+    asked = f"Does the model fit in {'host' if device.kind == 'cpu' else 'GPU'} memory?"
+    path = [Fork(question=asked, answer="yes" if fits else "no", because=because)]
     advised = "ddp"
     if not fits:
         transformer = any(part.work.attentions for part in question.model.plain.parts)
@@ -242,10 +243,10 @@ def decision_path(answer: Answer) -> list[Fork]:
             )
         )
         advised = "fsdp or zero3" if transformer else "pipeline or tensor parallel"
-    path.append(Fork(question="The tree says", answer=advised, because="the simplest that usually fits"))
+    path.append(Fork(question="The decision tree recommends", answer=advised, because="the simplest that usually fits"))
     if best is not None:
         path += _slicing(answer, best)
-        path.append(Fork(question="The numbers say", answer=best.family, because=_verdict(answer, best)))
+        path.append(Fork(question="The predictions recommend", answer=best.family, because=_verdict(answer, best)))
     return path
 
 
@@ -256,9 +257,9 @@ def _slicing(answer: Answer, best: Candidate) -> list[Fork]:
         return []
     whole, devices = answer.families["zero3"].memory, question.cluster.num_devices
     if whole is not None and whole.total > question.capacity:
-        because = f"unsplit they take {format_gb(whole.total)} under zero3, split {format_gb(best.memory.total)}"
+        because = f"they need {format_gb(whole.total)} unsplit under zero3, and {format_gb(best.memory.total)} split"
     elif question.batch_size < devices:
-        because = f"{question.batch_size} samples occupy {devices} devices only if they are split"
+        because = f"{question.batch_size} samples use all {devices} devices only if sequences are split"
     else:
         because = "shorter sequences need less recompute"
     return [
@@ -330,7 +331,7 @@ def capture_gain(answer: Answer) -> float:
 def rounds_gain(answer: Answer) -> float:
     """Return the fraction of a step that synchronizing replicas every ROUND steps would save; 0 if it cannot.
 
-    This changes the numbers of the training.
+    This changes the results of the training.
     """
     best = answer.best
     if best is None or best.plan.layout.replicate == 1:

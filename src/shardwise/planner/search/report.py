@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def answer_data(answer: Answer, forms: Sequence[EngineForm] = (), *, every: bool = False) -> dict[str, Any]:
     """Return the result as plain data in bytes and seconds; `every` adds all predicted plans.
 
-    `forms` are those of another engine, if the spec names one.
+    `forms` are the plans of another engine, if the spec names one.
     """
     question = answer.question
     device = question.cluster.device
@@ -146,13 +146,13 @@ def _time(time: Time) -> dict[str, Any]:
     }
 
 
-# The text of an answer on a terminal.
+# The result as text for a terminal.
 
 
 def answer_text(answer: Answer, forms: Sequence[EngineForm], subject: Subject, *, every: bool) -> str:
-    """Return the best plan of each family (or every plan), then cost and reasons of the chosen one.
+    """Return the best plan of each family (or every plan), then the cost of the chosen plan with reasons.
 
-    `forms` are those of another engine, if the spec names one.
+    `forms` are the plans of another engine, if the spec names one.
     """
     question = answer.question
     shape = question.model.plain
@@ -164,6 +164,7 @@ def answer_text(answer: Answer, forms: Sequence[EngineForm], subject: Subject, *
         f"precision {subject.precision} ({subject.precision_source})",
         "",
         _rendered(_every(answer) if every else _families(answer, forms)),
+        *([] if every else _shared_reasons(answer)),
         "",
     ]
     lines += [f"{fork.question} {fork.answer}: {fork.because}" for fork in decision_path(answer)]
@@ -180,15 +181,29 @@ def answer_text(answer: Answer, forms: Sequence[EngineForm], subject: Subject, *
 
 
 def _families(answer: Answer, forms: Sequence[EngineForm]) -> Table:
-    """Return a table with a row for each family, and for each form of another engine."""
-    table = _table(answer, "why")
+    """Return a table with a row for each family without a shared reason, and for each form of another engine."""
+    table, shared = _table(answer, "why"), _by_shared_reason(answer)
     for family in FAMILIES:
-        entry = answer.families[family]
-        _add_row(table, family, entry if isinstance(entry, Candidate) else None, entry.memory, reason(answer, family))
+        entry, why = answer.families[family], reason(answer, family)
+        if why not in shared:
+            _add_row(table, family, entry if isinstance(entry, Candidate) else None, entry.memory, why)
     chosen = choose_form(forms)
     for form in forms:
         _add_row(table, form.name, form.best, form.memory, form_reason(form, chosen))
     return table
+
+
+def _by_shared_reason(answer: Answer) -> dict[str, list[str]]:
+    """Return the reasons for which several families have no plan at all, with these families."""
+    found: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        if answer.families[family].memory is None:
+            found.setdefault(reason(answer, family), []).append(family)
+    return {why: families for why, families in found.items() if len(families) > 1}
+
+
+def _shared_reasons(answer: Answer) -> list[str]:
+    return [f"{', '.join(families)}: {why}" for why, families in _by_shared_reason(answer).items()]
 
 
 def _add_row(table: Table, name: str, found: Candidate | None, least: Memory | None, why: str) -> None:
@@ -244,9 +259,9 @@ def _best_lines(answer: Answer, best: Candidate) -> list[str]:
     lines.append(f"time      {format_seconds(time.seconds)} a step: {_parts(time.parts, format_seconds)}")
     lines.append(f"          +- {time.uncertainty:.0%} ({basis})")
     gains = (
-        ("compile = blocks would take {} off", compile_gain(answer), 0.01),
-        ("capture = step would take {} off, where all batches have one shape", capture_gain(answer), 0.05),
-        (f"communication.sync_every = {ROUND} would take {{}} off, and change the numbers", rounds_gain(answer), 0.2),
+        ("compile = blocks would save {}", compile_gain(answer), 0.01),
+        ("capture = step would save {}, if all batches have the same shape", capture_gain(answer), 0.05),
+        (f"communication.sync_every = {ROUND} would save {{}}, and change the results", rounds_gain(answer), 0.2),
     )
     lines += [f"          {text.format(f'{gain:.0%}')}" for text, gain, least in gains if gain > least]
     return [*lines, f"searched  {answer.num_plans} plans, {len(answer.candidates)} predicted in full"]
@@ -283,11 +298,11 @@ _NUM_PARTS = 8
 """Kinds of memory with a separate color; the others share one, as does memory outside tensors."""
 _REST, _OUTSIDE = "other", "allocator and context"
 _KINDS = {"F": "forward", "B": "backward", "reduce": "reduce, sum", "sum": "reduce, sum"}
-"""Kind of work of the spans whose label starts with another name."""
+"""Start of a span's label -> kind of work, where the two differ."""
 
 
 def draw(answer: Answer, spans: Sequence[Span], *, title: str) -> str:
-    """Return the picture of a result as SVG; `spans` is the timeline of its best plan, empty if nothing fits."""
+    """Return the picture of a result as SVG; `spans` is the timeline of its best plan, empty if no plan fits."""
     figures: list[Bars | Gantt] = [_memory_bars(answer)]
     if spans:
         shown = [GanttSpan(span.stream, _kind(span.label), span.label, span.start, span.end) for span in spans]

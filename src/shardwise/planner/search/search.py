@@ -47,10 +47,10 @@ HOST_FILL = 0.9
 TIE = 0.01
 """Relative difference in time below which plans of one family are equal within model error, so the simpler wins."""
 FAMILY_TIE = 0.05
-"""The same between families of data parallelism and ZeRO, which share most errors of the time model."""
+"""Such a difference between families of data parallelism and ZeRO, which share most errors of the time model."""
 STRUCTURE_TIE = 0.1
-"""The same between those and families that split the model: bubbles and collectives have additional errors, and a
-split model is more difficult to use."""
+"""Such a difference between these families and families that split the model, whose bubbles and collectives have
+additional errors, and which are more difficult to use."""
 
 
 LOGIT_BYTES = 10
@@ -152,7 +152,7 @@ class Answer:
 
     question: Question
     best: Candidate | None
-    """The candidate that `choose` returns; None when nothing fits."""
+    """The candidate that `choose` returns; None if no plan fits."""
     families: Mapping[str, Candidate | Rejected]
     """The best candidate of each family, or why it has none, the simplest family first."""
     candidates: tuple[Candidate, ...]
@@ -184,7 +184,7 @@ class _Search:
         self._num_plans = 0
 
     def answer(self) -> Answer:
-        """Search without offload, then with offload if nothing else fits."""
+        """Return the result of a search without offload, or with offload if no other plan fits."""
         ordered = self._ordered()
         self._run(ordered, offload=False)
         needs_offload = not any(self._found.values())
@@ -309,7 +309,7 @@ def refused_by_rule(question: Question, plan: Plan) -> str:
 
 
 def anything_fits(question: Question) -> str | None:
-    """Return the first family that fits on the cluster, without predicting time; None where nothing does."""
+    """Return the first family that fits on the cluster, without predicting time; None if none fits."""
     search = _Search(question, exhaustive=False)
     fuses = question.model.plain.head is not None
     lean: list[tuple[ChoiceGroup, PlanVariant]] = []

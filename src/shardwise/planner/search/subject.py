@@ -1,4 +1,4 @@
-"""The subject of a search: a published model or the model of a Job; and `--plan auto` on this machine."""
+"""The model that a search plans for, published or of a Job, and the search of `--plan auto` on this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Subject:
     """Raises InputError for plans that `train` would reject."""
 
     def question(self, cluster: Cluster) -> Question:
-        """Return the question of the best plans on a cluster."""
+        """Return the input of the search for the best plans on a cluster."""
         return Question(
             model=self.model,
             cluster=cluster,
@@ -65,7 +65,7 @@ def published_subject(
     precision: DType | None = None,
     lora: int | None = None,
 ) -> Subject:
-    """Return a published model; options that are None default to those of its publication.
+    """Return the subject of a published model; options that are None default to the values of its publication.
 
     `accepts` raises for plans that cannot be trained.
     """
@@ -122,7 +122,7 @@ def job_subject(
     owner: str = "the job",
 ) -> Subject:
     """Return the model of a job; with `accepts` None, the rules of `train` apply; messages name the job `owner`."""
-    fix = "shardwise train it, with --nproc 2 for two replicas"
+    fix = "run shardwise train, with --nproc 2 for two replicas"
     engine_named(job.engine).require_torch_model(owner, "plan predicts torch modules", fix=fix)
     chosen, why = _precision(cluster, precision)
     return Subject(
@@ -137,18 +137,18 @@ def job_subject(
 
 
 def optimizer_shape(factory: object) -> OptimizerShape:
-    """Return the state that an optimizer keeps; an unknown one counts as AdamW, which keeps the most."""
+    """Return the shape of an optimizer's state; an unknown optimizer counts as AdamW, which has the most state."""
     if isinstance(factory, optimizers.SGD):
         return OptimizerShape(name="sgd", states=1.0) if factory.momentum else SGD
     return ADAMW
 
 
-def _precision(cluster: Cluster, asked: DType | None) -> tuple[Precision, str]:
+def _precision(cluster: Cluster, requested: DType | None) -> tuple[Precision, str]:
     device = cluster.device
-    if asked == "fp64":
-        return Precision(parameter=asked, compute=asked, reduce=asked, optimizer=asked), "--precision"
-    if asked is not None:
-        return Precision(compute=asked), "--precision"
+    if requested == "fp64":
+        return Precision(**dict.fromkeys(("parameter", "compute", "reduce", "optimizer"), requested)), "--precision"
+    if requested is not None:
+        return Precision(compute=requested), "--precision"
     return choose_precision(device.name, is_cpu=device.kind == "cpu", has_bf16=device.has_bf16)
 
 
@@ -165,7 +165,7 @@ def choose_precision(device: str, *, is_cpu: bool, has_bf16: bool) -> tuple[Prec
 
 
 def _machines(world_size: int) -> Cluster:
-    """Return this machine, or as many like it as `world_size` devices need."""
+    """Return this machine, or a cluster of enough equal machines for `world_size` devices."""
     here = this_machine()
     if world_size > here.num_devices and world_size % here.num_devices == 0:
         return dataclasses.replace(here, num_devices=world_size)

@@ -29,7 +29,7 @@ class State:
 
 
 def states_of(passes: Sequence[TracedPass], segment: int) -> list[State]:
-    """Return the states of a segment, without what was allocated before it, as functions of the samples."""
+    """Return the states of a segment, without earlier allocations, as functions of the number of samples."""
     few, many = (_entries_of(single, segment) for single in passes)
     made_before = next((entry.gradients for entry in many if entry.backward), 0)
     if len(few) == len(many):

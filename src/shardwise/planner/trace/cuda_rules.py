@@ -69,7 +69,7 @@ class CudaRules(TorchFunctionMode):
         self._casts.clear()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` with these rules also where autograd calls it, since backward disables function modes."""
+        """Return `function` wrapped so that these rules also apply in backward, which disables function modes."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self in function_modes():

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Tag = Literal["whole", "stream", "split", "weight", "split weight", "gradient"]
-"""Kind of a storage: activations by what tensor parallelism does with them; the other kinds are counted elsewhere."""
+"""Kind of a storage: activations by their placement under tensor parallelism, or weights and gradients."""
 
 _RESIDENT = {"whole": 0, "stream": 1, "split": 2}
 _WEIGHTS = {"weight", "split weight"}
@@ -94,7 +94,7 @@ class Ledger(TorchDispatchMode):
 
     def begin_segment(self) -> int:
         """Begin the next segment of the forward pass and return its index."""
-        self.note()  # without what was freed since the segment's last operator
+        self.note()  # excludes tensors freed since the segment's last operator
         self._starts.append(next_sequence_number())
         self.tallies.append(Tally())
         self.note()
@@ -316,7 +316,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-# The weights that a tensor was computed from, without those inside blocks.
+# The weights outside the blocks that a tensor was computed from.
 
 
 _RETURNED = "shardwise: a block returned this"

@@ -68,7 +68,7 @@ class TracedModel:
             raise JobError(
                 "tracing the model requires a training sample, but the job has no training data",
                 code="data.no-train-split",
-                fix='return a dataset for "train"',
+                fix='return a dataset for "train" from Job.data',
             )
         size = len(dataset)
         styles, degrees = _tensor_styles(model, job)
@@ -359,7 +359,7 @@ def run_block(subject: TracedModel, call: BlockCall, samples: int, policy: Recom
             del result  # the next part has freed it before its gradient arrives
             gradients = [_empty(outline) for outline in outlines]
             output_bytes = sum(gradient.nbytes for gradient in gradients)
-            if edges:  # empty where the block and everything before it are frozen
+            if edges:  # empty if the block and all modules before it are frozen
                 torch.autograd.backward(edges, gradients)
     finally:
         for handle in handles:

@@ -54,7 +54,7 @@ POLICIES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 def describe(job: Job, compute: DType) -> Model:
-    """Return the description of a job's model trained in `compute`; nothing is allocated."""
+    """Return the description of a job's model trained in `compute`, traced on the meta device."""
     plain = trace(job, compute=compute, gathered=False)
     gathered = plain
     if compute in {"bf16", "fp16"}:
@@ -71,14 +71,14 @@ def trace(job: Job, *, compute: DType, gathered: bool) -> ModelShape:
         raise
     except Exception as error:
         raise JobError(
-            f"the model cannot be traced without weights: {type(error).__name__}: {error}",
+            f"the model cannot be traced on the meta device: {type(error).__name__}: {error}",
             code="model.trace-failed",
-            fix="use a published model of its shape, or avoid reading tensor values in forward",
+            fix="avoid reading tensor values in forward, or plan a published model of the same shape",
         ) from error
 
 
 def _assemble(subject: TracedModel) -> ModelShape:
-    """Assemble the parts in order: segments of the whole pass, and blocks from passes of their own."""
+    """Return the description of a model: parts outside blocks from the whole pass, blocks from separate passes."""
     passes = [run_model(subject, samples) for samples in SAMPLES]
     calls = {call.segment: call for call in passes[0].calls}
     later = {call.segment: call for call in passes[1].calls}
@@ -189,7 +189,7 @@ def _outer_weights(subject: TracedModel, single: TracedPass, segment: int) -> tu
 
 def _weight(subject: TracedModel, name: str, lowered: set[str], *, tied: bool = False) -> Weight:
     value = subject.model.get_parameter(name)
-    # Only the first block of each kind runs, so its casts stand for those of the others.
+    # Only the first block of each kind runs, so its casts represent those of the others.
     return Weight(
         name=name,
         rows=value.shape[0] if value.ndim else 1,
@@ -245,7 +245,7 @@ def described(job: Job, compute: DType, folder: Path) -> Model:
 
 
 def fingerprint(job: Job, compute: DType) -> str:
-    """Return a digest of what a description depends on: modules, their code, samples, loss, and versions."""
+    """Return a digest of all inputs of a description: modules, their code, samples, loss, and versions."""
     subject = TracedModel.of(job, compute, gathered=False)
     versions = (VERSION, package_version("shardwise"), torch.__version__)
     digest = hashlib.sha256(f"{versions} {compute} {job.tensor_rules}".encode())
@@ -285,7 +285,7 @@ CP_DEGREES = (2, 4, 8, 16, 32, 64)
 
 
 def length_of(batch: Any) -> int | None:
-    """Return the tokens of a sample with padding; None where its tensors are no sequences of one length."""
+    """Return the tokens of a sample with padding; None if its tensors are not sequences of one length."""
     lengths = {int(each.shape[TOKENS]) for each in tensors(batch) if TOKENS < each.ndim < 4}  # 4: images
     return lengths.pop() if len(lengths) == 1 else None
 
@@ -349,7 +349,7 @@ class _Probe(DeferredLogits):
 
 
 def _is_fusable(subject: TracedModel, head: nn.Linear) -> bool:
-    """Whether the job's loss computes the cross entropy of the logits and uses them for nothing else."""
+    """Whether the job's loss uses the logits only to compute their cross entropy."""
     batch, taken = subject.batch(SAMPLES[0]), list[bool]()
     deferred = _forward_of(head, lambda hidden: _Probe(hidden, head, taken))
     with deferred, torch.no_grad(), subject.rules(), Ledger(SAMPLES[0]):

@@ -1,4 +1,4 @@
-"""The captured step: the whole optimizer step as one CUDA graph, for batches of constant shape.
+"""The captured step runs the whole optimizer step as one CUDA graph, for batches of constant shape.
 
 The step of a small model consists of hundreds of kernels of a few microseconds, and launching them from Python takes
 longer than running them. A graph is launched once. Values that change between steps are stored in tensors at fixed
@@ -46,10 +46,10 @@ Form = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 def plain_step(job: Job, model: nn.Module, parts: StepParts, *, plan: Plan, note: Callable[[str], None]) -> PlainStep:
-    """Return the step of a plan without pipeline stages, captured if the plan requests it and nothing prevents it.
+    """Return the step of a plan without pipeline stages, captured as a CUDA graph if requested and possible.
 
     `note` receives the reason if the step cannot be captured. With `capture = step`, batches must have a constant shape
-    in both cases.
+    even then.
     """
     if plan.capture == "none":
         return PlainStep(job, model, parts)
@@ -61,7 +61,7 @@ def plain_step(job: Job, model: nn.Module, parts: StepParts, *, plan: Plan, note
 
 
 def why_not_captured(job: Job, plan: Plan, parts: StepParts) -> str | None:
-    """Return the reason why a step cannot be captured as a CUDA graph; None if there is no known reason."""
+    """Return the reason why a step cannot be captured as a CUDA graph, or None if no reason is known in advance."""
     optimizer = parts.optimized.optimizer
     reasons = {
         "it requires a CUDA device": parts.autocast.device_type != "cuda",
@@ -81,7 +81,7 @@ def _not_captured(reason: str) -> str:
 
 
 def check_shapes(job: Job, plan: Plan) -> None:
-    """Raise JobError if a few sampled batches of the job differ in shape; reads these batches on the host."""
+    """Raise JobError if a few sampled micro-batches of the job differ in shape; reads them on the host."""
     forms = sampled_forms(job, plan.micro_batch)
     for form in forms[1:]:
         _require_same(form, forms[0])
@@ -122,12 +122,12 @@ def _require_same(form: Form, first: Form) -> None:
     raise JobError(
         f"capture = step requires batches of constant shape, got {list(found[0])} after {list(expected[0])}",
         code="support.capture-shape-changed",
-        fix="pad batches to a fixed length in Job.collate, or --set capture=none",
+        fix="pad batches to a fixed length in Job.collate, or pass --set capture=none",
     )
 
 
 class StaticStep(PlainStep):
-    """A plain step that rejects full batches of a different shape on any device, so a CPU run detects them too."""
+    """A plain step that rejects full batches of a different shape on every device, so a CPU run detects them too."""
 
     def __init__(self, job: Job, model: nn.Module, parts: StepParts, *, plan: Plan) -> None:
         super().__init__(job, model, parts)
@@ -140,7 +140,7 @@ class StaticStep(PlainStep):
         return super().__call__(batch)
 
     def _is_full(self, batch: StepBatch) -> bool:
-        """Return whether the step has all its rows; raise JobError if a full step has a different shape."""
+        """Return whether the step has a full batch; raise JobError if a full batch has a different shape."""
         if [each.rows for each in batch.micro_batches] != self._rows:
             return False  # the short step at the end of an epoch is not captured
         form = _form([each.batch for each in batch.micro_batches])
@@ -173,7 +173,7 @@ class CapturedStep(StaticStep):
         self._rates: list[Tensor] | None = None
         """Tensors from which the graph reads the learning rates."""
         self._known: tuple[float, ...] = ()
-        """Current values of these tensors: each write costs a kernel launch."""
+        """Current values of these tensors, cached because each write costs a kernel launch."""
         self._denominator = 0.0
         self._gave_up = False
 
@@ -267,7 +267,7 @@ def _cloned(micro_batch: MicroBatch) -> MicroBatch:
 
 @contextmanager
 def capturable(optimizer: Optimizer) -> Iterator[None]:
-    """Make an optimizer capturable in this context; otherwise it would warn in every uncaptured step."""
+    """Set `capturable` of an optimizer in this context only, because uncaptured steps would warn about it."""
     groups = [group for group in optimizer.param_groups if "capturable" in group]
     for group in groups:
         group["capturable"] = True

@@ -1,9 +1,9 @@
-"""First-step checks: of the loss, of the output tensors that contain rows, and of the batches of model-parallel peers.
+"""First-step checks of the loss, of the output tensors that contain rows, and of the batches of model-parallel peers.
 
 A Loss is a sum over rows and a normalizer. Duplicated rows must therefore double both; a `sum` that returns a mean does
 not, and would train at 1/rows of the learning rate without an error. The check passes the output of the first forward
 pass to the loss twice: it needs no second forward pass and no gradient, and it restores the random generators. A loss
-may communicate between tensor-parallel ranks here, because all of them check the same rows.
+may communicate between tensor-parallel ranks here, because these ranks all check the same rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import MutableMapping, MutableSequence, MutableSet
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, MutableSet
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.data.rows import RowMarks, drop_padding_outputs, map_rows, mark_rows, non_tensors, settle_marks, tensors
 from shardwise.errors import JobError
+from shardwise.job import losses
 from shardwise.job.generators import untouched_generators
 from shardwise.parallel.first_passes import CHECKED_PASSES, gathered, reject_ranks
 from shardwise.recorder.fingerprint import fingerprints
 from shardwise.torch_private.dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, tree_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     import torch.distributed as dist
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _WHOLE_BYTES = 2**20
-"""Outputs up to this size are duplicated whole, and one row of larger ones: logits may have gigabytes."""
+"""Largest output in bytes whose rows are all duplicated; logits may take gigabytes, so larger outputs use one row."""
 
 
 class LossCheck:
@@ -52,7 +53,9 @@ class LossCheck:
         Call on every rank that computes the loss, inside the autocast context of its forward pass.
         """
         if not self._loss.by_row:
-            return True  # the output is already a mean, which only a second forward pass could change
+            if micro_batch.whole is None:  # a context-parallel rank has a slice of the labels
+                self._check_count(output, batch, micro_batch.rows)
+            return True
         if not micro_batch.rows:
             return False
         found = self._repeat(output, batch, micro_batch)
@@ -66,13 +69,38 @@ class LossCheck:
         self._check_ratio(twice / once, counts, tolerance)
         return True
 
+    @torch.no_grad()
+    def _check_count(self, output: Any, batch: Any, rows: int) -> None:
+        """Report a Loss.count that is not the number of labels over which a model that returns logits averages."""
+        mean, logits = getattr(output, "loss", None), getattr(output, "logits", None)
+        if type(mean) is not Tensor or type(logits) is not Tensor or not isinstance(batch, Mapping):
+            return
+        if not isinstance(batch.get("labels"), Tensor) or batch["labels"].shape != logits.shape[:-1] or logits.ndim < 3:
+            return
+        counted = self._loss.count_of(batch, rows)
+        matching = {}
+        for name, loss in (("count_next_labels", losses.next_token), ("count_labels", losses.labels)):
+            totals = []
+            for row in range(len(logits)):  # logits may take gigabytes: one row at a time
+                one = slice(row, row + 1)
+                totals.append(float(loss.sum(logits[one].float(), {"labels": batch["labels"][one]})))
+            number = loss.count_of(batch, rows)
+            if number and math.isclose(sum(totals) / number, float(mean), rel_tol=1e-4):
+                matching[name] = number
+        if matching and counted not in matching.values():
+            name, number = next(iter(matching.items()))
+            self._note(
+                f"Loss.count returns {counted:g}, but the model's loss is a mean over {number:g} labels, so batches of"
+                f" other lengths get a wrong weight: use sw.losses.returned_by_model(sw.losses.{name})"
+            )
+
     def _check_ratio(self, ratio: float, counts: tuple[float, float], tolerance: float) -> None:
         doubles = math.isclose(counts[1], 2 * counts[0], rel_tol=tolerance)
         if abs(ratio - 2) < tolerance and doubles:
             return
         if abs(ratio - 1) < tolerance and doubles:
             raise JobError(
-                "Loss.sum returns a mean: duplicated rows do not double it, although Loss.count divides it again",
+                "Loss.sum must return a sum over rows, got a mean: duplicated rows do not double it",
                 code="loss.sum-is-mean",
                 fix='return a sum over rows, as cross_entropy(..., reduction="sum"), or use sw.Loss.from_mean(...)',
             )
@@ -88,7 +116,7 @@ class LossCheck:
     ) -> tuple[float, float, tuple[float, float], float] | None:
         """Return the loss sums of some rows and of the same rows duplicated, both counts, and the tolerance.
 
-        None if rows cannot be duplicated or the loss may have side effects.
+        Returns None if rows cannot be duplicated or the loss may have side effects.
         """
         rows = micro_batch.rows
         of_output = mark_rows(output, rows)
@@ -97,7 +125,7 @@ class LossCheck:
         known = all(type(tensor) is Tensor for tensor in tensors(output))  # the rows of a DTensor may be on other ranks
         if sum(of_output) != 1 or not by_row or not all(by_row) or non_tensors(batch) or not known:
             return None
-        if not _is_stateless(self._loss.sum):
+        if not is_stateless(self._loss.sum):
             return None
         size = sum(tensor.nbytes for tensor in tensors(output))
         num_rows = rows if size <= _WHOLE_BYTES else 1
@@ -119,14 +147,14 @@ class LossCheck:
         return float(once), float(twice), counts, tolerance
 
 
-def _is_stateless(function: Any) -> bool:
-    """Return whether a function can be called more than once per micro-batch because it cannot store statistics.
+def is_stateless(function: Any) -> bool:
+    """Return whether a function has no state, so that it can be called more than once per micro-batch.
 
-    False for methods and callable objects, and for a function that closes over a module with buffers or over a mutable
-    collection.
+    Returns False for methods, callable objects, and functions that close over a module with buffers, over a mutable
+    collection or over an iterator.
     """
     if isinstance(function, functools.partial):
-        return _is_stateless(function.func) and not any(map(_may_change, (*function.args, *function.keywords.values())))
+        return is_stateless(function.func) and not any(map(_may_change, (*function.args, *function.keywords.values())))
     if not isinstance(function, types.FunctionType):
         return False
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -136,7 +164,7 @@ def _is_stateless(function: Any) -> bool:
 def _may_change(value: Any) -> bool:
     if isinstance(value, nn.Module):
         return next(value.buffers(), None) is not None
-    return isinstance(value, MutableSequence | MutableMapping | MutableSet)
+    return isinstance(value, Iterator | MutableSequence | MutableMapping | MutableSet)
 
 
 def check_counted(total: Tensor) -> None:
@@ -145,16 +173,16 @@ def check_counted(total: Tensor) -> None:
         raise JobError(
             f"Loss.count is 0 over the global batch, but the loss sum is {float(total):.6g}",
             code="loss.count-zero",
-            fix="return the normalizer of the sum: the number of rows, tokens or elements that it includes",
+            fix="return the number of rows, tokens or elements in the loss sum from Loss.count",
         )
 
 
-# Which tensors of a model's output contain rows: those computed from the batch.
+# Output tensors that contain rows are those computed from the batch.
 #
 # The padding rows of a short micro-batch are dropped from the output before the loss reads it. An output that depends
-# only on the model (a table of prototypes, a codebook) may have the length of the micro-batch by coincidence and must
-# not be truncated. If an output has several tensors of that length, the first short forward pass is traced operator by
-# operator: the result of an operator that reads the batch, or a value computed from it, contains rows.
+# only on the model (prototypes, a codebook) may have the length of the micro-batch by coincidence and must not be
+# truncated. If an output has several tensors of that length, the first forward pass of a short micro-batch is traced
+# operator by operator: the result of an operator that reads the batch, or a value computed from it, contains rows.
 
 
 class OutputRows:
@@ -166,7 +194,7 @@ class OutputRows:
         self._is_unambiguous = False
 
     def observe(self, output: Any, rows: int) -> None:
-        """Record from an output without padding whether at most one tensor has that length, so length identifies it."""
+        """Record whether at most one tensor of an unpadded output has length `rows`, so the length identifies it."""
         self._is_unambiguous = sum(mark_rows(output, rows)) <= 1
 
     @contextmanager
@@ -183,7 +211,7 @@ class OutputRows:
         """Return an output of `filled` rows with only its first `rows` rows."""
         if self._trace is not None:
             depends = tuple(map(self._trace.includes, tensors(output)))
-            # Operations outside torch's dispatcher are not traced: then the length decides, as for one tensor.
+            # Operations outside torch's dispatcher are not traced; then every tensor of that length contains rows.
             self._marks = depends if any(depends) else (True,) * len(depends)
             self._trace = None
         return drop_padding_outputs(output, rows, filled, self._marks)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise.checkpoint.convert.hugging_face import merge_state
 from shardwise.job.generators import host_states, seed_generators, set_host_states
@@ -57,7 +58,7 @@ class ModuleStep:
         return found
 
     def common_buffers(self, *, broadcast: bool) -> dict[str, Tensor]:
-        """Return the buffers that are equal on all ranks; with `broadcast`, DDP makes some equal only in forward."""
+        """Return the buffers that are equal on all ranks; `broadcast`: DDP broadcasts the other buffers in forward."""
         synced: set[int] = set()
         per_rank: set[int] = set()  # batch statistics of one rank differ by design
         for module in self.model.modules():
@@ -70,7 +71,7 @@ class ModuleStep:
         return {name: buffer for name, buffer in own_buffers(self.model) if id(buffer) not in excluded}
 
     def tied(self) -> dict[str, str]:
-        """Return a map of the additional names of tied parameters to the name they are saved under."""
+        """Return a map from each alias of a tied parameter to the name under which it is saved."""
         stages = stages_of(self.model)
         if isinstance(stages[0], Stage):
             return dict(stages[0].model_ties.first_names)  # every stage has the ties of the whole model
@@ -209,11 +210,11 @@ def _like(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, o
 
 
 def counts_on_device(group: Mapping[str, object]) -> bool:
-    """Return whether an optimizer stores its step count on the device: fused and capturable ones do."""
+    """Return whether a parameter group stores its step count on the device, as fused and capturable optimizers do."""
     return bool(group.get("fused") or group.get("capturable"))
 
 
-# Full weights of a torch module under any strategy, with the names of the user's model, and facts about its adapters.
+# Full weights of a torch module under any strategy, with the names of the user's model, and its LoRA configuration.
 
 
 T = TypeVar("T")
@@ -233,7 +234,7 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_facts(model: nn.Module) -> dict[str, Any] | None:
-    """Return the facts of a model's adapters (Lora.facts), or None. Communicates over the world; call on every rank."""
+    """Return a model's LoRA configuration (Lora.facts) and class, or None. Communicates over the world."""
     local_lora, local_names = None, []
     for stage in stages_of(model):
         for name, part in adapted_parts(stage):
@@ -244,7 +245,23 @@ def adapter_facts(model: nn.Module) -> dict[str, Any] | None:
     for lora_of_rank, names in gather_objects((local_lora, local_names)):
         lora = lora or lora_of_rank
         transposed.update(names)
-    return None if lora is None else lora.facts(transposed)
+    if lora is None:
+        return None
+    kind = user_class(model)
+    return {**lora.facts(transposed), "class": [kind.__module__, kind.__name__]}
+
+
+def user_module(model: nn.Module) -> nn.Module:
+    """Return the module of the user whose submodules `model` has: without DDP's wrapper, and of the first stage."""
+    module = unwrap(stages_of(model)[0])
+    found: nn.Module = vars(module).get("_user_module", module)
+    return found
+
+
+def user_class(model: nn.Module) -> type:
+    """Return the class of the user's module, which FSDP2 replaces by a subclass."""
+    module = user_module(model)
+    return type(module).__mro__[2 if isinstance(module, FSDPModule) else 0]
 
 
 def gather_objects(value: T) -> list[T]:
@@ -257,7 +274,7 @@ def gather_objects(value: T) -> list[T]:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Return a map of the additional names of tied weights to their first name."""
+    """Return a map from each alias of a tied weight to its first name."""
     tied = {}
     for stage in stages_of(model):
         if isinstance(stage, Stage):
@@ -270,7 +287,7 @@ def _tied(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-# Snapshots of a training: copies of tensors and optimizer states, which can be restored.
+# Snapshots of the training state: host copies of tensors and optimizer states that can be restored.
 
 
 def snapshot(tensors: Sequence[Tensor], optimizer: Optimizer) -> Callable[[], None]:

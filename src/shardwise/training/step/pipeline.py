@@ -169,8 +169,8 @@ class PipelineStep(OptimizerStep):
             return shapes.pop()
         if self._unpadded and len({micro_batch.filled for micro_batch in micro_batches}) > 1:
             raise JobError(
-                f"{some_of(self._unpadded)}: a custom batch norm class would include padding rows in its statistics,"
-                " and a pipeline requires micro-batches of equal size",
+                f"the custom batch norm {some_of(self._unpadded)} would include padding rows in its statistics,"
+                " but a pipeline requires micro-batches of equal size",
                 code="support.batch-norm-filler-rows",
                 fix="use a batch norm class of torch, or a dataset size that is a multiple of batch_size",
             )
@@ -183,7 +183,7 @@ class PipelineStep(OptimizerStep):
         return loss
 
     def _loss_sum(self, micro_batch: MicroBatch, module: nn.Module) -> Tensor:
-        """Return the loss of one micro-batch, summed without padding rows; only the last stage returns."""
+        """Return the loss of one micro-batch, summed without padding rows; only the last stage completes the call."""
         with self._autocast():
             output, batch = self._forward(module, micro_batch)
             loss: Tensor = self._job.loss.sum_of(output, batch)
@@ -197,8 +197,8 @@ class PipelineStep(OptimizerStep):
     def _share_first(self, notes: list[str]) -> None:
         """Exchange the findings of the first step between stages. Communicates over the pp group; call on every rank.
 
-        Every stage writes the notes of the last one, and all raise if one stage reads a module attribute that another
-        stage set.
+        Every stage logs the notes of the last stage, and all stages raise if one of them reads a module attribute that
+        another stage has set.
         """
         exchanged: list[AttributeAccesses] = []
         for stage in self._stages:
@@ -237,7 +237,7 @@ class PipelineStep(OptimizerStep):
 
 
 def _unwrap_errors(run: Callable[[], None]) -> None:
-    """Run a schedule and re-raise our errors, which torch wraps into a RuntimeError."""
+    """Run a schedule and re-raise a ShardwiseError that torch has wrapped in a RuntimeError."""
     try:
         run()
     except RuntimeError as error:

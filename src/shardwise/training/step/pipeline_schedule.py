@@ -1,4 +1,4 @@
-"""Run the pipeline schedules of torch, and single forward passes through all stages."""
+"""Runs the pipeline schedules of torch, and single forward passes through all stages."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Schedule:
 
 
 class _PlacedStage(PipelineStage):
-    """A torch pipeline stage that sets our stage's program for each micro-batch instead of splitting input tensors."""
+    """A torch PipelineStage that sets the program of a Stage for each micro-batch instead of splitting inputs."""
 
     choose: Callable[[int], Callable[[nn.Module], Any]]
     before_backward: Callable[[int], None]
@@ -107,7 +107,7 @@ class _PlacedStage(PipelineStage):
         return [operation for operation in operations if operation.group_peer != self.group_rank]
 
 
-# The relay: one forward pass through all stages of a pipeline, in which each stage sends its output to the next.
+# The relay runs one forward pass through all pipeline stages; each stage sends its output to the next stage.
 
 
 Ports = tuple[tuple["Tensor", ...], tuple["Tensor", ...]]
@@ -115,7 +115,7 @@ Ports = tuple[tuple["Tensor", ...], tuple["Tensor", ...]]
 
 
 class Relay:
-    """Runs forward passes through all stages without gradients."""
+    """Runs forward passes without gradients through all pipeline stages."""
 
     def __init__(
         self, stages: Sequence[Stage], split: StageSplit, group: dist.ProcessGroup, device: torch.device
@@ -134,9 +134,9 @@ class Relay:
 
     @torch.no_grad()
     def probe(self, program: Program, inputs: Sequence[Tensor]) -> dict[int, Ports]:
-        """Run once in eval mode and return the ports of this rank's stages. Communicates over the pp group.
+        """Return the input and output shapes of this rank's stages, by stage index. Communicates over the pp group.
 
-        Batch statistics and random generators do not change. `program` reads `inputs` and returns a tensor.
+        Runs `program`, which reads `inputs` and returns a tensor, in eval mode; batch statistics do not change.
         """
         ports: dict[int, Ports] = {}
         with _eval_mode(self._stages):
@@ -147,7 +147,7 @@ class Relay:
         return ports
 
     def _run_stages(self, program: Program) -> Iterator[tuple[Stage, tuple[Tensor, ...], Any]]:
-        """Run this rank's stages in order; yield each with its inputs and outputs."""
+        """Run this rank's stages in order; yield each stage with its inputs and outputs."""
         local: tuple[Structure, tuple[Tensor, ...]] = (None, ())
         for stage in self._stages:
             if not stage.is_first:

@@ -99,7 +99,7 @@ class OptimizerStep(ModuleStep):
         return deferred_in_evaluation(self._heads)
 
     def _check_loss(self, output: Any, batch: Any, micro_batch: MicroBatch) -> None:
-        """Check the loss of the first micro-batches, without padding rows, until one of them is conclusive."""
+        """Check the loss of the first micro-batches, without padding rows, until one check is conclusive."""
         if self._loss_check is not None and self._loss_check(output, batch, micro_batch):
             self._loss_check = None
         if micro_batch.rows == micro_batch.filled:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LENGTH = 13
 """Tokens of the probe: enough for windows of 6 tokens on both sides of the changed one."""
 _CLOSE = 1e-2
-"""Relative to the largest value: rounding changes an unmixed token by less, mixing by more."""
+"""Tolerance relative to the largest value: rounding changes a token by less, mixing changes it by more."""
 
 Summaries = list[tuple[str, "Tensor | None", "Tensor | None"]]
 """Modules in the order in which their forward ends: name, and per-token summaries of inputs and outputs."""
@@ -98,9 +98,8 @@ class _SelfAttention(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
         query, value = given["query"], given["value"]
-        if (
-            value.shape[-2] != query.shape[-2]
-        ):  # cross-attention to another sequence does not mix the tokens of this one
+        if value.shape[-2] != query.shape[-2]:
+            # Cross-attention to another sequence does not mix the tokens of this sequence.
             return query.new_zeros(*query.shape[:-1], value.shape[-1])
         if value.ndim > 3:  # grouped-query attention
             return value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -109,13 +108,13 @@ class _SelfAttention(TorchFunctionMode):
 
 @contextmanager
 def _probe_mode(model: Any) -> Iterator[None]:
-    """Run a model on unsharded sequences without dropout in this context, and restore its modes afterwards."""
+    """Put a model into eval mode for unsharded sequences in this context, and restore its modes afterwards."""
     modes = [(part, part.training) for part in model.modules()]
     random = torch.get_rng_state()
     model.eval()
     model.context_switch.is_on = False
     try:
-        with torch.compiler.set_stance("force_eager"):  # compiling for this short sequence is not worth its time
+        with torch.compiler.set_stance("force_eager"):  # compiling takes longer than two eager runs
             yield
     finally:
         model.context_switch.is_on = True
@@ -137,7 +136,7 @@ def _crop(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _change_token(tensor: Tensor, position: int) -> Tensor:
-    """Return a batch tensor with a different token at `position`; integer tokens take a value that occurs in it."""
+    """Return a batch tensor with a different token at `position`; integer tokens become another value of the tensor."""
     if tensor.ndim < 2 or tensor.dtype == torch.bool or tensor.shape[1] <= position:
         return tensor
     changed, current = tensor.clone(), tensor[:, position]

@@ -61,7 +61,7 @@ def test_what_hugging_face_leaves_open_is_said_and_given():
     assert (plan.zero, plan.layout, plan.batch_size, plan.precision.compute) == (3, Layout(shard=4), 64, "bf16")
     assert plan.offload.optimizer == "cpu"
     assert 'train_batch_size is "auto", which Hugging Face fills in' in notes
-    assert "lr, weight_decay is left to Hugging Face" in notes
+    assert 'optimizer AdamW with "auto" for lr, weight_decay' in notes
     assert "steps_per_print" in notes
 
 
@@ -119,8 +119,8 @@ def test_optimizer_and_schedule_become_lines_of_the_job():
         "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10}},
     }
     notes = reading(data, num_ranks=2).notes
-    assert notes[0] == "optimizer SGD: the job's: optimizer=sw.sgd(lr=0.1, momentum=0.9)"
-    assert notes[1] == "scheduler WarmupCosineLR: the job's: schedule=sw.schedules.Cosine(warmup=10)"
+    assert notes[0] == "optimizer SGD belongs to the job: set optimizer=sw.sgd(lr=0.1, momentum=0.9)"
+    assert notes[1] == "scheduler WarmupCosineLR belongs to the job: set schedule=sw.schedules.Cosine(warmup=10)"
 
 
 def test_features_that_are_off_do_no_harm():

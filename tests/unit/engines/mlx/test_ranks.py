@@ -105,7 +105,7 @@ def norm_of_its_own(world, batch_norm):
 def test_a_batch_norm_class_of_its_own_is_not_synced_and_that_is_refused():
     said = run_ranks(norm_of_its_own, 2, "sync")
     words = "custom batch norm classes cannot be synchronized over ranks: norm"
-    assert [text.startswith(words) and text.endswith("or --set batch_norm=local") for text in said] == [True] * 2
+    assert [text.startswith(words) and text.endswith("--set batch_norm=local") for text in said] == [True] * 2
     assert run_ranks(norm_of_its_own, 2, "local") == ["trained"] * 2
     assert run_ranks(norm_of_its_own, 1, "sync") == ["trained"]
 

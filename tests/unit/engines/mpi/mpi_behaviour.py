@@ -186,7 +186,7 @@ def a_wait_names_its_own_limit(world):
     tensor = torch.ones(2)
     if world.rank == 0:
         work = dist.all_reduce(tensor, async_op=True)
-        with pytest.raises(dist.DistBackendError, match=r"waited 0\.05 s for the other ranks, its timeout:"):
+        with pytest.raises(dist.DistBackendError, match=r"waited 0\.05 s for the other ranks and timed out:"):
             work.wait(timedelta(seconds=0.05))
         world.store.set("waited", "")
     else:
