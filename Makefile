@@ -10,7 +10,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test prove test-gpu lint docs data env-packages bench clean
 
-demo: $(RUN)  ## train a ResNet on scanned digits, on two processes
+demo: $(RUN)  ## train a ResNet on handwritten digits, on two processes
 	$(BIN)/shardwise train examples/digits.py --nproc 2
 
 test: $(DEV) lint  ## every gate and every quick test
@@ -18,7 +18,7 @@ test: $(DEV) lint  ## every gate and every quick test
 	$(BIN)/python -m pytest -m "not gpu and not prove" --numprocesses auto --maxprocesses 4 --dist worksteal
 
 prove: $(DEV) $(DOCS) env-packages  ## the long proofs, whole
-	$(BIN)/python -m pytest -m prove --timeout 3600
+	$(BIN)/python -m pytest -m prove --timeout 3600 --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(DEV)  ## tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

@@ -28,7 +28,7 @@ def test_nccl_alone_has_nobody_to_send_to():
 
 def test_more_nccl_ranks_than_gpus_are_refused_in_one_sentence(capsys):
     assert main(["bench", "p2p", "--nproc", "64"]) == 2
-    assert "add --backend gloo, whose ranks may share one" in capsys.readouterr().err
+    assert "[launch.nproc-exceeds-gpus]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("nproc", "backend"), [(1, "nccl"), (2, "gloo")])

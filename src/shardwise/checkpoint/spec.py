@@ -232,7 +232,7 @@ class DiffReport(Report, frozen=True, kw_only=True):
         return not (self.only_left or self.only_right or self.other_form or self.values)
 
     def to_text(self) -> str:
-        """Return the differing tensors, largest difference first, and the differing facts."""
+        """Return the tensors that differ, largest difference first, and the metadata that differs."""
         lines = _titled(f"only in {self.left}", self.only_left)
         lines += _titled(f"only in {self.right}", self.only_right)
         lines += _titled("different shape or dtype", self.other_form)

@@ -58,7 +58,7 @@ class BackendRuntime(Protocol):
         """Return `found`, or this rank's identity according to the library if no launcher set variables."""
 
     def join(self, identity: Identity, limit_s: float, *, needs_store: bool) -> Store | None:
-        """Join the world and return a store if `needs_store`; communicates, call on every rank."""
+        """Join the world and return a store if `needs_store`. Communicates; call on every rank."""
 
     def fail(self, error: BaseException) -> None:
         """Record that this rank failed."""

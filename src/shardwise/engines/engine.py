@@ -96,7 +96,7 @@ class Engine:
         """Set up this rank before its world of `backend` starts; call on every rank."""
 
     def build(self, job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
-        """Build the Step that trains `job` under `plan`; communicates over the world, call on every rank."""
+        """Build the Step that trains `job` under `plan`. Communicates over the world; call on every rank."""
         from shardwise.training.build import build_torch_step
 
         return build_torch_step(job, plan, world, context)

@@ -168,7 +168,7 @@ def _mean_points(points: Sequence[Any], rates: tuple[str, ...]) -> tuple[Any, ..
 
 
 def measure_rank(grid: Grid, device: str) -> RankFigures:
-    """Open a world and measure on this rank; communicates over the world, call on every rank."""
+    """Open a world and measure on this rank. Communicates over the world; call on every rank."""
     used = _memory_in_use(identify().local_rank) if device == "cuda" else 0
     with world(device=device) as here:
         matmuls: list[MatmulPoint] = []
@@ -202,7 +202,7 @@ def _present(table: dict[str, Any], device: torch.device) -> list[tuple[str, Any
 
 
 def _together(here: World, work: Callable[[], Any]) -> Any:
-    """Run `work` on all ranks at the same time; communicates over the world, call on every rank."""
+    """Run `work` on all ranks at the same time. Communicates over the world; call on every rank."""
     here.barrier()
     return work()
 
@@ -224,7 +224,7 @@ def _figures(here: World, grid: Grid) -> dict[str, Figure]:
 
 
 def _collectives(here: World, budget_s: float) -> tuple[CollectivePoints, ...]:
-    """Time all collectives; communicates over the world, call on every rank."""
+    """Time all collectives. Communicates over the world; call on every rank."""
     group = dist.group.WORLD
     assert group is not None  # noqa: S101 - a world is open
     found = []

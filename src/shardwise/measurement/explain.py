@@ -106,13 +106,13 @@ def default_nproc(name: str) -> int:
 def explain_on_ranks(
     names: tuple[str, ...], op: str, device: str | None = None, backend: str | None = None
 ) -> list[Explanation]:
-    """Open a world and explain the calls, equally on all ranks; communicates over the world, call on every rank."""
+    """Open a world and explain the calls, equally on all ranks. Communicates over the world; call on every rank."""
     with open_world(device=rank_device(device, backend), backend=backend) as world:
         return [explain_in(world, name, op) for name in names]
 
 
 def explain_in(world: World, name: str, op: str = "SUM") -> Explanation:
-    """Run one call and explain it, equally on all ranks; communicates over the world, call on every rank."""
+    """Run one call and explain it, equally on all ranks. Communicates over the world; call on every rank."""
     if name == DDP:
         return explain_step(world.gather(record_step(world)))
     if name in STRATEGIES:
@@ -333,7 +333,7 @@ class _Recorder:
 
 
 def record_step(world: World) -> StepRecord:
-    """Run one DDP step of a tiny model and record its values; communicates over the world, call on every rank."""
+    """Run one DDP step of a tiny model and record its values. Communicates over the world; call on every rank."""
     module = tiny_model(world)
     own = _values(module)
     model = DistributedDataParallel(module, bucket_cap_mb=_SMALL_BUCKET_MB)

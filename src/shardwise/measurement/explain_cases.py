@@ -34,7 +34,7 @@ class ExplainedCall:
     call: str
     """The code of the call; {op} is the reduce operation."""
     run: Run
-    """Runs the call and returns the values before and after; communicates over the world, call on every rank."""
+    """Runs the call and returns the values before and after. Communicates over the world; call on every rank."""
     before: str = "Before"
     nproc: int = 4
     """Default number of ranks."""

@@ -73,7 +73,7 @@ def _gather(world: World, shard: Tensor) -> Tensor:
 
 
 def _reduce_scatter(world: World, whole: Tensor) -> Tensor:
-    """Return this rank's row of the mean over ranks; communicates, call on every rank."""
+    """Return this rank's row of the mean over ranks. Communicates; call on every rank."""
     shard = torch.empty_like(whole[:1])
     dist.reduce_scatter(shard, [row.contiguous() for row in whole.split(1)])
     return shard / world.size

@@ -111,13 +111,13 @@ class Pairs:
 
 
 def measure_pairs(spec: PairSettings) -> Pairs:
-    """Open a world and return the timings of all pairs; communicates over the world, call on every rank."""
+    """Open a world and return the timings of all pairs. Communicates over the world; call on every rank."""
     with open_world(device=rank_device(spec.device, spec.backend), backend=spec.backend) as world:
         return measure_world(world, spec)
 
 
 def measure_world(world: World, spec: PairSettings) -> Pairs:
-    """Measure all pairs, then measure slow pairs again; communicates over the world, call on every rank.
+    """Measure all pairs, then measure slow pairs again. Communicates over the world; call on every rank.
 
     The faster measurement of a pair counts, so that a disturbed measurement is not reported as a slow link.
     """
@@ -195,7 +195,7 @@ class _PairBench:
 
     @classmethod
     def of(cls, world: World, spec: PairSettings) -> _PairBench:
-        """Check memory and allocate the messages; communicates over the world, call on every rank."""
+        """Check memory and allocate the messages. Communicates over the world; call on every rank."""
         large_bytes = spec.large_bytes or 1
         _check_memory(world, large_bytes)
         rounds = world.size * (world.size - 1) / (world.size // 2 if spec.together else 1)
@@ -230,7 +230,7 @@ def pattern(rank: int, numel: int, device: torch.device) -> Tensor:
 
 
 def _check_memory(world: World, large_bytes: int) -> None:
-    """Raise InputError if the messages do not fit in memory; communicates over the world, call on every rank."""
+    """Raise InputError if the messages do not fit in memory. Communicates over the world; call on every rank."""
     on_gpu = world.device.type == "cuda"
     free = torch.cuda.mem_get_info(world.device)[0] if on_gpu else available_memory()
     free = min(world.gather(free // world.local_size))  # assumes that all ranks of a node share one memory
@@ -246,7 +246,7 @@ def _check_memory(world: World, large_bytes: int) -> None:
 
 
 def _measure(bench: _PairBench, rounds: list[list[tuple[int, int]]], ways: tuple[str, ...]) -> tuple[PairTiming, ...]:
-    """Return the timings of all rounds, equal on all ranks; communicates over the world, call on every rank."""
+    """Return the timings of all rounds, equal on all ranks. Communicates over the world; call on every rank."""
     sent: list[PairTiming] = []
     wrong: dict[tuple[str, int, int], int] = {}
     me = bench.world.rank

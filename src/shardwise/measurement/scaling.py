@@ -186,7 +186,7 @@ def fork_parent(preload: tuple[str, ...] = PRELOAD) -> Iterator[Starter]:
 
 
 def _measure_rank(reference: JobReference, plans: list[Plan], opening: dict[str, Any]) -> list[list[MeasuredTurns]]:
-    """Measure the job under each plan and return the turns by plan and rank; communicates, call on every rank."""
+    """Measure the job under each plan and return the turns by plan and rank. Communicates; call on every rank."""
     with world(**opening) as opened:
         here, job, found = SwitchedWorld.around(opened), load_job(reference), []
         for plan in plans:

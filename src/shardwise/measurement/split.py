@@ -99,7 +99,7 @@ class Split:
 
 
 def measure_turns(job: Job, plan: Plan, here: SwitchedWorld, *, turns: int, reads: bool) -> MeasuredTurns:
-    """Train a few steps of `job` under `plan` and measure `turns` turns; communicates, call on every rank.
+    """Train a few steps of `job` under `plan` and measure `turns` turns. Communicates; call on every rank.
 
     If `reads`, also time steps that load their data, as training does.
     """
@@ -176,7 +176,7 @@ class _Clock:
         self._here = here
 
     def __call__(self, work: Callable[[], object]) -> float:
-        """Return the seconds of `work` after a barrier; communicates, call on every rank."""
+        """Return the seconds of `work` after a barrier. Communicates; call on every rank."""
         wait_for(self._here.device)
         self._here.barrier()
         began = time.perf_counter()

@@ -139,7 +139,7 @@ def _measure_world(
     steps: int,
     profile: ProfileSpec | None,
 ) -> list[StepMeasurement]:
-    """Measure steps on `where`, a device and a backend; communicates over the world, call on every rank."""
+    """Measure steps on `where`, a device and a backend. Communicates over the world; call on every rank."""
     device, backend = where
     with world(device=device, backend=backend) as here:
         found: list[StepMeasurement] = here.gather(
@@ -151,7 +151,7 @@ def _measure_world(
 def measure_step(
     job: Job, plan: Plan, here: World, *, steps: int = 5, profile: ProfileSpec | None = None
 ) -> StepMeasurement:
-    """Train a few steps of `job` and measure them; communicates over the world, call on every rank."""
+    """Train a few steps of `job` and measure them. Communicates over the world; call on every rank."""
     on_gpu = here.device.type == "cuda"
     here.barrier()  # so that ranks that share cores or a GPU measure at the same time
     rate = matmul_rate(here.device, plan.precision.compute)

@@ -105,7 +105,7 @@ class SwitchedWorld(World):
         return switched
 
     def axis_group(self, layout: Layout, axes: Sequence[str], *, on_host: bool = False) -> dist.ProcessGroup | None:
-        """Return the group of the ranks that differ only along `axes`; communicates, call on every rank."""
+        """Return the group of the ranks that differ only along `axes`. Communicates; call on every rank."""
         group = super().axis_group(layout, axes, on_host=on_host)
         if group is None or on_host:
             return group
@@ -120,7 +120,7 @@ class SwitchedWorld(World):
         return self._groups[key]
 
     def mesh(self, layout: Layout) -> DeviceMesh:
-        """Return the device mesh of `layout` with switched groups; communicates, call on every rank."""
+        """Return the device mesh of `layout` with switched groups. Communicates; call on every rank."""
         split = [axis for axis, degree in zip(AXES, layout.degrees, strict=True) if degree > 1]
         groups: list[Any] = [self.axis_group(layout, (axis,)) for axis in split]
         ranks = torch.arange(self.size).reshape([getattr(layout, axis) for axis in split])
@@ -134,7 +134,7 @@ class SwitchedWorld(World):
 
 
 def replay(calls: Sequence[SwitchedCall]) -> Callable[[], None]:
-    """Return a function that runs recorded collectives one after the other; it communicates, call it on every rank.
+    """Return a function that runs recorded collectives one after the other. Communicates; call it on every rank.
 
     Calls share the tensors of each shape and argument position, to save memory.
     """

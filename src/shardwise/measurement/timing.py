@@ -138,7 +138,7 @@ def measure_collective(
     budget_s: float = 0.1,
     most: int = 30,
 ) -> CollectiveTiming:
-    """Time a collective in about `budget_s` seconds; communicates over `group`, call on all its ranks.
+    """Time a collective in about `budget_s` seconds. Communicates over `group`; call on all its ranks.
 
     The time of `send` is half a round trip between the first two ranks of the group. Sizes are rounded down to whole
     elements on every rank, at least 1.
@@ -154,7 +154,7 @@ def measure_collective(
 
 
 def time_collective(collective: Collective, together: dist.ProcessGroup, *, budget_s: float, most: int = 30) -> Timing:
-    """Time a collective on several groups at the same time; communicates over `together`, call on all its ranks.
+    """Time a collective on several groups at the same time. Communicates over `together`; call on all its ranks.
 
     `together` contains all groups. A sample is the mean time of a call in a block on the slowest rank; there are at
     least three samples.
@@ -191,7 +191,7 @@ def time_block(call: Callable[[], object], times: int, device: torch.device) -> 
 
 
 def slowest(seconds: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Return the element-wise maximum over the ranks; communicates over `group`, call on all its ranks."""
+    """Return the element-wise maximum over the ranks. Communicates over `group`; call on all its ranks."""
     largest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     found: list[float] = largest.tolist()

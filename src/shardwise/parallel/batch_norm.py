@@ -50,9 +50,9 @@ class BatchNorm(BatchNormBase):
             rows, filled = self.rows
         if input.shape[0] != filled:
             raise JobError(
-                f"{self.name} must receive the {filled} rows of the padded micro-batch, got {input.shape[0]} rows",
+                f"{self.name} expected {filled} rows, the size of the padded micro-batch, got {input.shape[0]}",
                 code="support.batch-norm-filled-rows",
-                fix="set a batch_size that divides the dataset size, or use a norm without statistics over rows",
+                fix="set a batch_size that divides the dataset size, or use GroupNorm or LayerNorm",
             )
         if self.group is None and rows == filled:
             return self._by_torch(input)

@@ -37,7 +37,7 @@ class GradSync(Protocol):
         """Return a context without sync, for passes in which some ranks may compute no gradient for a parameter."""
 
     def finish_deferred(self) -> None:
-        """Sum the gradients that `no_sync` deferred; communicates over the group, call on every rank."""
+        """Sum the gradients that `no_sync` deferred. Communicates over the group; call on every rank."""
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Return whether this rank computed a gradient; call in the first step, before `finish_deferred`."""
@@ -109,7 +109,7 @@ class ReplicaSync(NoSync):
         return nullcontext() if self._model.find_unused_parameters else self._model.no_sync()
 
     def finish_deferred(self) -> None:
-        """Average the deferred gradients; communicates over DDP's group, call on every rank."""
+        """Average the deferred gradients. Communicates over DDP's group; call on every rank."""
         if not self._model.find_unused_parameters:
             sum_gradients(self._parameters, self._model.process_group, divisor=self.gain)
 
@@ -200,7 +200,7 @@ class SummedSync(NoSync):
         self._group = group
 
     def finish(self) -> None:
-        """Sum all gradients; communicates over the group, call on every rank."""
+        """Sum all gradients. Communicates over the group; call on every rank."""
         sum_gradients(self._parameters, self._group)
 
 
@@ -277,7 +277,7 @@ class GradNorm:
         return self._group is None
 
     def __call__(self) -> Tensor:
-        """Return the gradient norm before clipping; communicates over the group, call on every rank."""
+        """Return the gradient norm before clipping. Communicates over the group; call on every rank."""
         pieces: list[Tensor] = []
         shares: list[float] = []
         for parameter, share in zip(self._parameters, self._shares, strict=True):

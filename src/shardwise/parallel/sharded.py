@@ -154,7 +154,7 @@ class ReducedList:
         return id(parameter) in self._used
 
     def finish(self) -> None:
-        """Remove gradients of parameters that no rank used; communicates, call on every rank after backward."""
+        """Remove gradients of parameters that no rank used. Communicates; call on every rank after backward."""
         used = torch.tensor([id(member.sharded_param) in self._used for member in self._members], dtype=torch.uint8)
         if self._group is not None:
             dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)

@@ -181,7 +181,7 @@ class _ParameterRecorder(TorchDispatchMode):
         return result
 
     def tail(self, parameter: nn.Parameter, own: _ParameterRecorder) -> Recipe | None:
-        """Return the writes that `own` recorded for a parameter if they are the last writes here; else None."""
+        """Return the writes to a parameter that `own` recorded, or None if this recorder has later writes to it."""
         mine, theirs = self.writes.get(id(parameter), []), own.writes.get(id(parameter), [])
         if not theirs or mine[-len(theirs) :] != theirs or None in theirs:
             return None

@@ -336,7 +336,7 @@ class TieSync:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sum the gradients after the last backward of a step; communicates between the two ranks, call on both."""
+        """Sum the gradients after the last backward of a step. Communicates between the two ranks; call on both."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -43,7 +43,7 @@ TOKENS = 1
 
 
 def tensor_parallel(module: nn.Module, mesh: DeviceMesh, rules: Mapping[str, str], *, sequence: bool) -> nn.Module:
-    """Shard `module` over the 1-D `mesh` by `rules`; communicates over `mesh`, call on every rank of the mesh.
+    """Shard `module` over the 1-D `mesh` by `rules`. Communicates over `mesh`; call on every rank of the mesh.
 
     Meta parameters stay on the meta device; other parameters get the values of the mesh's first rank. Inputs and
     outputs of the module stay plain and unsharded, and must be equal on all ranks of the mesh. With `sequence`, the

@@ -164,7 +164,7 @@ def fill_buffers(
 
 
 def broadcast_values(module: nn.Module, device: torch.device) -> None:
-    """Broadcast rank 0's parameters and buffers in place; communicates over the world, call on every rank."""
+    """Broadcast rank 0's parameters and buffers in place. Communicates over the world; call on every rank."""
     for tensor in [*module.parameters(), *module.buffers()]:
         value = tensor.detach().to(device).contiguous()
         dist.broadcast(value, src=0)

@@ -153,7 +153,7 @@ def grads_file(folder: Path, step: int) -> Path:
 
 
 def local_file(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's gradient shards and micro-batches in the step that is examined in detail."""
+    """Return the path of a rank's gradient shards and micro-batches of the step that `trace` examines in detail."""
     return folder / f"local-{rank}.pt"
 
 

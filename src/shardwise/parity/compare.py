@@ -1,4 +1,4 @@
-"""Comparison of two trainings: all values in the order of training, and the first values that differ."""
+"""Comparison of two training runs: all values in the order of training, and the first values that differ."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def strict_limits() -> Limits:
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The differences between two trainings."""
+    """The differences between two training runs."""
 
     worst: Gap
     """The gap that is largest relative to its limit."""

@@ -63,7 +63,7 @@ _LARGEST_NOISE = 1e-3
 
 
 def measure_noise(dtype: Exact, base: Record, whole: Sequence[Record], split: Sequence[Record], masks: Path) -> Limits:
-    """Return the limits of a job from trainings that differ only by rounding; writes parameter masks to `masks`.
+    """Return the limits of a job from training runs that differ only by rounding; writes parameter masks to `masks`.
 
     Trainings in `split` have several micro-batches per step, in which a buffer that counts forward passes differs by
     more than rounding. The noise of buffers is therefore measured with `whole` only.
@@ -123,7 +123,7 @@ def conditions(limits: Limits) -> str:
 
 
 def _well_conditioned(dtype: Exact, base: Record, others: Sequence[Record]) -> dict[str, Tensor]:
-    """Return a mask of the elements to compare for each parameter on which the trainings disagree."""
+    """Return a mask of the elements to compare for each parameter on which the training runs disagree."""
     moved = [name for name, gap in _gaps(base, others, "parameters").items() if gap > _AMPLIFIED[dtype]]
     values = _values(base, "parameters")
     masks = {name: torch.ones(values[name].shape, dtype=torch.bool) for name in moved}

@@ -1,4 +1,4 @@
-"""Runs trainings of a job on forked ranks, caches trainings in one process, and measures rounding noise."""
+"""Runs training runs of a job on forked ranks, caches training runs in one process, and measures rounding noise."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Record:
 
 @dataclass(kw_only=True)
 class ParityRunner:
-    """Runs trainings of a job; caches trainings in one process, with which many plans are compared."""
+    """Runs training runs of a job; caches training runs in one process, with which many plans are compared."""
 
     preparation: Preparation
     batch_size: int

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from shardwise.parity.compare import Comparison, Limits
     from shardwise.plans import Plan
 
-_MEASURES = {"fp64": "every value equal to 1e-09 in fp64", "fp32": "every value within 4 noise floors in fp32"}
+_MEASURES = {"fp64": "every value within 1e-09 in fp64", "fp32": "every value within 4 noise floors in fp32"}
 _NOTES = {
     "drawn": "dropout modules and attributes such as drop_rate are 0, except in one step in which masks are compared",
     "keyed": "dropout is on, because its masks are keyed",

@@ -308,7 +308,7 @@ def _last_stack(run: RunDirectory, rank: int, thread: int, traceback: str | None
 
 
 def describe_mismatch(ends: Mapping[int, LastCalls]) -> str:
-    """Return a description of mismatched collectives with ranks and source lines; empty if no calls mismatch."""
+    """Return a description of mismatched collectives with ranks and source lines; empty if all calls match."""
     inside = [call for calls in ends.values() for call in calls.inside]
     for call in sorted(inside, key=lambda call: call.entered):
         found = _describe_other_arguments(ends, call) or _describe_missing(ends, call)

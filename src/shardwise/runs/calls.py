@@ -238,7 +238,7 @@ def describe_call(call: Call) -> str:
 
 
 def differ(one: Call, other: Call) -> bool:
-    """Return whether two calls with the same sequence number mismatch; a send matches a receive."""
+    """Return whether two calls with the same sequence number do not match; a send matches a receive."""
     is_message = one.what.is_message
     return one.what.match != other.what.match or (one.what.name != other.what.name and not is_message)
 

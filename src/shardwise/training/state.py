@@ -202,9 +202,9 @@ def plain_states(optimized: Optimized) -> dict[str, Any]:
         name = names.get(id(parameter))
         if values and name is None:
             raise JobError(
-                f"optimizer {optimized.kind} has state {some_of(values)} for a tensor that is not a model parameter",
+                f"optimizer {optimized.kind} has non-tensor state {some_of(values)} for a tensor outside the model",
                 code="optimizer.state-foreign-tensor",
-                fix="store the state as tensors, or pass --set engine=torch",
+                fix="store these values as tensors, which checkpoints can save, or pass --set engine=torch",
             )
         for key, value in values.items():
             found[f"{name}/{key}"] = value

@@ -37,9 +37,9 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Contents:
-    """The tensors of a checkpoint, read lazily, and its facts.
+    """The lazily read tensors of a checkpoint, and its metadata.
 
-    Two facts have a meaning for conversions: `optimizer.groups`, a list of parameter groups with parameter names in
+    Conversions use two metadata keys: `optimizer.groups`, a list of parameter groups with parameter names in
     `params`, and `tied`, which maps the alias of a tied weight to the name under which its values are stored.
     """
 

@@ -201,7 +201,7 @@ def _describe(cause: RankExit, facts: RunFacts) -> str:
 
 
 def _mismatch(facts: RunFacts) -> str:
-    """Return the mismatched collectives that ended the ranks; empty if no collectives mismatch."""
+    """Return the mismatched collectives that ended the ranks; empty if all collectives match."""
     return find_mismatch(_all_exits(facts))
 
 

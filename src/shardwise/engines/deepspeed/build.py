@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def build_deepspeed_step(job: Job, plan: Plan, world: World, context: BuildContext) -> DeepSpeedStep:
-    """Build the Step that trains `job` under `plan` with DeepSpeed; communicates over the world, call on every rank."""
+    """Build the Step that trains `job` under `plan` with DeepSpeed. Communicates over the world; call on every rank."""
     place = make_mesh_context(plan, world)
     meta_model = prepare_meta_model(job, plan, world)
     around = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))

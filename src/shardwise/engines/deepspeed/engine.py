@@ -81,7 +81,7 @@ class DeepSpeedEngine(Engine):
         return plan, write_config(plan, path, job)
 
     def build(self, job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
-        """Build the Step that trains `job` under `plan`; communicates over the world, call on every rank."""
+        """Build the Step that trains `job` under `plan`. Communicates over the world; call on every rank."""
         from shardwise.engines.deepspeed.build import build_deepspeed_step
 
         return build_deepspeed_step(job, plan, world, context)

@@ -104,7 +104,7 @@ class MlxEngine(Engine):
             mpi_group()
 
     def build(self, job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
-        """Build the Step that trains `job` under `plan`; communicates over the world, call on every rank."""
+        """Build the Step that trains `job` under `plan`. Communicates over the world; call on every rank."""
         from shardwise.engines.mlx.step import build_mlx_step
 
         return build_mlx_step(job, plan, world, context)

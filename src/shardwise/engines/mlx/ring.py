@@ -56,7 +56,7 @@ Ring = tuple[tuple[Endpoint, ...], ...]
 
 
 def join_group(world: World, *, note: Callable[[str], None] = lambda _: None) -> mx.distributed.Group | None:
-    """Return MLX's group of all ranks, None for one process; communicates over the world, call on every rank.
+    """Return MLX's group of all ranks, None for one process. Communicates over the world; call on every rank.
 
     The addresses come from MLX_HOSTFILE if it is set; otherwise each rank uses a free port on an address that other
     ranks can reach. Raises on every rank if a host is unreachable. MLX keeps one ring per process: a second call

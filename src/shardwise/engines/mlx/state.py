@@ -66,13 +66,13 @@ class MlxOptimized(Optimized):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Settings and meta parameters of each group."""
+        """Parameter groups in the format of `torch.optim`, with parameters on the meta device."""
         named = dict(self.named)
         return [{**group.settings, "params": [named[name] for name in group.names]} for group in self.members]
 
 
 class MlxState:
-    """The state of an MLX model under torch's names and layouts; the returned tensors are read-only views."""
+    """The state of an MLX model with PyTorch parameter names and layouts; the returned tensors are read-only views."""
 
     def __init__(self, trained: Trained) -> None:
         self.model = trained.model
@@ -103,7 +103,7 @@ class MlxState:
             yield name, torch_nn.Parameter(value, requires_grad=name in self._form.trained)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the running statistics of batch norms under torch's names."""
+        """Return the running statistics of batch norms with PyTorch parameter names."""
         counts = {name: torch.tensor(self._num_batches) for name in self._form.counts}
         return {**dict(self._read(self._form.statistics)), **counts}
 

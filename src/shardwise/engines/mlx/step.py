@@ -46,7 +46,7 @@ _DTYPES = {"fp64": mx.float64, "fp32": mx.float32, "bf16": mx.bfloat16}
 
 
 def build_mlx_step(job: Job, plan: Plan, world: World, context: BuildContext) -> MlxStep:
-    """Build the Step that trains `job` under `plan` with MLX; communicates over the world, call on every rank."""
+    """Build the Step that trains `job` under `plan` with MLX. Communicates over the world; call on every rank."""
     around = context.step_context(job, plan, world, fill=False)
     note = context.note
     group = join_group(world, note=note)
@@ -149,7 +149,7 @@ class MlxStep(MlxState):
         self._note: Callable[[str], None] | None = note
 
     def __call__(self, batch: StepBatch) -> StepReport:
-        """Train on one global batch; communicates over MLX's group, call on every rank."""
+        """Train on one global batch. Communicates over MLX's group; call on every rank."""
         rate = self._set_rates()
         self.mark("forward", self.number)
         # The sum over the real rows of all ranks, divided by the loss normalizer of the global batch, is the mean that

@@ -1,4 +1,4 @@
-"""Initial weights and optimizer states of an MLX model, under torch's names."""
+"""Initial weights and optimizer states of an MLX model, with PyTorch parameter names."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _write(model: nn.Module, form: ArrayForm, values: dict[str, Tensor], path: P
     form.write(model, arrays)
 
 
-# MLX's optimizers as parameter groups: their learning rates, and their states under torch's names.
+# MLX's optimizers as parameter groups: their learning rates, and their states with PyTorch parameter names.
 
 
 _KEYS = (
@@ -183,7 +183,7 @@ def set_rates(groups: Sequence[MlxGroup], rates: Sequence[float], dtype: mx.Dtyp
 
 
 def read_states(groups: Sequence[MlxGroup], form: ArrayForm) -> dict[str, Tensor]:
-    """Return the optimizer states as read-only tensors under torch's names, PARAMETER/KEY."""
+    """Return the optimizer states as read-only tensors with PyTorch parameter names, PARAMETER/KEY."""
     found: dict[str, Tensor] = {}
     for group in groups:
         for name, key, array in _states(group):

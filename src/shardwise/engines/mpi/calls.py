@@ -351,7 +351,7 @@ class Direct:
         )
 
     def all_reduce(self, call: MpiCall, flat: Tensor, how: Reduction) -> None:
-        """Add the messages that sum `flat` over all ranks, in place."""
+        """Add the sends and receives of an in-place all-reduce of `flat` to `call`."""
         parts = flat.tensor_split(self._size)
         mine, tag = parts[self._rank], self._next_tag()
 
@@ -364,7 +364,7 @@ class Direct:
         call.following.append(share)
 
     def reduce_scatter(self, call: MpiCall, parts: Sequence[Tensor], output: Tensor, how: Reduction) -> None:
-        """Add the messages that sum this rank's slice into `output`; `parts` has one slice per rank."""
+        """Add the sends and receives of a reduce-scatter of `parts`, one slice per rank, into `output` to `call`."""
         mine, tag = parts[self._rank], self._next_tag()
         received = [mine.new_empty(mine.numel()) for _ in self._peers]
         call.kept += [*parts, *received, output]

@@ -82,7 +82,7 @@ class Runtime:
         )  # fmt: skip
 
     def join(self, identity: Identity, limit_s: float, *, needs_store: bool) -> Store | None:
-        """Create the world's communicator, and a store if `needs_store`; communicates over MPI, call on every rank."""
+        """Create the world's communicator, and a store if `needs_store`. Communicates over MPI; call on every rank."""
         self._require_all(identity)
         self._exit_code, self.progress.is_broken = 0, False
         if not self._has_joined:

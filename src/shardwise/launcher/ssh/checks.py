@@ -218,7 +218,7 @@ def _ssh_settings(host: HostSpec) -> dict[str, str]:
         raise LaunchError(
             f"`ssh -G {host.name}` did not finish within {_FACTS_TIMEOUT_S:.0f} s",
             code="launch.ssh-config-timeout",
-            fix="check the commands in ~/.ssh/config",
+            fix="check the Match exec commands in ~/.ssh/config, one of which may hang",
         ) from None
     return dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
 

@@ -179,7 +179,7 @@ _LONE_FACTOR = "on one rank NCCL omits the factor in reduce_scatter and for bflo
 
 
 def check_all(spec: SweepSettings, world: World, store: Store) -> list[Check]:
-    """Check every collective, operation and dtype once; communicates over the world, call on every rank."""
+    """Check every collective, operation and dtype once. Communicates over the world; call on every rank."""
     root = min(spec.root, world.size - 1)
     found = []
     for number, (name, operation, dtype) in enumerate(_cases(spec)):

@@ -102,7 +102,7 @@ def reduce_operation(name: str) -> Any:
 
 
 def wait_for_all(group: dist.ProcessGroup, device: torch.device, *, async_op: bool = False) -> Any:
-    """Wait for all ranks of `group` at a barrier; communicates over `group`, call on all its ranks."""
+    """Wait for all ranks of `group` at a barrier. Communicates over `group`; call on all its ranks."""
     on_nccl = dist.get_backend(group) == "nccl"  # NCCL guesses the device unless it is passed
     return dist.barrier(group, device_ids=[device.index] if on_nccl else None, async_op=async_op)
 

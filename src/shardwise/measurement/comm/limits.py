@@ -45,7 +45,7 @@ class Ceiling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_ceiling(world: World, ranks: tuple[int, ...]) -> Ceiling | None:
-    """Return the bandwidth ceiling of a group, or None if unknown; communicates over the world, call on every rank.
+    """Return the bandwidth ceiling of a group, or None if unknown. Communicates over the world; call on every rank.
 
     The ceiling is unknown for a group of one rank and for MPI. For NCCL it is the bandwidth of the GPU links in the
     catalogue; for other backends it is measured: every rank of the world streams to the next by TCP.
@@ -80,7 +80,7 @@ def higher(one: Ceiling | None, other: Ceiling | None) -> Ceiling | None:
 
 
 def tcp_rates(world: World) -> tuple[float, float] | None:
-    """Measure TCP bandwidth between neighbouring ranks; communicates over the world, call on every rank.
+    """Measure TCP bandwidth between neighbouring ranks. Communicates over the world; call on every rank.
 
     Return bytes per second of the slowest rank while each rank streams to the next, and of rank 0 while only rank 0
     sends; the best of a few trials. Return None if a connection fails.

@@ -42,13 +42,13 @@ _CALLS = 6
 
 
 def measure_comm(spec: SweepSettings) -> CommMeasurement:
-    """Open a world, time and check the collectives of `spec`; communicates over the world, call on every rank."""
+    """Open a world, time and check the collectives of `spec`. Communicates over the world; call on every rank."""
     with open_world(device=rank_device(spec.device, spec.backend), backend=spec.backend) as world:
         return sweep(world, spec)
 
 
 def sweep(world: World, spec: SweepSettings) -> CommMeasurement:
-    """Time and check the collectives of `spec`; communicates over the world, call on every rank.
+    """Time and check the collectives of `spec`. Communicates over the world; call on every rank.
 
     Every rank returns the same times; wrong elements are summed over all ranks.
     """
@@ -175,13 +175,13 @@ class _Sweep:
 
 
 def _own_store(world: World) -> Store:
-    """Return a store with an unused prefix; communicates through the world's store, call on every rank."""
+    """Return a store with an unused prefix. Communicates through the world's store; call on every rank."""
     number = (world.store.add("bench comm", 1) - 1) // world.size
     return PrefixStore(f"bench comm {number}", world.store)
 
 
 def _sum_over_ranks(world: World, store: Store, name: str, counts: list[int]) -> list[int]:
-    """Return the element-wise sum over ranks; communicates through the store, call on every rank.
+    """Return the element-wise sum over ranks. Communicates through the store; call on every rank.
 
     A collective is not used, since these counts are the results of checking collectives.
     """

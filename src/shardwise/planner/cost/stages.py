@@ -104,21 +104,21 @@ class Share(NamedTuple):
     part: Part
     number: int
     whole: float
-    """Parameters after tensor parallelism, before sharding."""
+    """Number of parameters after tensor parallelism, before sharding."""
     trained: float
-    """Trained parameters among `whole`."""
+    """Number of trained parameters among `whole`."""
     owned: float
-    """Parameters in this rank's shard, padded to equal rows."""
+    """Number of parameters in this rank's shard, padded to equal rows."""
     owned_trained: float
-    """Trained parameters among `owned`."""
+    """Number of trained parameters among `owned`."""
     cast: float
-    """Parameters that autocast copies to the compute dtype."""
+    """Number of parameters that autocast copies to the compute dtype."""
     unit: float
-    """Output of an all-gather over the shard axis."""
+    """Number of elements in the output of an all-gather over the shard axis."""
     unit_trained: float
-    """Input of a reduce-scatter over the shard axis."""
+    """Number of elements in the input of a reduce-scatter over the shard axis."""
     narrow: float
-    """Parameters stored in the compute dtype; under sharding, those in this rank's shard."""
+    """Number of parameters stored in the compute dtype; under sharding, of those in this rank's shard."""
 
 
 def _share(part: Part, count: int, plan: Plan) -> Share:
