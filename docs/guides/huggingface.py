@@ -1,4 +1,4 @@
-"""Train a model of transformers: dict batches, a padded-token loss, metrics, adapters, and a loop of one's own.
+"""Train a Hugging Face model: dict batches, a padded-token loss, metrics, adapters, and a loop of one's own.
 
 shardwise train docs/guides/huggingface.py --nproc 2 --plan fsdp
 """
