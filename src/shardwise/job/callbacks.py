@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from shardwise.errors import JobError
@@ -105,7 +106,9 @@ class EarlyStopping:
 
     def fresh(self) -> EarlyStopping:
         """Return a copy without state, because one Job may be trained several times."""
-        return replace(self)
+        fresh = copy.copy(self)
+        fresh.best, fresh.waited = None, 0
+        return fresh
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and the number of evaluations since, for checkpoints."""

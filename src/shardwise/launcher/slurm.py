@@ -307,7 +307,7 @@ def require_slurm(program: str) -> None:
 def submit(script: Path) -> str:
     """Submit a batch script and return the job id; raise LaunchError for a job that SLURM rejects or cannot start."""
     done = _slurm("sbatch", "--parsable", str(script))
-    if any(sign in done.stderr for sign in _UNREACHABLE):
+    if done.returncode != 0 and any(sign in done.stderr for sign in _UNREACHABLE):
         raise LaunchError(
             f"sbatch cannot reach the controller of SLURM ({_reason(done.stderr)})",
             code="launch.slurm-unreachable",

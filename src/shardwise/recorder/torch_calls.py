@@ -203,6 +203,8 @@ class CollectiveRecorder:
             number = self.ring.issue(next(counts), what | self.sites.find(sys._getframe(1)))  # noqa: SLF001
             made = real(*args, **kwargs)
             self.ring.leave(number)
+            if real.__name__ == "init_process_group":
+                self.ring.enter_world()
             return made
 
         return create

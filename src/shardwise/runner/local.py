@@ -223,6 +223,14 @@ def write_run_inputs(
         run.start.write_bytes(msgspec.json.encode(RunStart(started_at=started_at, plan_sources=dict(plan.sources))))
 
 
+def has_inputs(run: RunDirectory, reference: JobReference, plan: Plan) -> bool:
+    """Return whether the run directory contains this job reference and this plan."""
+    if not run.plan.exists() or not run.job.exists():
+        return False
+    known = msgspec.json.decode(run.job.read_bytes(), type=JobReference)
+    return known == reference and run.plan.read_text() == plan_to_toml(plan)
+
+
 def worker_launch(
     spec: TrainSpec, run: RunDirectory, *, nproc: int, added: Mapping[str, str] | None = None
 ) -> LocalLaunch:

@@ -9,6 +9,7 @@ import secrets
 import shlex
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -36,14 +37,13 @@ from shardwise.launcher.ssh.checks import HostRendezvous
 from shardwise.launcher.ssh.run import HostSpec, launch_on_hosts, read_hosts
 from shardwise.launcher.ssh.session import ssh_argv
 from shardwise.runner.local import command_argv, node_argv, target_of
-from shardwise.runs import create_run
+from shardwise.runs import RunDirectory, create_run
 from shardwise.runs.console import PREEMPTED, echo, echo_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from shardwise.launcher.kubernetes import PodsSpec
-    from shardwise.runs import RunDirectory
     from shardwise.training.spec import TrainSpec
 
 _FORWARDED = re.compile(
@@ -202,7 +202,8 @@ def _with_run_on_volume(spec: TrainSpec, cluster: PodsSpec) -> TrainSpec:
     if spec.run_dir is None and not writable:
         echo_error("note: the run directory and its checkpoints are lost with the pod; add volume=CLAIM:/PATH")
         return spec
-    run_dir = spec.run_dir or Path(writable[0], "runs", cluster.name)
+    # The time keeps a later submission of the same name from resuming this run.
+    run_dir = spec.run_dir or Path(writable[0], "runs", f"{cluster.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     return spec.replace(run_dir=run_dir, save=spec.save.replace(resume=spec.save.resume or "auto"))
 
 
@@ -266,20 +267,23 @@ def start_by_slurm(spec: LaunchSpec | TrainSpec, name: str, *, grace_s: float, d
         echo(f"{batch_script(batch)}\n{_describe_job(batch)}")
         return 0
     require_slurm("sbatch")
-    run = create_run(spec.run_dir, name)
+    resumes = not isinstance(spec, LaunchSpec) and spec.save.resume == "auto" and spec.run_dir is not None
+    is_existing = resumes and RunDirectory(spec.run_dir or Path()).is_resumable
+    run = RunDirectory(spec.run_dir or Path()) if is_existing else create_run(spec.run_dir, name)
     folder = run.path.resolve()
     _submit(replace(batch, run=str(folder), command=tuple(_command(spec, nodes, nproc, folder))), run)
     return 0
 
 
 def _submit(spec: BatchSpec, run: RunDirectory) -> None:
-    """Submit the batch script and print the job id. If SLURM rejects it, the run directory is removed."""
+    """Submit the batch script and print the job id. If SLURM rejects it, a new run directory is removed."""
     run.batch_script.write_text(batch_script(spec), errors="surrogateescape")
     try:
         job = submit(run.batch_script)
     except LaunchError:
-        run.batch_script.unlink()
-        run.remove()
+        if not run.has_trained and not run.checkpoints.exists():
+            run.batch_script.unlink()
+            run.remove()
         raise
     echo_error(f"shardwise: submitted job {job}; run directory {run.path}, output in slurm-{job}.out there")
     echo(job)

@@ -28,6 +28,7 @@ from shardwise.plans.toml import plan_to_toml
 from shardwise.recorder.imports import be_deterministic
 from shardwise.runner.local import (
     describe_plan,
+    has_inputs,
     open_run,
     report_effects,
     report_preset,
@@ -278,7 +279,8 @@ def _run_on_nodes(
 
     def make_run(named: Path | None) -> RunDirectory:
         run = open_run(spec, reference) if named is None else share_run(spec.run_dir or named)
-        if not run.plan.exists():  # node 0 has written it if the disk is shared
+        # Node 0 writes the inputs of this command; other nodes do if their disk is not shared.
+        if named is None or not has_inputs(run, reference, plan):
             write_run_inputs(run, reference, plan, started_at=started_at)
         return run
 

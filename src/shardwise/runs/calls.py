@@ -190,6 +190,10 @@ class CallRing:
         """Record the number of optimizer steps that this rank has run without a process group."""
         self._words[SEPARATE_STEPS] = count
 
+    def enter_world(self) -> None:
+        """Record that this rank has a default process group, perhaps after it destroyed an earlier one."""
+        self._words[LEFT_WORLD] = 0
+
     def leave_world(self) -> None:
         """Record that this rank destroys its default process group, which closes its connections."""
         self._words[LEFT_WORLD] = time_ns()

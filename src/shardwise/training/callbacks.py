@@ -243,14 +243,17 @@ class Evaluations:
         Returns whether the checkpoint of this step has to be saved: the evaluation was interrupted, now or before.
         """
         was_pending = self._callbacks.has_pending_evaluation and self._dataset is not None
+        self._callbacks.has_pending_evaluation = was_pending
         if was_pending or (self._job.evaluate_at_start and step.number == 0):
             self.run(step)
             return was_pending or self._callbacks.has_pending_evaluation
         metrics, dataset = self._job.metrics.values(), self._dataset
         is_indexed = dataset is not None and not isinstance(dataset, IterableDataset)
-        if metrics and is_indexed and all(is_stateless(metric.sum) for metric in metrics):
+        plan = step.source.plan
+        # A compiled model would specialize on the shapes of the test split instead of those of training.
+        is_tried = metrics and is_indexed and plan.compile == "none"
+        if is_tried and all(is_stateless(measure.sum) for measure in (self._job.loss, *metrics)):
             step.mark("evaluate", step.number)
-            plan = step.source.plan
             num_rows = min(plan.layout.dp * plan.micro_batch, dataset_length(dataset))  # type: ignore[arg-type]
             evaluate(step, Subset(dataset, range(num_rows)))  # type: ignore[arg-type]
         return False

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from shardwise.dist import World
     from shardwise.job import Job, Metric
     from shardwise.plans import Plan
+    from shardwise.runs import EventLog
     from shardwise.training.step.step import Step
 
 
@@ -333,17 +334,20 @@ def export_adapters(model: nn.Module, folder: Path | str, *, base: str | None = 
     run_collectively(group, f"exporting {folder}", write if trained else lambda: None, no_results)
 
 
-def write_config(model: Any, folder: Path) -> None:
+def write_config(model: Any, folder: Path, events: EventLog) -> None:
     """Write config.json and generation_config.json of a transformers model; do nothing for any other model."""
-    if not isinstance(model, nn.Module):
-        return
-    module = user_module(model)
+    module = user_module(model) if isinstance(model, nn.Module) else None
     for name in ("config", "generation_config"):
-        config: Any = copy.deepcopy(getattr(module, name, None))
-        if hasattr(config, "save_pretrained"):
+        config: Any = getattr(module, name, None)
+        if not hasattr(config, "save_pretrained"):
+            continue
+        try:
+            config = copy.deepcopy(config)
             if name == "config" and not getattr(config, "architectures", None):
                 config.architectures = [user_class(model).__name__]
             config.save_pretrained(folder)
+        except Exception as error:  # noqa: BLE001 - transformers rejects some settings; the training has succeeded
+            events.write("note", text=f"{name}.json was not written: {error}")
 
 
 def _write(weights: dict[str, Tensor], path: Path) -> None:

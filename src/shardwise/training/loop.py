@@ -170,9 +170,9 @@ def train(
                 if job.lora is not None:
                     export_adapters(step.model, run.adapter, base=job.weights)
             if run is not None and world.is_main:
-                write_config(step.model, run.model)
                 timeline.write(run.timeline)
                 write_report(run, report, timeline.phases)
+                write_config(step.model, run.model, events)
         step.mark("end", step.number)
     finally:
         events.close()

@@ -1,5 +1,9 @@
 import signal
+import time
 
+import pytest
+
+from shardwise.launcher.nodes.messages import rebased
 from shardwise.launcher.policy import Finish, GiveUp, RankExit, Restart, decide, root_cause
 from shardwise.runs.call_reader import LastCalls
 from shardwise.runs.failure import Failure, describe_failure
@@ -116,3 +120,12 @@ def test_ranks_that_a_verdict_stopped_are_started_again_as_often_as_allowed():
 def test_ranks_that_saved_when_a_verdict_stopped_them_have_failed_all_the_same():
     exits = [exit_(rank, 75, stopped=True) for rank in range(2)]
     assert isinstance(decide(exits, max_restarts=0, restarts=0, stop_requested=False, by_verdict=True), GiveUp)
+
+
+def test_times_of_another_host_become_ages_and_times_of_this_one():
+    exit_ = RankExit(rank=1, returncode=0, calls=LastCalls(left_at=time.time() - 50))
+    [sent] = rebased([exit_])
+    assert sent.calls.left_at == pytest.approx(50, abs=5)
+    [received] = rebased([sent])
+    assert received.calls.left_at == pytest.approx(exit_.calls.left_at, abs=5)
+    assert rebased([RankExit(rank=2, returncode=0, calls=LastCalls())])[0].calls.left_at == 0.0

@@ -271,6 +271,12 @@ def test_what_callbacks_cannot_be_is_refused(tmp_path):
         sw.EarlyStopping(patience=0)
     with refuses("job.not-whole-number", "Job.evaluate_every", 0):
         make_job(evaluate_every=0)
+
+    class Impatient(sw.EarlyStopping):
+        def __init__(self):
+            super().__init__("loss", 1)
+
+    assert isinstance(Impatient().fresh(), Impatient)
     with refuses("data.no-test-split", "Job.on_evaluate"):
         run_ranks(lambda world: train(world, "ddp", sentences_job(on_evaluate=print))[0], 1)
     with refuses("job.state-tensor-in-list", "Job.on_step[0]", "Job(state="):

@@ -1,7 +1,11 @@
 """Exported weights are a plain file that bare torch loads, whatever strategy trained them."""
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
 import shardwise as sw
 from env.small_disk import needs_small_disk, on_small_disk
@@ -9,7 +13,7 @@ from refusals import refuses
 from shardwise.checkpoint import CheckpointError
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.testing import run_ranks
-from shardwise.training.evaluate import export
+from shardwise.training.evaluate import export, write_config
 
 
 def make_job():
@@ -76,3 +80,18 @@ def test_export_to_a_full_disk_reports_that_and_leaves_no_file(tmp_path):
         return list(folder.iterdir())
 
     assert on_small_disk(tmp_path, body) == []
+
+
+def test_a_config_that_transformers_rejects_does_not_end_the_run(tmp_path):
+    class Rejected:
+        architectures = None
+
+        def save_pretrained(self, _folder):
+            raise ValueError("temperature without do_sample")
+
+    model = nn.Linear(2, 2)
+    model.config, model.generation_config = {"lock": threading.Lock()}, Rejected()
+    notes = []
+    write_config(model, tmp_path, SimpleNamespace(write=lambda kind, text: notes.append(text)))
+    [note] = notes
+    assert "temperature" in note

@@ -236,13 +236,14 @@ def test_evaluation_counts_samples_whatever_the_length_of_the_first_tensor():
 class Labelled(nn.Module):
     """Returns logits and their mean loss, as transformers' models do: a decoder's, or that of labels in place."""
 
-    def __init__(self, shift):
+    def __init__(self, shift, ignored=-100):
         super().__init__()
-        self.embed, self.head, self.shift = nn.Embedding(7, 4), nn.Linear(4, 7), shift
+        self.embed, self.head, self.shift, self.ignored = nn.Embedding(7, 4), nn.Linear(4, 7), shift, ignored
 
     def forward(self, input_ids, labels):
         logits = self.head(self.embed(input_ids))
-        mean = cross_entropy(logits[:, : labels.shape[1] - self.shift].flatten(0, 1), labels[:, self.shift :].flatten())
+        used, targets = logits[:, : labels.shape[1] - self.shift].flatten(0, 1), labels[:, self.shift :].flatten()
+        mean = cross_entropy(used, targets.long(), ignore_index=self.ignored)
         return SimpleNamespace(loss=mean, logits=logits)
 
 
@@ -266,3 +267,14 @@ def test_a_count_that_is_not_that_of_the_models_own_mean_gets_a_note_that_names_
             [note] = notes
             assert COUNTS[shift].__name__ in note
             assert f"{count(torch.utils.data.default_collate(data('train'))):g}" in note
+
+
+@pytest.mark.parametrize(("ignored", "dtype"), [(-1, torch.long), (-100, torch.int32)])
+def test_labels_of_another_convention_are_not_counted_again(ignored, dtype):
+    rows = [rows_of_labels(index) for index in range(8)]
+    for row in rows:
+        row["labels"] = torch.where(row["labels"] == -100, ignored, row["labels"]).to(dtype)
+    loss = sw.losses.returned_by_model(lambda batch: int((batch["labels"] != ignored).sum()))
+    job = make_job(loss, model=lambda: Labelled(0, ignored), data=train_split(rows))
+    ((_, notes, _),) = run_ranks(train, 1, job)
+    assert notes == []

@@ -128,14 +128,17 @@ def open_contents(path: Path | str) -> Contents:
         )
     for kind in KINDS.values():
         if kind.is_at(path):
-            return kind.read(path)
+            contents = kind.read(path)
+            last = _last_step(path)
+            if last <= contents.step:
+                return contents
+            reason = f"steps {contents.step + 1} to {last}: {RunDirectory(path).weights} has the final weights"
+            return dataclasses.replace(contents, left_out=(*contents.left_out, reason))
     run = RunDirectory(path)
     if run.weights.is_file():
         contents = read_file(run.weights)
         reason = f"checkpoints: {path} has none, so {run.weights} was read; train with --save-every N to save them"
-        step = contents.step
-        if run.report_json.is_file():
-            step = msgspec.json.decode(run.report_json.read_bytes())["result"]["steps"]
+        step = max(contents.step, _last_step(path))
         return dataclasses.replace(contents, step=step, left_out=(*contents.left_out, reason))
     if run.job.is_file():
         raise InputError(
@@ -148,6 +151,14 @@ def open_contents(path: Path | str) -> Contents:
         code="checkpoint.format-unrecognized",
         fix=f"pass one of: {', '.join(kind.description for kind in KINDS.values())}",
     )
+
+
+def _last_step(path: Path) -> int:
+    """Return the last step of a finished run with final weights; 0 for anything else."""
+    run = RunDirectory(path)
+    if not run.weights.is_file() or not run.report_json.is_file():
+        return 0
+    return int(msgspec.json.decode(run.report_json.read_bytes())["result"]["steps"])
 
 
 def inspect(spec: InspectSpec) -> InspectReport:

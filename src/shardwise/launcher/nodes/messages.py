@@ -224,6 +224,12 @@ def rebased(exits: Iterable[RankExit]) -> tuple[RankExit, ...]:
             exit_,
             at=now - exit_.at,
             failure=exit_.failure and msgspec.structs.replace(exit_.failure, at=clock - exit_.failure.at),
+            calls=exit_.calls and replace(exit_.calls, left_at=_rebased(exit_.calls.left_at, clock)),
         )
         for exit_ in exits
     )
+
+
+def _rebased(at: float, clock: float) -> float:
+    """Convert a time to an age or an age to a time; 0 means none."""
+    return clock - at if at else 0.0

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from shardwise.job import Loss
 
 
+_MOST_LOGITS = 2**28
+"""Number of logits of a row above which its loss, in fp32, is not computed a second time."""
 _WHOLE_BYTES = 2**20
 """Largest output in bytes whose rows are all duplicated; logits may take gigabytes, so larger outputs use one row."""
 
@@ -76,6 +78,12 @@ class LossCheck:
         if type(mean) is not Tensor or type(logits) is not Tensor or not isinstance(batch, Mapping):
             return
         if not isinstance(batch.get("labels"), Tensor) or batch["labels"].shape != logits.shape[:-1] or logits.ndim < 3:
+            return
+        labels = batch["labels"]
+        kept = labels[labels != losses.IGNORE]
+        if labels.dtype != torch.long or not kept.numel() or logits[0].numel() > _MOST_LOGITS:
+            return
+        if int(kept.min()) < 0 or int(kept.max()) >= logits.shape[-1]:  # another ignored index than cross_entropy's
             return
         counted = self._loss.count_of(batch, rows)
         matching = {}
