@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.data.cursor import SamplePositions
-from shardwise.data.rows import RowMarks, fill_rows, move
+from shardwise.data.rows import RowMarks, drop_padding_rows, fill_rows, move, non_tensors, settle_marks, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +37,16 @@ class MicroBatch(msgspec.Struct, frozen=True, gc=False):
     def unsharded(self) -> Any:
         """The batch with all tokens."""
         return self.batch if self.whole is None else self.whole
+
+    def first(self, rows: int) -> MicroBatch | None:
+        """Return a micro-batch of the first `rows` rows; None if the batch has values that do not belong to one row."""
+        marks = settle_marks(self.marks, self.batch, self.filled)
+        by_row = [marked for marked, tensor in zip(marks, tensors(self.batch), strict=True) if tensor.ndim]
+        rows = min(rows, self.rows)
+        if not rows or not all(by_row) or non_tensors(self.batch) or self.whole is not None:
+            return None
+        batch = drop_padding_rows(self.batch, rows, self.filled, marks)
+        return msgspec.structs.replace(self, batch=batch, rows=rows, filled=rows, positions=None)
 
 
 class StepBatch(msgspec.Struct, frozen=True, gc=False):

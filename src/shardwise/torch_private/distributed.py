@@ -254,6 +254,14 @@ def graph_break() -> None:
     torch._dynamo.graph_break()
 
 
+def compile_errors() -> type[Exception]:
+    """Return the base class of the errors of torch.compile itself, as opposed to those of the compiled function."""
+    from torch._dynamo import exc
+
+    error: type[Exception] = required(exc, "TorchDynamoException")
+    return error
+
+
 def disable_autograd_cache() -> None:
     """Disable the AOTAutograd cache of torch.compile; the cache of compiled kernels stays enabled.
 

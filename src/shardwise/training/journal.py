@@ -308,7 +308,8 @@ def _options(plan: Plan, num_trained: int) -> Iterator[list[str]]:
     default = type(plan)()
     for name in ("engine", "recompute", "compile", "capture", "fused_loss", "sequence_parallel", "offload", "pipeline"):
         value = getattr(plan, name)
-        if value != getattr(default, name) or (name == "pipeline" and plan.layout.pp > 1):
+        is_explained = (name == "pipeline" and plan.layout.pp > 1) or (name == "compile" and name in plan.sources)
+        if value != getattr(default, name) or is_explained:
             text = _as_text(value)
             if name == "engine":
                 text = engine_named(plan.engine).describe()

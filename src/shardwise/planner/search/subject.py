@@ -179,16 +179,22 @@ def search_plan(job: Job, world_size: int) -> tuple[Plan | None, str]:
         subject = job_subject(job, cluster)
     except ShardwiseError as error:
         return None, f"could not be searched ({error.fact})"
-    answer = search(subject.question(cluster))
+    question = subject.question(cluster)
+    answer = search(question)
     if answer.best is None:
         return None, "that fits was not found (shardwise plan shows the numbers)"
+    from shardwise.planner.search.speed import with_speed_options  # imports torch
+
     best, device = answer.best, cluster.device
+    plan = with_speed_options(job, best.plan, question)
+    seconds = question.time_model().predict(question.model.for_plan(plan), plan).seconds
     why = (
         f"auto: {best.family} of {answer.num_plans} plans, {format_gb(best.memory.total)} of"
-        f" {format_gb(device.memory_bytes)}, {best.time.seconds:.3g} s a step predicted"
+        f" {format_gb(device.memory_bytes)}, {seconds:.3g} s a step predicted"
     )
     sources = dict.fromkeys(("layout", "zero", "recompute", "micro_batch", "accumulation", "fused_loss"), why)
-    return dataclasses.replace(best.plan, sources={**sources, "precision": subject.precision_source}), why
+    sources |= {"precision": subject.precision_source, **plan.sources}
+    return dataclasses.replace(plan, sources=sources), why
 
 
 # Default global batch sizes of published models: those of their own training, in samples per step.

@@ -48,8 +48,7 @@ Form = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 def plain_step(job: Job, model: nn.Module, parts: StepParts, *, plan: Plan, note: Callable[[str], None]) -> PlainStep:
     """Return the step of a plan without pipeline stages, captured as a CUDA graph if requested and possible.
 
-    `note` receives the reason if the step cannot be captured. With `capture = step`, batches must have a constant shape
-    even then.
+    `note` receives the reason if the step cannot be captured.
     """
     if plan.capture == "none":
         return PlainStep(job, model, parts)
@@ -57,7 +56,7 @@ def plain_step(job: Job, model: nn.Module, parts: StepParts, *, plan: Plan, note
     if reason is None:
         return CapturedStep(job, model, parts, plan=plan, note=note)
     note(_not_captured(reason))
-    return StaticStep(job, model, parts, plan=plan)
+    return PlainStep(job, model, parts)
 
 
 def why_not_captured(job: Job, plan: Plan, parts: StepParts) -> str | None:
@@ -84,7 +83,12 @@ def check_shapes(job: Job, plan: Plan) -> None:
     """Raise JobError if a few sampled micro-batches of the job differ in shape; reads them on the host."""
     forms = sampled_forms(job, plan.micro_batch)
     for form in forms[1:]:
-        _require_same(form, forms[0])
+        if form != forms[0]:
+            raise JobError(
+                f"capture = step requires batches of constant shape, got {_changed(form, forms[0])}",
+                code="support.capture-shape-changed",
+                fix="pad batches to a fixed length in Job.collate, or pass --set capture=none",
+            )
 
 
 def sampled_forms(job: Job, rows: int) -> list[Form]:
@@ -111,42 +115,14 @@ def _form(batch: Any) -> Form:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors(batch))
 
 
-def _require_same(form: Form, first: Form) -> None:
-    if form == first:
-        return
+def _changed(form: Form, first: Form) -> str:
+    """Return the first pair of shapes in which two batches differ."""
     expected, found = first[0], form[0]
     for one, other in zip(first, form, strict=False):
         if one != other:
             expected, found = one, other
             break
-    raise JobError(
-        f"capture = step requires batches of constant shape, got {list(found[0])} after {list(expected[0])}",
-        code="support.capture-shape-changed",
-        fix="pad batches to a fixed length in Job.collate, or pass --set capture=none",
-    )
-
-
-class StaticStep(PlainStep):
-    """A plain step that rejects full batches of a different shape on every device, so a CPU run detects them too."""
-
-    def __init__(self, job: Job, model: nn.Module, parts: StepParts, *, plan: Plan) -> None:
-        super().__init__(job, model, parts)
-        self._rows = [plan.micro_batch] * plan.accumulation
-        self._form: Form | None = None
-
-    def __call__(self, batch: StepBatch) -> StepReport:
-        """Train on one global batch after checking its shapes."""
-        self._is_full(batch)
-        return super().__call__(batch)
-
-    def _is_full(self, batch: StepBatch) -> bool:
-        """Return whether the step has a full batch; raise JobError if a full batch has a different shape."""
-        if [each.rows for each in batch.micro_batches] != self._rows:
-            return False  # the short step at the end of an epoch is not captured
-        form = _form([each.batch for each in batch.micro_batches])
-        self._form = self._form or form
-        _require_same(form, self._form)
-        return True
+    return f"{list(found[0])} after {list(expected[0])}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,14 +136,20 @@ class _Recording:
     """Loss sum, gradient norm and skip flag."""
 
 
-class CapturedStep(StaticStep):
-    """Runs full steps as one CUDA graph after a few warm-up steps; continues uncaptured if the capture fails."""
+class CapturedStep(PlainStep):
+    """Runs full steps as one CUDA graph after a few warm-up steps; continues uncaptured if the capture fails.
+
+    Short steps and batches of another shape than the first full one are not captured.
+    """
 
     def __init__(
         self, job: Job, model: nn.Module, parts: StepParts, *, plan: Plan, note: Callable[[str], None]
     ) -> None:
-        super().__init__(job, model, parts, plan=plan)
+        super().__init__(job, model, parts)
         self._note = note
+        self._rows = [plan.micro_batch] * plan.accumulation
+        self._form: Form | None = None
+        self._has_changed = False
         self._num_warm = 0
         self._recording: _Recording | None = None
         self._rates: list[Tensor] | None = None
@@ -179,7 +161,7 @@ class CapturedStep(StaticStep):
 
     def __call__(self, batch: StepBatch) -> StepReport:
         """Train on one global batch, without communication: a captured plan has one rank."""
-        if not self._is_full(batch) or self._gave_up:
+        if self._gave_up or not self._is_recordable(batch):
             return PlainStep.__call__(self, batch)
         if self._recording is None:
             if self._num_warm <= WARM_UP:
@@ -189,6 +171,17 @@ class CapturedStep(StaticStep):
         if self._recording is None:
             return PlainStep.__call__(self, batch)
         return self._replay(self._recording, batch)
+
+    def _is_recordable(self, batch: StepBatch) -> bool:
+        """Return whether a batch is full and has the shape of the first full one; notes the first other shape."""
+        if [each.rows for each in batch.micro_batches] != self._rows:
+            return False  # the short step at the end of an epoch
+        form = _form([each.batch for each in batch.micro_batches])
+        self._form = self._form or form
+        if form != self._form and not self._has_changed:
+            self._has_changed = True
+            self._note(_not_captured(f"a batch has the shape {_changed(form, self._form)}"))
+        return form == self._form
 
     def _warm(self, batch: StepBatch) -> StepReport:
         """Run an uncaptured step; the last one checks for host syncs, which a graph cannot contain."""

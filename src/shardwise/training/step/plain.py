@@ -14,6 +14,7 @@ from shardwise.parallel.collectives import unwrap
 from shardwise.parallel.counter_dropout import CounterMasks
 from shardwise.parallel.fused_loss import deferred_in_evaluation, deferring_heads, with_logits
 from shardwise.parallel.sharded import naming_outside_use
+from shardwise.training.step.compiled import compiled_region, uncompiled_probe
 from shardwise.training.step.first_step_checks import LossCheck, OutputRows, check_counted
 from shardwise.training.step.module_step import LocalState, ModuleStep, make_states, states_of
 from shardwise.training.step.step import NOTHING, StepReport
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from shardwise.job import Job, Metric
     from shardwise.training.step.module_step import Forms
     from shardwise.training.step.step import StepParts
+
+
+_PROBED_ROWS = 2
+"""Rows of the forward pass that checks the loss before a compiled region runs."""
 
 
 # The base class: the components of a step, its learning rate, and the update at its end.
@@ -164,6 +169,7 @@ class PlainStep(OptimizerStep):
         """The module that forward calls in training."""
         self._loss = job.loss
         self._forward = job.forward
+        self._region = compiled_region(job, unwrap(model), parts.source.plan, parts.note)
         self._weight: float | None = None
         self._gradient: Tensor | None = None
 
@@ -200,28 +206,50 @@ class PlainStep(OptimizerStep):
     def _backward(self, micro_batch: MicroBatch, weight: float | Tensor) -> Tensor:
         """Run forward, loss and backward of one micro-batch; return its loss sum without padding rows."""
         self.mark("forward", self.number)
-        batch, rows, filled = micro_batch.batch, micro_batch.rows, micro_batch.filled
+        rows, filled = micro_batch.rows, micro_batch.filled
         for norm in self._batch_norms:
             norm.rows = None if rows == filled else (rows, filled)
-        is_short = rows < filled and self._loss.by_row
-        with self._autocast():
-            tracking = self._output_rows.tracking(batch) if is_short else NOTHING
-            naming = naming_outside_use(self.model) if self._is_sharded else NOTHING  # 4 us per step, only for FSDP2
-            with self._keyed(self._trained, micro_batch), tracking, naming:
-                output = self._forward(self._trained, batch)
-            if is_short:
-                output = self._output_rows.drop_padding(output, rows, filled)
-                batch = drop_padding_rows(batch, rows, filled, micro_batch.marks)
-            # A model that returns a mean normalizes over whole sequences, also if this rank has a slice of them.
-            loss: Tensor = self._loss.sum_of(output, batch if self._loss.by_row else micro_batch.unsharded)
-            if self._loss_check is not None:
-                self._check_loss(output, batch, micro_batch)
+        naming = naming_outside_use(self.model) if self._is_sharded else NOTHING  # 4 us per step, only for FSDP2
+        with self._autocast(), naming:
+            loss = self._loss_sum(micro_batch) if rows < filled else self._full_loss_sum(micro_batch)
         self.mark("backward", self.number)
-        del output  # frees the logits, which are gigabytes for a large vocabulary
         if not rows:
             loss = loss * 0  # padding only: this rank runs the model so that it issues its collectives
         self._backpropagate(loss, weight)
         return loss.detach()
+
+    def _full_loss_sum(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the loss sum of a micro-batch without padding rows, by the compiled region if the plan has one."""
+        region = self._region
+        if region is None:
+            return self._loss_sum(micro_batch)
+        if self._loss_check is not None:
+            # The region returns no output to check, and an eager pass over all rows may need more memory than the plan.
+            probed = micro_batch.first(_PROBED_ROWS) if region.is_whole else None
+            if probed is None:
+                return self._loss_sum(micro_batch)
+            with uncompiled_probe(self._trained):
+                self._loss_sum(probed)
+        return region(self._trained, micro_batch.batch, micro_batch.unsharded)
+
+    def _loss_sum(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the loss sum of a micro-batch without padding rows; checks the first ones.
+
+        The logits, which are gigabytes for a large vocabulary, are freed on return.
+        """
+        batch, rows, filled = micro_batch.batch, micro_batch.rows, micro_batch.filled
+        is_short = rows < filled and self._loss.by_row
+        tracking = self._output_rows.tracking(batch) if is_short else NOTHING
+        with self._keyed(self._trained, micro_batch), tracking:
+            output = self._forward(self._trained, batch)
+        if is_short:
+            output = self._output_rows.drop_padding(output, rows, filled)
+            batch = drop_padding_rows(batch, rows, filled, micro_batch.marks)
+        # A model that returns a mean normalizes over whole sequences, also if this rank has a slice of them.
+        loss: Tensor = self._loss.sum_of(output, batch if self._loss.by_row else micro_batch.unsharded)
+        if self._loss_check is not None:
+            self._check_loss(output, batch, micro_batch)
+        return loss
 
     def _backpropagate(self, loss: Tensor, weight: float | Tensor) -> None:
         """Back-propagate a loss sum with its weight; a CUDA graph passes the weight as a tensor it updates in place."""

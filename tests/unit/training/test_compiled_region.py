@@ -1,0 +1,87 @@
+"""A compiled region trains as eager steps do: whole on one rank, the loss alone on several, with a fallback."""
+
+import functools
+
+import pytest
+import torch
+
+import shardwise as sw
+from jobs import FP64, sentences_job
+from refusals import refuses
+from shardwise.plans import Plan
+from shardwise.testing import run_ranks
+from shardwise.torch_private.distributed import compile_errors
+from shardwise.training.step.compiled import uncompiled_probe
+
+
+@pytest.fixture(autouse=True)
+def fast_backend(monkeypatch):
+    """Compile with aot_eager, which traces forward and backward as inductor does but generates no C++."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+def losses_of(world, **options):
+    """Train the sentences, whose last batch is short, and return the losses and the notes."""
+    notes = []
+    plan = Plan.preset(options.pop("name", "ddp"), world.size, batch_size=8, precision=FP64, **options)
+    step = sw.build_step(sentences_job(steps=6), plan, world, note=notes.append)
+    return [step(batch).loss for batch in step.feed], notes
+
+
+@pytest.mark.parametrize(
+    ("nproc", "options"),
+    [
+        (1, {"compile": "model"}),
+        (1, {"compile": "model", "accumulation": 2}),
+        (1, {"compile": "blocks"}),
+        (2, {"compile": "blocks"}),
+        (2, {"compile": "blocks", "name": "fsdp"}),
+    ],
+    ids=["whole", "whole-accumulated", "loss", "ddp", "fsdp"],
+)
+def test_a_compiled_region_trains_with_the_losses_of_eager_steps(nproc, options):
+    ((expected, _),) = run_ranks(losses_of, 1)
+    for found, notes in run_ranks(functools.partial(losses_of, **options), nproc):
+        assert found == pytest.approx(expected, rel=1e-9)
+        assert notes == []
+
+
+def test_a_region_that_torch_cannot_compile_runs_eagerly_and_names_the_reason(monkeypatch):
+    error = compile_errors()("a graph that nobody can lower\nand its stack")
+
+    def fail(*_arguments, **_keywords):
+        raise error
+
+    def compiled(function, **_options):
+        return fail if function.__name__ == "_loss_sum" else function
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    ((found, notes),) = run_ranks(functools.partial(losses_of, compile="model"), 1)
+    ((expected, _),) = run_ranks(losses_of, 1)
+    assert found == expected
+    (note,) = notes
+    assert note.endswith("a graph that nobody can lower")
+
+
+def test_the_loss_is_checked_before_a_compiled_region_runs():
+    def mean(output, batch):
+        return torch.nn.functional.cross_entropy(output.flatten(0, 1), batch[-1].flatten(), ignore_index=-100)
+
+    def train(world):
+        job = sentences_job(loss=sw.Loss(sum=mean, count="samples"))
+        step = sw.build_step(job, Plan.preset("ddp", 1, batch_size=8, compile="model"), world)
+        step(next(iter(step.feed)))
+
+    with refuses("loss.sum-is-mean"):
+        run_ranks(train, 1)
+
+
+def test_a_probe_changes_neither_buffers_nor_generators():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    state = torch.get_rng_state()
+    with uncompiled_probe(model):
+        model(torch.randn(8, 4))
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name])
+    assert torch.equal(torch.get_rng_state(), state)
