@@ -31,7 +31,7 @@ from figures import figure
 from shardwise.dist import world
 from shardwise.errors import ShardwiseError
 from shardwise.job import load_job, refer
-from shardwise.launcher.mpirun import find_mpirun
+from shardwise.launcher.local.function import find_mpirun
 from shardwise.measurement.comm.collectives import CollectiveSpec, prepare
 from shardwise.measurement.overlap import Effort, measure_overlap
 from shardwise.measurement.specs import rank_zero, require_backend

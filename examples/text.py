@@ -5,7 +5,7 @@ import shardwise as sw
 # <job>
 job = sw.Job(
     model=lambda: sw.models.decoder("llama-tiny", vocab_size=256, context=128),
-    data=sw.datasets.text(length=128),  # windows of bytes, and the same shifted by one
+    data=sw.datasets.text(length=128),  # windows of bytes; the targets are shifted by one byte
     loss=sw.losses.token_cross_entropy,  # sum over tokens, divided by their number in the global batch
     optimizer=sw.adamw(lr=3e-3),
     schedule=sw.schedules.Cosine(warmup=20, floor=0.1),

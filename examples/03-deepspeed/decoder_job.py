@@ -10,7 +10,7 @@ import shardwise as sw
 # <job>
 job = sw.Job(
     model=Decoder,  # the decoder of deepspeed_train.py
-    data=sw.datasets.text(length=LENGTH),  # windows of bytes, and the same shifted by one
+    data=sw.datasets.text(length=LENGTH),  # windows of bytes; the targets are shifted by one byte
     loss=sw.losses.token_cross_entropy,  # sum over tokens, divided by their number in the global batch
     optimizer=sw.adamw(lr=3e-3),
     clip_norm=1.0,

@@ -63,7 +63,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Base class of the options of a command: frozen, validated and convertible to and from JSON."""
 
     def __post_init__(self) -> None:
-        """Convert and validate each value, such as a list to a tuple or a string to a Path."""
+        """Validate each value and convert it if necessary, such as a list to a tuple or a string to a Path."""
         for name, hint in _hints(type(self)).items():
             value = getattr(self, name)
             if isinstance(value, Spec):
@@ -80,7 +80,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def of(cls, *arguments: Any, **options: Any) -> Self:
-        """Return the Spec of positional arguments and flat options, in which fields of sections have no prefix."""
+        """Create a Spec from positional arguments and flat options; fields of nested sections have no prefix."""
         fields = flat_fields(cls)
         aliases = option_names(cls)
         positional = [name for name, field in fields.items() if field.option.positional]

@@ -46,7 +46,7 @@ def _train(spec: TrainSpec, run: RunDirectory) -> None:
     if spec.deterministic:
         be_deterministic(seed=None)  # the job has a seed
     # These import torch, which reads the variables of deterministic mode.
-    from shardwise.checkpoint import CheckpointDirectory
+    from shardwise.checkpoint.directory import CheckpointDirectory
     from shardwise.dist import world
     from shardwise.training.loop import train
 

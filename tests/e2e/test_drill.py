@@ -149,4 +149,4 @@ def test_a_job_that_fails_by_itself_is_not_drilled(folder):
     done = drill(folder, "--script", "--drill", "kill", "broken.py")
     assert done.returncode == 1
     assert "ValueError: tired" in done.stderr
-    assert "fails without a fault" in done.stderr
+    assert "doctor.job-fails" in done.stderr

@@ -131,7 +131,7 @@ class ShardedLoader:
 
     @property
     def epoch(self) -> int:
-        """The current epoch or, between two iterations, the next epoch."""
+        """The current epoch or, after its last batch, the next epoch."""
         return self._position.epoch
 
     def __len__(self) -> int:
@@ -297,7 +297,7 @@ class EvaluationLoader:
             raise DataError(
                 f"{type(dataset).__name__} is an IterableDataset, so ranks may have different numbers of batches",
                 code="data.stream-evaluation",
-                fix="pass a dataset with a length, or evaluate with a step of build_step",
+                fix="pass a dataset with a length, or evaluate with the Step that build_step returns",
             )
         self._rank = rank
         self._length = dataset_length(dataset)

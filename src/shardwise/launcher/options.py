@@ -190,7 +190,7 @@ def read_ranks(text: str, nproc: int) -> frozenset[int]:
         ) from None
     if not ranks <= frozenset(range(nproc)):
         raise LaunchError(
-            f"--local-ranks-filter must contain ranks 0 to {nproc - 1}, got {text}",
+            f"--local-ranks-filter must contain only ranks from 0 to {nproc - 1}, got {text}",
             code="launch.rank-filter-unknown",
             fix=f"pass ranks 0 to {nproc - 1}",
         )

@@ -121,7 +121,7 @@ class RankFigures:
 
 
 def calibrate(ranks: int | None = None, *, folder: Path | None = None, grid: Grid | None = None) -> Calibration:
-    """Measure this machine on new ranks, save the calibration in `folder` for the planner, and return it.
+    """Start ranks that measure this machine, save the calibration in `folder` for the planner, and return it.
 
     `ranks` ranks (default: 1) measure at the same time, including the collectives between them. CPU ranks share the
     cores, so that every rate includes their contention. `grid` defaults to the grid of the device.

@@ -14,7 +14,7 @@ from shardwise.dist import world as open_world
 from shardwise.errors import InputError, nearest
 from shardwise.measurement.explain_cases import CASES
 from shardwise.measurement.explain_strategies import STRATEGIES
-from shardwise.measurement.findings import rank_device
+from shardwise.measurement.report import rank_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from shardwise.environment import identify
+from shardwise.hardware import probe_gpus
+from shardwise.measurement.explain import check_names, default_nproc, explain_on_ranks
+from shardwise.measurement.specs import rank_zero
 from shardwise.runs.console import DONE
 
 if TYPE_CHECKING:
@@ -29,10 +32,6 @@ def explain(
     Use the ranks of the current world; without a world, start `nproc` ranks (None: the default of `name`). `ops` is
     the reduce operation.
     """
-    from shardwise.hardware import probe_gpus
-    from shardwise.measurement.explain import check_names, default_nproc, explain_on_ranks
-    from shardwise.measurement.specs import rank_zero
-
     size = identify().world_size
     if size == 1:
         size = nproc = nproc or default_nproc(name)

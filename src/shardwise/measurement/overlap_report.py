@@ -10,7 +10,6 @@ import torch
 
 from shardwise.environment import identify
 from shardwise.errors import InputError
-from shardwise.measurement.findings import Findings, Section, machine_facts
 from shardwise.measurement.overlap import (
     BUCKETS_MB,
     PREFETCHES,
@@ -23,7 +22,7 @@ from shardwise.measurement.overlap import (
     measure_overlap,
     vary,
 )
-from shardwise.measurement.report import BenchReport
+from shardwise.measurement.report import BenchReport, Findings, Section, machine_facts
 from shardwise.measurement.specs import bench_device, load_torch_job, warn_if_busy
 from shardwise.parallel.support import uses_ddp
 from shardwise.planner.settle import settle, split_settings

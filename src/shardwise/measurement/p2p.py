@@ -15,8 +15,8 @@ from shardwise.dist.world import running_group
 from shardwise.errors import InputError
 from shardwise.hardware.probe import available_memory
 from shardwise.measurement.comm.collectives import WAYS
-from shardwise.measurement.findings import rank_device
 from shardwise.measurement.p2p_verdict import find_slow
+from shardwise.measurement.report import rank_device
 from shardwise.measurement.timing import Timing, wait_for
 
 if TYPE_CHECKING:

@@ -11,10 +11,9 @@ from shardwise.environment import identify
 from shardwise.errors import InputError
 from shardwise.hardware import probe_gpus
 from shardwise.measurement.comm.collectives import WAYS
-from shardwise.measurement.findings import Findings, Section, machine_facts
 from shardwise.measurement.p2p import WINDOW, Pairs, PairSettings, measure_pairs
 from shardwise.measurement.p2p_verdict import ACROSS_NODES, SAME_NODE, SLOW, find_slow, kind_of, verdict_sentences
-from shardwise.measurement.report import BenchReport
+from shardwise.measurement.report import BenchReport, Findings, Section, machine_facts
 from shardwise.measurement.specs import rank_zero
 from shardwise.planner.settle import local_device
 from shardwise.plots.figures import Heat, Table, table_lines

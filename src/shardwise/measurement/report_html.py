@@ -13,7 +13,7 @@ from shardwise.plots.svg import COLOURS, DARK, LIGHT, NARROW, SHAPES, WIDE, colo
 from shardwise.units import format_number
 
 if TYPE_CHECKING:
-    from shardwise.measurement.findings import Findings, Section
+    from shardwise.measurement.report import Findings, Section
 
 
 _NUMBER = re.compile(r"[-+±<>~≈]?\s?\d[\d,.]*(e[-+]?\d+)?\s?\S{0,8}")

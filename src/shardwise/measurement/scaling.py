@@ -179,7 +179,7 @@ def measure_job(
 @contextlib.contextmanager
 def fork_parent(preload: tuple[str, ...] = PRELOAD) -> Iterator[Starter]:
     """Start a process that forks the ranks of several launches, so that measured times exclude imports."""
-    spec = LocalLaunch(target=Module("shardwise.launcher.local.call"), nproc=1, preload=preload)
+    spec = LocalLaunch(target=Module("shardwise.launcher.local.function"), nproc=1, preload=preload)
     environ = base_environment(local_world_size=1, cores=usable_cores())
     with starter_for(spec, environ, lambda _: None) as starter:
         yield starter
@@ -219,6 +219,7 @@ def _point(
 
 _EMPTY = """import torch.distributed as dist
 dist.init_process_group("gloo")
+dist.barrier()  # a rank that exits while another one still connects would fail it
 dist.destroy_process_group()
 """
 """Script whose duration is the start-up time: ranks join a process group and exit. Without torch, it is empty."""

@@ -16,8 +16,7 @@ from shardwise.errors import InputError
 from shardwise.hardware import probe_gpus, usable_cores
 from shardwise.launcher.local.target import Script, check_target
 from shardwise.launcher.options import read_nproc
-from shardwise.measurement.findings import Findings, Section, machine_facts
-from shardwise.measurement.report import BenchReport
+from shardwise.measurement.report import BenchReport, Findings, Section, machine_facts
 from shardwise.measurement.scaling import (
     MODES,
     Mode,

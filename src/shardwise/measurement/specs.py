@@ -16,8 +16,7 @@ from shardwise.environment import identify
 from shardwise.errors import InputError, LaunchError, nearest
 from shardwise.hardware import usable_cores
 from shardwise.job import load_job
-from shardwise.launcher.local.function import run_forked, run_fresh
-from shardwise.launcher.mpirun import find_mpirun, run_by_mpirun
+from shardwise.launcher.local.function import find_mpirun, run_by_mpirun, run_forked, run_fresh
 from shardwise.planner.settle import local_device
 from shardwise.runs.console import echo_error
 from shardwise.spec import NonNegativeInt, PositiveInt, Spec, argument, option

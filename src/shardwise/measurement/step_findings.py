@@ -10,9 +10,8 @@ from shardwise.environment import identify
 from shardwise.errors import InputError, JobError
 from shardwise.hardware.calibration import calibration_for
 from shardwise.hardware.cluster import this_machine
-from shardwise.measurement.findings import Findings, Section, machine_facts
 from shardwise.measurement.profile import ProfileSpec, StepProfile, check_trace_path
-from shardwise.measurement.report import BenchReport
+from shardwise.measurement.report import BenchReport, Findings, Section, machine_facts
 from shardwise.measurement.specs import load_torch_job
 from shardwise.measurement.step import (
     PHASES,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from shardwise.models.decoder import Decoder, decoder
-from shardwise.models.encoder_decoder import byt5, t5
 from shardwise.models.resnet import ResNet, resnet18, resnet34, resnet50
+from shardwise.models.transformer import Decoder, byt5, decoder, t5
 from shardwise.plans.catalogue import DecoderConfig
 
 __all__ = [

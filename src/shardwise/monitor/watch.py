@@ -1,29 +1,42 @@
-"""`shardwise watch`: shows a run in the terminal, on a local page or in a tracker, with predicted memory."""
+"""`shardwise watch`: shows a run in the terminal, on a local page or in a tracker; compares runs; predicts memory."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import hashlib
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
+from shardwise.environment import cache_directory
 from shardwise.errors import InputError
-from shardwise.monitor.compare import compare_runs
+from shardwise.job.load import JobReference, load_job
 from shardwise.monitor.server import page_server
 from shardwise.monitor.sinks import mirror, parse_sink
-from shardwise.monitor.terminal import WatchReport, report_of, show, show_live
+from shardwise.monitor.terminal import PIPE, WatchReport, draw_charts, report_of, show, show_live
+from shardwise.monitor.trackers import describe_run
+from shardwise.plans.toml import read_plan
 from shardwise.runs import RunDirectory
-from shardwise.runs.console import echo
+from shardwise.runs.console import counted, echo
 from shardwise.runs.state import RunState, check_run, newest_run
 from shardwise.runs.status import Predicted, read_predicted
 from shardwise.spec import Spec, argument, option, spec_function
+from shardwise.units import format_bytes, format_duration, format_number, format_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+
+    from shardwise.runs.status import RunStatus
+
 
 _NICE = 19
 """The lowest priority, since the run may need the cores."""
@@ -96,6 +109,127 @@ def _serve(state: RunState, port: int | None) -> None:
         server.server_close()
 
 
+# The comparison of two runs.
+
+
+_NOTHING = "-"
+
+
+def compare_runs(left: RunState, right: RunState) -> str:
+    """Return a table of two runs and their loss curves on one scale, in 80 columns."""
+    states = (left, right)
+    for state in states:
+        state.refresh_all()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("", left.run.path.name, right.run.path.name):
+        table.add_column(heading, overflow="fold")
+    for row in (*_settings(left, right), *_results(left, right)):
+        table.add_row(*row)
+    charts = []
+    for state, style in zip(states, ("blue", "magenta"), strict=True):
+        charts.append((f"loss of {state.run.path.name}", state.training.curves["loss"].rows(), style, False))
+    console = Console(file=io.StringIO(), highlight=False, width=PIPE[0])
+    with console.capture() as captured:
+        console.print(table, f"\n{_difference(*_losses(left, right))}", sep="\n")
+        for part in draw_charts([chart for chart in charts if chart[1]], PIPE[0], braille=True, alike=True):
+            console.print(part)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _settings(left: RunState, right: RunState) -> Iterator[tuple[str, str, str]]:
+    """Yield the settings of job, plan and world that differ between the runs."""
+    configs = describe_run(left).config, describe_run(right).config
+    for name in sorted(configs[0].keys() | configs[1].keys()):
+        values = [str(config[name]) if name in config else _default(config, name) for config in configs]
+        if values[0] != values[1] and name not in {"job.digest", "training.steps"}:
+            yield name, values[0], values[1]
+
+
+def _default(config: Mapping[str, object], name: str) -> str:
+    """Return the constant in the unchanged job file that an override of the other run replaces; "-" if not found."""
+    node: ast.AST | None = None
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        content = Path(str(config.get("job.path"))).read_bytes()
+        if hashlib.sha256(content).hexdigest() == config.get("job.digest"):
+            node = next((each for each in ast.parse(content).body if config.get("job.attribute") in _names(each)), None)
+    for key in name.removeprefix("job.overrides.").split("."):
+        node = None if node is None else _argument(node, key)
+    return str(node.value) if isinstance(node, ast.Constant) else _NOTHING
+
+
+def _names(statement: ast.stmt) -> list[str]:
+    """Return the names that a statement of a job file defines, if it is a function or an assignment."""
+    if isinstance(statement, ast.FunctionDef):
+        return [statement.name]
+    return [ast.unparse(target) for target in statement.targets] if isinstance(statement, ast.Assign) else []
+
+
+def _argument(node: ast.AST, name: str) -> ast.AST | None:
+    """Return the default of the outermost parameter, or the value of the outermost keyword argument, of this name."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.keyword) and each.arg == name:
+            return each.value
+        if isinstance(each, ast.arguments):
+            required = [None] * (len(each.args) - len(each.defaults))
+            names = [argument.arg for argument in (*each.args, *each.kwonlyargs)]
+            if name in names:
+                return [*required, *each.defaults, *each.kw_defaults][names.index(name)]
+    return None
+
+
+def _results(left: RunState, right: RunState) -> Iterator[tuple[str, str, str]]:
+    """Yield the results of both runs, including the losses at the last step that both runs reached."""
+    figures = [_figures(state.status()) for state in (left, right)]
+    losses = _losses(left, right)
+    common = losses[0].keys() & losses[1].keys()
+    if common:
+        step = max(common)
+        yield f"loss at step {format_whole(step)}", format_number(losses[0][step]), format_number(losses[1][step])
+    names = dict.fromkeys((*figures[0], *figures[1]))
+    for name in names:
+        yield name, figures[0].get(name, _NOTHING), figures[1].get(name, _NOTHING)
+
+
+def _figures(status: RunStatus) -> dict[str, str]:
+    ran_s = None if status.began_at is None else max(0.0, status.now - status.began_at)
+    return {
+        "state": status.state,
+        "steps": f"{format_whole(status.step)} of {format_whole(status.num_steps)}",
+        "loss": format_number(status.loss),
+        **{f"test {name}": format_number(value) for name, value in status.evaluation.items()},
+        "samples/s": format_whole(status.samples_per_s),
+        "memory": format_bytes(status.memory_bytes, 3),
+        "time": format_duration(ran_s),
+        "restarts": format_whole(status.restarts),
+    }
+
+
+def _losses(*states: RunState) -> list[dict[int, float]]:
+    """Return step -> loss of each run; of runs with more than 2,048 steps, first step -> mean of equal ranges."""
+    curves = [state.training.curves["loss"] for state in states]
+    width = max(curve.width for curve in curves)
+    found = []
+    for curve in curves:
+        ranges: dict[int, list[float]] = {}
+        for step, _, _, mean in curve.rows():
+            if mean is not None:
+                ranges.setdefault(step // width * width, []).append(mean)
+        found.append({step: fmean(means) for step, means in ranges.items()})
+    return found
+
+
+def _difference(left: Mapping[int, float], right: Mapping[int, float]) -> str:
+    """Return the largest difference of the losses and its step in one sentence; curves have six digits."""
+    gaps = {step: abs(left[step] - right[step]) for step in sorted(left.keys() & right.keys())}
+    if not gaps:
+        return "losses: the runs have no common step"
+    worst = max(gaps, key=lambda step: gaps[step])
+    text = f"losses at {counted(len(gaps), 'common step')} ({format_whole(min(gaps))} to {format_whole(max(gaps))}): "
+    if not gaps[worst]:
+        return text + "equal to 6 digits"
+    return f"{text}largest difference {gaps[worst]:.2g}, at step {format_whole(worst)}"
+
+
 # The prediction imports torch and the user's file, so a separate process computes it and writes predicted.json.
 
 
@@ -118,11 +252,8 @@ def predict(run: RunDirectory) -> Predicted:
     """Load the job and the plan of a run and predict its memory; imports torch and the user's file."""
     if not run.job.exists() or not run.plan.exists():
         return Predicted(why_not="only a run of a job file has a prediction")
-    from shardwise.environment import cache_directory
-    from shardwise.job.load import JobReference, load_job
     from shardwise.measurement.step_findings import predict_step
     from shardwise.planner.trace.trace import described
-    from shardwise.plans.toml import read_plan
 
     try:
         job = load_job(msgspec.json.decode(run.job.read_bytes(), type=JobReference))

@@ -96,7 +96,7 @@ def _with_positions(module: nn.Module, group: dist.ProcessGroup) -> Callable[...
             length = tokens.shape[1]
             if context is not None and length * size > context:
                 raise JobError(
-                    f"sequences have {length * size} tokens, but the decoder's context is {context}",
+                    f"sequences have {length * size} tokens, but the decoder's context length is {context}",
                     code="model.context-exceeded",
                     fix=f"set context={length * size}, or use shorter sequences",
                 )

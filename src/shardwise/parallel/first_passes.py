@@ -227,7 +227,7 @@ def reject_ranks(ranks: list[int], what: str, *, code: str, fix: str) -> None:
         named = f"ranks {', '.join(map(str, ranks))}"
         if len(ranks) == 1:
             named = f"rank {ranks[0]}"
-        raise JobError(f"{named} received {what}, but these ranks share one model", code=code, fix=fix)
+        raise JobError(f"{named} received {what}; model-parallel ranks must get the same batch", code=code, fix=fix)
 
 
 def gathered(mine: Any, group: dist.ProcessGroup) -> list[tuple[int, Any]]:

@@ -98,7 +98,7 @@ class ReplicaSync(NoSync):
         self._watches = [parameter.register_post_accumulate_grad_hook(self._reach) for parameter in watched]
 
     def accumulate(self) -> AbstractContextManager[object]:
-        """Return DDP's `no_sync`, or an empty context if every micro-batch is averaged."""
+        """Return DDP's `no_sync`, or a null context if gradients are averaged after every micro-batch."""
         return nullcontext() if self._every else self._model.no_sync()
 
     def no_sync(self) -> AbstractContextManager[object]:

@@ -68,10 +68,10 @@ def check_sharded(module: nn.Module, plan: Plan, *, by_step: bool = True) -> Non
     names = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     if plan.zero < 2 or not names or (by_step and plan.layout.tp == 1):
         return
-    why = "and a custom training loop does not sum their gradients"
+    why = "so they stay replicated, but a custom training loop does not sum their gradients"
     fix = "reshape them to one dimension, or use build_step"
     if by_step:
-        why = "and tp has converted them to DTensors"
+        why = "so they stay replicated, which is not supported with tp"
         fix = "reshape them to one dimension, or use a tp plan that does not shard parameters"
     raise JobError(
         f"FSDP2 does not shard scalar parameters ({some_of(names)}), {why}",
@@ -318,7 +318,7 @@ class _UnitOrder:
         tokens, self._tokens = self._tokens, []
         if not any(_differentiable(leaf) for leaf in tree_leaves(output)):
             raise JobError(
-                "the model must return a tensor with a gradient, because this rank skips blocks that other ranks run",
+                "the model must return a tensor that requires grad, since this rank skips blocks that other ranks run",
                 code="support.fsdp-output-without-gradient",
                 fix="return tensors in tuples, lists or dicts, or pass --plan ddp or --plan zero1",
             )

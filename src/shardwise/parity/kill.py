@@ -137,7 +137,7 @@ def run_segment(  # noqa: PLR0917 - positions of one caller
     kill: Kill | None,
     limit: PauseLimit,
 ) -> None:
-    """Train from the newest of `checkpoints` to the end or the kill. Communicates over the world; call on every rank.
+    """Train from the newest checkpoint until the end or `kill`. Communicates over the world; call on every rank.
 
     If `checkpoints` is None, the segment starts at step 0 and saves no checkpoint. A rank without progress for longer
     than `limit` writes its location into `folder` and exits.

@@ -91,7 +91,7 @@ def measure_noise(dtype: Exact, base: Record, whole: Sequence[Record], split: Se
 
 
 def is_comparable(limits: Limits) -> bool:
-    """Return whether the noise of an fp64 job is that of fp64, and small enough for useful limits."""
+    """Return whether the noise floor of an fp64 job is as low as expected of fp64, so that limits are useful."""
     # A metric may change by a whole row because of rounding, which is unrelated to the precision of the model.
     sharp = all(limit <= LOOSEST for kind, limit in limits.kinds.items() if kind not in {"initial value", "metric"})
     return sharp and limits.first_gradient <= _LARGEST_DOUBLE

@@ -20,8 +20,7 @@ from shardwise.dist import local_world, world
 from shardwise.engines.backends import backend_row
 from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError, TrainingError
-from shardwise.launcher.local.function import run_forked
-from shardwise.launcher.mpirun import run_by_mpirun
+from shardwise.launcher.local.function import run_by_mpirun, run_forked
 from shardwise.parity.capture import Traced, trace
 from shardwise.parity.compare import Comparison, Limits, compare, strict_limits
 from shardwise.parity.masks import MaskReport, compare_masks, record_step, without_compile
@@ -94,9 +93,9 @@ class ParityRunner:
         steps: int | None = None,
         plain: bool = False,
     ) -> Record:
-        """Train under `plan` on forked ranks, or with `plain` in plain PyTorch in one process.
+        """Train under `plan` on forked ranks; if `plain` is set, train with plain PyTorch in one process instead.
 
-        For step `close_up`, every rank also writes its own tensors.
+        In step `close_up`, every rank also writes its local gradients and micro-batches.
         """
         preparation = msgspec.structs.replace(self.preparation, steps=steps or self.preparation.steps)
         folder = self._new_folder()

@@ -246,7 +246,7 @@ def _verify_by_value(runner: ParityRunner, name: str, plan: Plan, precision: Exa
 
 
 def _casts_inside(runner: ParityRunner, comparison: Comparison) -> bool:
-    """Return whether the gaps in fp64 are as small as the noise of a model that casts to a lower precision."""
+    """Return whether rounding in a model that casts to a lower precision can explain the differences in fp64."""
     first = comparison.first
     return first is not None and may_be_noise(first) and computes_in_less(runner.noise("fp64"))
 

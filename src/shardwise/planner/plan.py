@@ -64,7 +64,7 @@ class PlanSpec(Spec, frozen=True, kw_only=True):
 
 
 class PlanReport(Report, frozen=True, kw_only=True):
-    """The plans that fit, with predicted memory and time, why others do not fit, and the best plan."""
+    """The plans that fit, with predicted memory and time; the best plan; and the reasons why other plans do not fit."""
 
     spec: PlanSpec
     subject: Subject

@@ -18,7 +18,7 @@ from shardwise.job.load import job_parameters, literal, parse_overrides, replace
 from shardwise.job.optimizers import SGD, AdamW
 from shardwise.job.schedules import Constant, Cosine, Linear
 from shardwise.planner.search.subject import choose_precision, search_plan
-from shardwise.plans.batch import fill_pipeline, split_batch
+from shardwise.plans.pipeline import fill_pipeline, split_batch
 from shardwise.plans.plan import Plan, Precision, preset_degrees
 from shardwise.plans.toml import read_plan
 

@@ -12,8 +12,12 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from shardwise.errors import LayoutError, PlanError, nearest
 from shardwise.layout import AXES, Layout, parse_layout
-from shardwise.plans.batch import fill_pipeline, refit_batch, split_batch
-from shardwise.plans.pipeline import ScheduleName  # noqa: TC001 - read at run time by check_types
+from shardwise.plans.pipeline import (
+    ScheduleName,
+    fill_pipeline,
+    refit_batch,
+    split_batch,
+)
 
 # Presets: the degrees of parallelism and the ZeRO stage of each named plan.
 

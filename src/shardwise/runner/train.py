@@ -37,9 +37,8 @@ from shardwise.runner.local import (
     worker_launch,
     write_run_inputs,
 )
-from shardwise.runner.observers import Follower, following, start_guard
+from shardwise.runner.observers import Follower, TrainReport, conclude, following, read_result, start_guard
 from shardwise.runner.remote import start_by_slurm, start_remote
-from shardwise.runner.report import TrainReport, conclude, read_result
 from shardwise.runs import RunDirectory, create_run, share_run
 from shardwise.runs.console import echo, echo_error
 from shardwise.runs.failure import describe_failure, write_failure

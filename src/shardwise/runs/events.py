@@ -195,7 +195,7 @@ class LaunchLog:
         self._write("verdict", text=text)
 
     def note(self, text: str) -> None:
-        """Record a change of the run's nodes."""
+        """Record a change in the set of nodes of the run."""
         self._write("note", text=text)
 
     def finish(self, state: str, *, restarts: int) -> None:

@@ -33,7 +33,7 @@ from shardwise.parallel.sharded import DTYPES, LOWER, ReducedList
 from shardwise.parallel.tensor_gradients import reject_unequal, unequal_gradients
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import broadcast_values
-from shardwise.plans.batch import split_batch
+from shardwise.plans.pipeline import split_batch
 from shardwise.training.build import make_mesh_context
 from shardwise.training.preflight import check_own_loop
 from shardwise.training.step.plain import OptimizerStep

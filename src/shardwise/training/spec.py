@@ -53,7 +53,7 @@ class SaveSpec(Spec, frozen=True, kw_only=True):
 
 
 class TrainSpec(Spec, frozen=True, kw_only=True):
-    """The options of `shardwise train`: a job on one or many processes."""
+    """The options of `shardwise train`, which trains a job on one or more processes."""
 
     command: ClassVar[str] = "train"
 

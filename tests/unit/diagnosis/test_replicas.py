@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.diagnosis.guard.replicas import ReplicaWatch
-from shardwise.recorder.replicas import record_replicas
+from shardwise.recorder.start import record_replicas
 from shardwise.runs import RunDirectory
 from shardwise.runs.drift import ReplicaSpec
 from shardwise.testing import run_ranks

@@ -15,7 +15,7 @@ from shardwise.launcher.local.function import run_forked
 from shardwise.launcher.local.target import Script
 from shardwise.launcher.spec import HangSpec
 from shardwise.recorder import start_record
-from shardwise.recorder.replicas import OTHER_TRANSPORTS
+from shardwise.recorder.start import OTHER_TRANSPORTS
 from shardwise.runs import create_run
 from shardwise.runs.calls import ENOUGH_SEPARATE_STEPS
 

@@ -13,14 +13,14 @@ from env.mpi import needs_mpirun
 from refusals import refuses
 from shardwise.environment import identify
 from shardwise.errors import RankFailedError
-from shardwise.launcher.mpirun import find_mpirun, mpirun_argv, run_by_mpirun
+from shardwise.launcher.local.function import find_mpirun, mpirun_argv, run_by_mpirun
 
 pytestmark = pytest.mark.timeout(60)
 
 CALLER = """
     import os, sys, time
     from pathlib import Path
-    from shardwise.launcher.mpirun import run_by_mpirun
+    from shardwise.launcher.local.function import run_by_mpirun
 
     seen = Path(sys.argv[1])
 

@@ -13,9 +13,9 @@ from refusals import assert_refused, refuses
 from shardwise.cli.main import main
 from shardwise.layout import Layout
 from shardwise.measurement.comm.check import _cases
+from shardwise.measurement.comm.report import sweep
 from shardwise.measurement.comm.result import read_earlier
 from shardwise.measurement.comm.spec import SweepSettings
-from shardwise.measurement.comm.sweep import sweep
 from shardwise.testing import run_ranks
 
 LITTLE = {"checked_dtypes": (), "checked_operations": (), "budget_s": 0.2}

@@ -10,8 +10,7 @@ import torch
 
 from env.chromium import chromium, needs_chromium
 from refusals import refuses
-from shardwise.measurement.findings import Findings, Section, machine_facts
-from shardwise.measurement.report import markdown_of, write_report
+from shardwise.measurement.report import Findings, Section, machine_facts, markdown_of, write_report
 from shardwise.measurement.report_html import html_of
 from shardwise.plots.figures import Bars, Heat, Plot, Series, Table, axis_over
 from shardwise.plots.svg import NARROW, WIDE, colours_of, draw_bars, draw_plot

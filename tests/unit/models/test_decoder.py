@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from refusals import refuses
 from shardwise import models
-from shardwise.models.decoder import rotary_tables
+from shardwise.models.transformer import rotary_tables
 from shardwise.plans.catalogue import SIZES
 
 PUBLISHED = {

@@ -14,9 +14,8 @@ from runs.synthetic import attempt_event, empty_run, large_run, start_event, ste
 
 from refusals import refuses
 from shardwise.job import refer
-from shardwise.monitor.compare import compare_runs
 from shardwise.monitor.terminal import picture, report_of, show, show_live
-from shardwise.monitor.watch import watch
+from shardwise.monitor.watch import compare_runs, watch
 from shardwise.plots.figures import bounds, draw_curve
 from shardwise.runs.events import launch_log
 from shardwise.runs.failure import describe_failure

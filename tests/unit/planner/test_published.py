@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from refusals import refuses
 from shardwise import models
 from shardwise.measurement.memory import LiveBytes
-from shardwise.models.decoder import Block, Decoder, rotary_tables
+from shardwise.models.transformer import Block, Decoder, rotary_tables
 from shardwise.parallel.recompute import recompute_block
 from shardwise.parallel.tensor_rules import split_dim, styles_by_name
 from shardwise.planner.model import operators

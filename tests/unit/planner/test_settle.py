@@ -5,7 +5,7 @@ import pytest
 from refusals import refuses
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Plan
-from shardwise.plans.batch import BatchSplit, refit_batch, split_batch
+from shardwise.plans.pipeline import BatchSplit, refit_batch, split_batch
 from shardwise.plans.toml import plan_to_toml
 
 H200 = LocalDevice(kind="cuda", has_bf16=True, name="H200")

@@ -11,7 +11,7 @@ import shardwise as sw
 from shardwise.checkpoint.convert.convert import convert
 from shardwise.checkpoint.spec import ConvertSpec
 from shardwise.cli.main import main
-from shardwise.runner.report import read_result
+from shardwise.runner.observers import read_result
 from shardwise.runs import RunDirectory
 from shardwise.runs.state import RunState
 from shardwise.testing import run_ranks

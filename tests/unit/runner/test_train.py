@@ -14,7 +14,7 @@ from refusals import refuses
 from shardwise.cli.main import main
 from shardwise.job import refer
 from shardwise.runner.local import open_run, write_run_inputs
-from shardwise.runner.report import TrainReport, read_result
+from shardwise.runner.observers import TrainReport, read_result
 from shardwise.runs import RunDirectory
 from shardwise.testing import run_ranks
 from shardwise.training.spec import TrainSpec

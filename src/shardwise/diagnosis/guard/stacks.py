@@ -122,12 +122,12 @@ def _position(stack: Stack) -> tuple[object, ...]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU time used by a process and its running descendants; 0 if it is not accessible."""
+    """Return the CPU seconds used by a process and its running descendants; inaccessible processes count as 0."""
     return sum(map(_process_cpu, _descendants(pid)))
 
 
 def io_bytes(pid: int) -> int:
-    """Return the bytes read and written by a process and its running descendants; 0 if they are not accessible."""
+    """Return the bytes read and written by a process and its running descendants; inaccessible processes count as 0."""
     return sum(map(_process_io, _descendants(pid)))
 
 

@@ -171,13 +171,13 @@ def _check_offload(plan: Plan) -> None:
         return
     if plan.zero != 3:
         raise PlanError(
-            f"plan offloads to nvme with zero = {plan.zero}, but DeepSpeed would silently offload to the CPU",
+            f"the plan offloads to NVMe with zero = {plan.zero}, but DeepSpeed would silently offload to the CPU",
             code="support.deepspeed-nvme-stage",
             fix="use --plan zero3 on 2 ranks or more",
         )
     if offload.parameters == "nvme" and plan.precision.compute != "bf16":
         raise PlanError(
-            f"plan offloads {plan.precision.compute} parameters to nvme, but DeepSpeed stores them in bf16",
+            f"the plan offloads {plan.precision.compute} parameters to NVMe, but DeepSpeed stores them in bf16",
             code="support.deepspeed-nvme-dtype",
             fix='use precision bf16, or offload.parameters = "cpu"',
         )

@@ -23,13 +23,13 @@ from shardwise.engines.deepspeed.json_keys import (
 )
 from shardwise.errors import PlanError, nearest
 from shardwise.layout import Layout
-from shardwise.plans.batch import split_batch
+from shardwise.plans.pipeline import split_batch
 from shardwise.plans.plan import Communication, Offload, Plan, Precision
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardwise.plans.batch import BatchSplit
+    from shardwise.plans.pipeline import BatchSplit
     from shardwise.plans.plan import DType
 
 AUTO = "auto"

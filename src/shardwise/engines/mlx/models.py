@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import JobError, MissingExtraError, nearest
-from shardwise.models.decoder import INIT_STD
 from shardwise.models.resnet import STEMS, WIDTHS
+from shardwise.models.transformer import INIT_STD
 from shardwise.plans.catalogue import DecoderConfig, decoder_config, override
 
 try:
@@ -62,7 +62,7 @@ class MlxDecoder(nn.Module):  # type: ignore[misc]  # mlx is not followed
         num_tokens = tokens.shape[1]
         if num_tokens > self.config.context:
             raise JobError(
-                f"sequences have {num_tokens} tokens, but the decoder's context is {self.config.context}",
+                f"sequences have {num_tokens} tokens, but the decoder's context length is {self.config.context}",
                 code="model.context-exceeded",
                 fix=f"use context={num_tokens} or shorter sequences",
             )

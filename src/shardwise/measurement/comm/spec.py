@@ -77,9 +77,9 @@ TYPES = {
 
 
 def count_of(name: str, num_bytes: int, itemsize: int, ranks: int) -> int:
-    """Return the column count for about `num_bytes`: elements of a rank's shard, or of a tensor that is not split.
+    """Return the value of column `count` for about `num_bytes`: elements of a rank's shard, or of an unsplit tensor.
 
-    Rounded down as in nccl-tests (shards to 16 bytes), but at least 1; 0 for collectives without data.
+    The count is rounded down as in nccl-tests (shards to 16 bytes) to at least 1; 0 for collectives without data.
     """
     kind = KINDS[name]
     if kind.traffic == "none":
@@ -91,7 +91,7 @@ def count_of(name: str, num_bytes: int, itemsize: int, ranks: int) -> int:
 
 
 def size_of(name: str, count: int, itemsize: int, ranks: int) -> int:
-    """Return the column size in bytes: the larger of the bytes that one rank sends and receives."""
+    """Return the value of column `size`: the larger of the bytes that one rank sends and receives."""
     return count * itemsize * (ranks if KINDS[name].is_split else 1)
 
 
@@ -160,7 +160,7 @@ def read_names(given: str | Iterable[str], known: Iterable[str], what: str) -> t
             raise InputError(f"{what} {name!r} does not exist", code="bench.unknown-choice", fix=nearest(name, known))
     if not names:
         raise InputError(
-            f"the list of names for {what} is empty", code="bench.nothing-named", fix=f"use any of {', '.join(known)}"
+            f"at least one {what} is required", code="bench.nothing-named", fix=f"use any of {', '.join(known)}"
         )
     return names
 

@@ -111,7 +111,7 @@ def _rank_memory(own: RankState, context: float) -> Memory:
 
 
 def _moments(own: RankState, *, on_gpu: bool) -> list[tuple[str, dict[str, float]]]:
-    """Return every moment that can be the peak: its phase, and the allocations then by kind."""
+    """Return the candidates for peak memory: the phase of each, and its allocated bytes by kind."""
     rest = own.at_rest(on_gpu=on_gpu)
     found = [_update(own, rest)]
     for index, share in enumerate(own.shares):

@@ -148,7 +148,7 @@ class _Route(NamedTuple):
 
     @property
     def bus(self) -> float:
-        """Bytes per second of a ring through all ranks, which uses the network cards of all ranks of a node."""
+        """Bus bandwidth in bytes/s of a ring over all ranks; between nodes, it uses the NICs of all ranks of a node."""
         return self.inside if self.nodes == 1 else min(self.inside, self.outside * self.per_node)
 
 

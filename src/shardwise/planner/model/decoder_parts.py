@@ -106,7 +106,7 @@ def _last(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
 
 
 def _norm(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
-    """Return the norm of all tokens, which column-parallel layers need under sequence parallelism, too."""
+    """Record a norm that outputs all tokens: column-parallel layers need them even under sequence parallelism."""
     elements = Amount(whole=length * config.width)
     return op.norm(tape, x, elements, config.width, kind="layer" if config.family == "gpt2" else "rms")
 

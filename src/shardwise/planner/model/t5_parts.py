@@ -149,7 +149,7 @@ class _T5:
         return op.multiply_by_weight(tape, x, self.width)
 
     def make_bias(self, tape: Tape, num_tokens: int) -> Value:
-        """Record the relative attention bias, an embedding by bucket, which saves its indices as int64."""
+        """Record the relative attention bias: an embedding lookup by bucket that saves int64 indices for backward."""
         distances = tape.store(Amount(fixed=op.INDEX * num_tokens**2))
         numel = BUCKETS * self.heads
         return op.embed(tape, Amount(fixed=self.heads * num_tokens**2), numel, indices=distances)

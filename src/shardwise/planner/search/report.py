@@ -243,7 +243,7 @@ def _cells(candidate: Candidate) -> list[str]:
 
 
 def _best_lines(answer: Answer, best: Candidate) -> list[str]:
-    """Return memory and time of the chosen plan by part, and the origin of the rates."""
+    """Return the memory and time breakdown of the chosen plan, and the source of the rates."""
     memory, time = best.memory, best.time
     fused = " · loss fused with the head" if best.plan.fused_loss else ""
     at_peak = {**memory.at_peak, "allocator and context": memory.total - memory.peak}

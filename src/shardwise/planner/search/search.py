@@ -215,7 +215,7 @@ class _Search:
         return self.question.has_capacity(memory) and not refused_by_rule(self.question, plan)
 
     def _ordered(self) -> list[tuple[float, ChoiceGroup]]:
-        """Return all groups with the lower bound of their time, in ascending order of it."""
+        """Return all groups with a lower bound on their step time, sorted by that bound."""
         question = self.question
         found = groups(
             question.model.plain, question.cluster.num_devices, question.cluster.devices_per_node, question.batch_size

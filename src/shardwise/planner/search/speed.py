@@ -1,20 +1,18 @@
 """The speed options of `--plan auto` on GPUs: compilation and a CUDA graph, chosen by the time that they save.
 
-The search compares plans that run eagerly, because compilation changes the order of few of them. This file then adds
-what makes the chosen plan faster without changing its results: torch.compile of the model with its loss on one rank,
-or of each block on several, and on one rank the capture of the step as a CUDA graph. Compilation takes time at the
-start, so a short job stays eager: the seconds saved in all steps must exceed the seconds of compilation.
+The search compares eager plans. This file adds what makes the chosen plan faster with the same results: torch.compile
+of the model with its loss on one rank, or of each block on several, and on one rank the capture of the step as a CUDA
+graph. A short job stays eager: the seconds saved in all steps must exceed the seconds of compilation.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
 from shardwise.data.loaders import dataset_length, dataset_of
-from shardwise.errors import ShardwiseError
 from shardwise.planner.search.search import refused_by_rule
 from shardwise.plans.pipeline import SCHEDULES
 from shardwise.training.evaluate import training_length
@@ -33,82 +31,57 @@ LEAST_GAIN = 0.01
 """Fraction of a step below which a predicted gain is within model error."""
 
 
-class SpeedChoice(NamedTuple):
-    """A field of the plan, its value, and the reason for it."""
-
-    field: str
-    value: str
-    reason: str
-
-
 def with_speed_options(job: Job, plan: Plan, question: Question) -> Plan:
-    """Return the plan with the compilation and capture that make this job faster; sources have the reasons."""
-    for choose in (_choose_compile, _choose_capture):
-        choice = choose(job, plan, question)
-        if choice is not None:
-            sources = {**plan.sources, choice.field: choice.reason}
-            changes: dict[str, Any] = {choice.field: choice.value}
-            plan = dataclasses.replace(plan, sources=sources, **changes)
-    return plan
+    """Return the plan with the compilation and capture that make this job faster; `sources` has the reasons."""
+    if len(set(sampled_forms(job, plan.micro_batch))) > 1:
+        return _with(plan, "compile", "none", "eager, since the shapes of batches change")
+    plan = _with(plan, "compile", *_choose_compile(job, plan, question))
+    is_capturable = plan.layout.world_size == 1 and plan.offload.optimizer == "none" and job.masks != "keyed"
+    if not is_capturable or refused_by_rule(question, dataclasses.replace(plan, capture="step")):
+        return plan
+    _, gain = _predicted_gain(question, plan, capture="step")
+    if gain < LEAST_GAIN:
+        return plan
+    return _with(plan, "capture", "step", f"one CUDA graph, {gain:.0%} of a step saved (predicted)")
 
 
-def _choose_compile(job: Job, plan: Plan, question: Question) -> SpeedChoice | None:
-    kind = "model" if plan.layout.world_size == 1 else "blocks"
-    if SCHEDULES[plan.pipeline.schedule].splits_backward and plan.layout.pp > 1:
-        return None
-    if has_changing_shapes(job, plan):
-        return SpeedChoice("compile", "none", "auto: eager, since the shapes of batches change")
-    refusal = refused_by_rule(question, dataclasses.replace(plan, compile=kind))  # type: ignore[arg-type]
+def _with(plan: Plan, field: str, value: str, reason: str) -> Plan:
+    changes: dict[str, Any] = {field: value, "sources": {**plan.sources, field: f"auto: {reason}"}}
+    return dataclasses.replace(plan, **changes)
+
+
+def _choose_compile(job: Job, plan: Plan, question: Question) -> tuple[str, str]:
+    """Return the value of `compile` and the reason."""
+    kind: Any = "model" if plan.layout.world_size == 1 else "blocks"
+    refusal = refused_by_rule(question, dataclasses.replace(plan, compile=kind))
+    if plan.layout.pp > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward:
+        refusal = f"schedule {plan.pipeline.schedule} splits backward passes"
     if refusal:
-        return SpeedChoice("compile", "none", f"auto: eager, since {refusal}")
+        return "none", f"eager, since {refusal}"
     saved_s, gain = _predicted_gain(question, plan, compile=kind)
     if gain < LEAST_GAIN:
-        return None
+        return "none", "eager, since compilation saves less than model error"
     compile_s = COMPILE_S[kind] + (COMPILE_BLOCK_S * question.model.plain.num_blocks if kind == "model" else 0.0)
     num_steps = count_steps(job)
     if num_steps is not None and num_steps * saved_s < compile_s:
-        reason = f"auto: eager, since {num_steps} steps save {num_steps * saved_s:.0f} s of about {compile_s:.0f} s"
-        return SpeedChoice("compile", "none", f"{reason} of compilation")
+        return "none", f"eager, since {num_steps} steps save {num_steps * saved_s:.0f} s of about {compile_s:.0f} s"
     what = "model and loss in one graph" if kind == "model" else "each block, and the loss"
-    reason = f"auto: {what}, {gain:.0%} of a step saved (predicted), about {compile_s:.0f} s of compilation"
-    return SpeedChoice("compile", kind, reason)
-
-
-def _choose_capture(job: Job, plan: Plan, question: Question) -> SpeedChoice | None:
-    is_possible = plan.layout.world_size == 1 and plan.offload.optimizer == "none" and job.masks != "keyed"
-    if not is_possible or has_changing_shapes(job, plan):
-        return None
-    if refused_by_rule(question, dataclasses.replace(plan, capture="step")):
-        return None
-    _, gain = _predicted_gain(question, plan, capture="step")
-    if gain < LEAST_GAIN:
-        return None
-    return SpeedChoice("capture", "step", f"auto: one CUDA graph, {gain:.0%} of a step saved (predicted)")
+    return kind, f"{what}, {gain:.0%} of a step saved (predicted), about {compile_s:.0f} s of compilation"
 
 
 def _predicted_gain(question: Question, plan: Plan, **changes: Any) -> tuple[float, float]:
     """Return the seconds and the fraction of a step that changed fields save."""
-    time = question.time_model()
-    changed = dataclasses.replace(plan, **changes)
+    time, changed = question.time_model(), dataclasses.replace(plan, **changes)
     before = time.predict(question.model.for_plan(plan), plan).seconds
-    after = time.predict(question.model.for_plan(changed), changed).seconds
-    return before - after, (before - after) / before
-
-
-def has_changing_shapes(job: Job, plan: Plan) -> bool:
-    """Return whether a few micro-batches, spread over the dataset, differ in shape; False for a stream."""
-    return len(set(sampled_forms(job, plan.micro_batch))) > 1
+    saved = before - time.predict(question.model.for_plan(changed), changed).seconds
+    return saved, saved / before
 
 
 def count_steps(job: Job) -> int | None:
-    """Return the number of optimizer steps of a job; None if its dataset cannot be read here."""
+    """Return the number of optimizer steps of a job; None for a stream without Job.steps."""
     if job.steps is not None:
         return job.steps
-    try:
-        dataset = dataset_of(job, "train")
-        if dataset is None or isinstance(dataset, IterableDataset):
-            return None
-        steps_per_epoch = -(-dataset_length(dataset) // job.batch_size)
-        return training_length(job, dataset, steps_per_epoch).num_steps
-    except ShardwiseError:
+    dataset = dataset_of(job, "train")
+    if dataset is None or isinstance(dataset, IterableDataset):
         return None
+    return training_length(job, dataset, -(-dataset_length(dataset) // job.batch_size)).num_steps

@@ -274,7 +274,7 @@ _FIX = "iterate over step.feed, or select samples by plan.layout.data_index(worl
 
 
 class PeerBatches:
-    """Compares the batches of the first steps over model-parallel ranks."""
+    """Compares the batches of model-parallel ranks in the first steps."""
 
     def __init__(self, group: dist.ProcessGroup, token_shard: Callable[[Any], Any] | None) -> None:
         """Create the check over the host group of the peers; `token_shard` slices this rank's tokens under cp."""
@@ -300,7 +300,7 @@ class PeerBatches:
         reject_ranks(different, f"a different batch than rank {first}", code="data.peer-batches-differ", fix=_FIX)
         reject_ranks(
             unsliced,
-            "a batch that is not the rank's slice of the tokens, as cp requires",
+            "a batch other than the rank's slice of the tokens, which cp requires",
             code="data.peer-tokens-unsliced",
             fix=_FIX,
         )

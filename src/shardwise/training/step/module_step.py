@@ -252,7 +252,7 @@ def adapter_facts(model: nn.Module) -> dict[str, Any] | None:
 
 
 def user_module(model: nn.Module) -> nn.Module:
-    """Return the module of the user whose submodules `model` has: without DDP's wrapper, and of the first stage."""
+    """Return the user's module from which `model` was built: unwrapped from DDP and, with pp, of the first stage."""
     module = unwrap(stages_of(model)[0])
     found: nn.Module = vars(module).get("_user_module", module)
     return found

@@ -1,14 +1,28 @@
-"""Decoder-only transformer with the architecture of GPT-2 or Llama."""
+"""Transformers: decoders with the architecture of GPT-2 or Llama, and T5 and ByT5 (extra [hf])."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own custom
 from torch import Tensor, nn
 
-from shardwise.errors import JobError
-from shardwise.plans.catalogue import DecoderConfig, decoder_config, override
+from shardwise.errors import JobError, MissingExtraError, nearest
+from shardwise.plans.catalogue import (
+    BYT5_COMMON,
+    BYT5_SIZES,
+    T5_COMMON,
+    T5_SIZES,
+    DecoderConfig,
+    decoder_config,
+    override,
+)
 from shardwise.torch_private.distributed import graph_break
+
+if TYPE_CHECKING:
+    from transformers import T5ForConditionalGeneration
+
 
 INIT_STD = 0.02
 """Standard deviation of initial weights in GPT-2; residual projections use it divided by sqrt(2 x layers)."""
@@ -76,7 +90,7 @@ class Decoder(nn.Module):
         num_tokens = tokens.shape[1]
         if num_tokens > self.config.context:
             raise JobError(
-                f"sequences have {num_tokens} tokens, but the decoder's context is {self.config.context}",
+                f"sequences have {num_tokens} tokens, but the decoder's context length is {self.config.context}",
                 code="model.context-exceeded",
                 fix=f"set context={num_tokens}, or use shorter sequences",
             )
@@ -192,3 +206,37 @@ def _norm(config: DecoderConfig) -> nn.Module:
     if config.family == "gpt2":
         return nn.LayerNorm(config.width, eps=config.norm_eps)
     return nn.RMSNorm(config.width, eps=config.norm_eps)
+
+
+def t5(name: str = "t5-small", **overrides: Any) -> T5ForConditionalGeneration:
+    """Return a newly initialized T5 of a published size; `overrides` replace fields of its T5Config.
+
+    With `input_ids` and `labels` (-100 is ignored) as inputs, the `loss` of its output is the mean over the labels.
+    """
+    return _build("t5", name, T5_SIZES, T5_COMMON, overrides)
+
+
+def byt5(name: str = "byt5-small", **overrides: Any) -> T5ForConditionalGeneration:
+    """Return a newly initialized ByT5 of a published size; `overrides` replace fields of its T5Config.
+
+    A token is a byte + 3; 0 is padding, 1 the end of sequence and 2 unknown. `labels` and `loss` are as in `t5`.
+    """
+    return _build("byt5", name, BYT5_SIZES, BYT5_COMMON, overrides)
+
+
+def _build(
+    kind: str, name: str, sizes: dict[str, dict[str, Any]], common: dict[str, Any], overrides: dict[str, Any]
+) -> T5ForConditionalGeneration:
+    if name not in sizes:
+        raise JobError(f"{kind} {name!r} is unknown", code="model.unknown-name", fix=nearest(str(name), sizes))
+    settings = common | sizes[name]
+    for key in overrides:
+        if key not in settings:
+            raise JobError(
+                f"{kind} setting {key!r} is unknown", code="model.unknown-setting", fix=nearest(key, settings)
+            )
+    try:
+        from transformers import T5Config, T5ForConditionalGeneration
+    except ImportError as error:
+        raise MissingExtraError.of(f"models.{kind}", "hf") from error
+    return T5ForConditionalGeneration(T5Config(**settings | overrides))
