@@ -94,18 +94,21 @@ def text_job(config: DecoderConfig, rows: int, steps: int) -> sw.Job:
     )
 
 
-def race_launch(world: sw.World, rounds: int) -> None:
-    """A step that is bound by launches."""
-    size = 20
-    job = sw.Job(
+def mlp_job(steps: int) -> sw.Job:
+    return sw.Job(
         model=mlp,
         data=lambda split: Points() if split == "train" else None,
         loss=sw.losses.cross_entropy,
         optimizer=sw.adamw(lr=RATE, weight_decay=0.0),
         batch_size=64,
-        steps=size * (rounds + 1),
+        steps=steps,
     )
-    race = Race(job, world, cross_entropy)
+
+
+def race_launch(world: sw.World, rounds: int) -> None:
+    """A step that is bound by launches."""
+    size = 20
+    race = Race(mlp_job(size * (rounds + 1)), world, cross_entropy)
     setups = {
         "hand-written": race.hand_written,
         "hand-written compiled": lambda: race.hand_written("model"),

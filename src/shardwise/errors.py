@@ -58,7 +58,7 @@ class HardwareError(InputError):
 
 
 class WorldError(InputError):
-    """A process group cannot be started with the given arguments."""
+    """A process group cannot be initialized with the given arguments."""
 
 
 class DataError(InputError):

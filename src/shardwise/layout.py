@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def folded(self) -> Layout:
-        """The layout of parameters, gradients and optimizer states, for which cp peers are shards too."""
+        """This layout with cp folded into shard, for parameters, gradients and optimizer states."""
         return replace(self, shard=self.shard * self.cp, cp=1)
 
     def coordinate(self, rank: int) -> Coordinate:

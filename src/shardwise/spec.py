@@ -112,7 +112,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Return the Spec of the JSON of `to_json`."""
+        """Return the Spec from the JSON that `to_json` returned."""
         return msgspec.json.decode(text, type=cls, dec_hook=_convert_path)
 
     def replace(self, **changes: Any) -> Self:

@@ -1,6 +1,6 @@
 """Asynchronous checkpointing: training blocks only for the copy to host memory, and a thread writes the copy to disk.
 
-Invariant: no rank raises alone. If the copy fails on one rank, its thread reports the error in the collective of the
+Invariant: no rank raises alone. If the copy fails on one rank, its thread reports the error in the collective
 write, and every rank raises the same error at the next call.
 """
 

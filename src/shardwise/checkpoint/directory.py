@@ -53,7 +53,7 @@ class CheckpointDirectory:
         return self.named(LATEST)
 
     def named(self, file: str) -> Path | None:
-        """Return the checkpoint named in the file `latest` or `best`, or None if either does not exist."""
+        """Return the checkpoint named in a file, `latest` or `best`; None if the file or the checkpoint is missing."""
         try:
             name = read_regular(self.path / file, max_bytes=64).decode("ascii", errors="replace")
         except (OSError, DamagedError):

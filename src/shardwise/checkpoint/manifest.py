@@ -1,8 +1,8 @@
 """The manifest of a checkpoint (tensors, shard files, checksums) and the assignment of shards to ranks.
 
 Deduplication and resharding use the planners of torch.distributed.checkpoint. The offsets of a shard are computed here:
-torch applies the placements from left to right, which is wrong if a dimension is sharded unevenly by tp and then by
-shard, such as the 50,257 rows of the GPT-2 embedding on shard4 x tp2.
+torch applies the placements from left to right, which is wrong if a dimension is sharded unevenly, first by axis tp and
+then by axis shard, such as the 50,257 rows of the GPT-2 embedding on shard4 x tp2.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ def propose(tensors: Mapping[str, Tensor]) -> WriteProposal:
 
 
 def assign(proposals: Sequence[WriteProposal]) -> tuple[list[list[str]], dict[str, Form]]:
-    """Return the tensor names that each rank writes (each shard is written once), and the form of every tensor."""
+    """Return the tensor names that each rank writes (each shard is written once), and each tensor's dtype and shape."""
     forms: dict[str, Form] = {}
     for proposal in proposals:
         for name, form in proposal.forms.items():

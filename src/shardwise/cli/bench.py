@@ -42,7 +42,7 @@ def _outputs(call: Callable[..., int]) -> Callable[..., int]:
 
 
 def _measure(spec: Spec, *, as_json: bool, report: Path | None, **outputs: Callable[[Any], Any]) -> int:
-    """Run a benchmark, print its report, and pass the report to each of `outputs`; on rank 0 only."""
+    """Run a benchmark; on rank 0, print its report and pass the report to each of `outputs`."""
     if report is not None:
         from shardwise.measurement.report import check_report_path  # imports torch
 
@@ -103,7 +103,7 @@ def p2p(spec: P2pSpec, *, as_json: bool, report: Path | None) -> int:
 @_outputs
 @click.option("--out", type=_FILE, help="Write the plan with the recommended settings to this .toml file.")
 def overlap(spec: OverlapSpec, *, as_json: bool, report: Path | None, out: Path | None) -> int:
-    """Measure steps of the job in JOB.py with communication, without it, and of communication alone."""
+    """Measure steps of the job in JOB.py with and without communication, and communication alone."""
     if out is None:
         return _measure(spec, as_json=as_json, report=report)
     if out.suffix != ".toml" or not out.parent.is_dir():

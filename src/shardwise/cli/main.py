@@ -34,7 +34,7 @@ class LazyGroup(click.Group):
     """A group of subcommands, each added to this group or found as `command` in its own module."""
 
     def __init__(self, *args: Any, parts: Mapping[str, str], prefix: str = "", **more: Any) -> None:
-        """Create a group of `parts` (name -> summary), whose modules are shardwise.cli.PREFIXNAME."""
+        """Create a group of the subcommands `parts` (name -> summary), in the modules shardwise.cli.{prefix}{name}."""
         super().__init__(*args, **more)
         self._parts, self._prefix = parts, prefix
 
@@ -67,7 +67,7 @@ class LazyGroup(click.Group):
 
 
 _RANK_0_WAIT_S = 10.0
-"""How much later than other ranks rank 0 may find the same error, since ranks that share few cores start slowly."""
+"""Seconds that other ranks wait for rank 0 to report the same error; ranks that share few cores start slowly."""
 
 _JOB = "JOB.py"
 """Placeholder for the job file in fixes of packages that do not know the command line."""
@@ -215,7 +215,7 @@ def spec_options(
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Decorate a command with an option for each field of a Spec, except `without`; pass it the Spec.
 
-    Options of the command line only, such as `--json`, are added by click and passed by name.
+    Options that exist on the command line only, such as `--json`, are added by click and passed by name.
     """
     fields = {name: field for name, field in flat_fields(kind).items() if name not in without}
 
@@ -263,7 +263,7 @@ def _parameter(name: str, field: FlatField) -> Callable[[Callable[..., int]], Ca
 
 
 def _checked(field: FlatField, value: Any) -> Any:
-    """Validate the value of a section while parsing, before click reports a missing script instead."""
+    """Validate a value of a section during parsing; otherwise click would report a missing script first."""
     field.section_default.replace(**{field.name: value})
     return value
 

@@ -28,8 +28,8 @@ def command(spec: VerifySpec, *, propose: bool, as_json: bool, markdown: Path | 
     """Train the job in JOB.py under each plan and in a single process, and compare losses, gradients and weights.
 
     With --propose-rules: find tensor-parallel rules for a model without rules, verify them, and print them as Python.
-    With --resume: kill the job, resume it on other ranks, and compare samples, losses and weights with an uninterrupted
-    run.
+    With --resume: kill the job, resume it on a different number of ranks or under a different plan, and compare
+    samples, losses and weights with an uninterrupted run.
     """
     refuse_started_ranks("verify starts its own ranks")
     _check_files(markdown, out, propose=propose)

@@ -54,7 +54,7 @@ class StepBatch(msgspec.Struct, frozen=True, gc=False):
 
     micro_batches: list[MicroBatch]
     denominator: float
-    """Loss normalizer over all data-parallel ranks; with `sync_every`, this replica's times the number of replicas."""
+    """Loss normalizer over all data-parallel ranks; with `sync_every`, this replica's value x number of replicas."""
     samples: int
     """Number of samples over all data-parallel ranks, without padding."""
     cursor: Cursor

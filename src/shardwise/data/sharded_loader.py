@@ -40,7 +40,7 @@ class ReadOptions:
     num_workers: int = 0
     seed: int = 0
     accumulation: int = 1
-    """Number of batches of an optimizer update."""
+    """Number of batches per optimizer update."""
 
     def __post_init__(self) -> None:
         if self.accumulation < 1:
@@ -111,9 +111,10 @@ class ShardedLoader:
 
     Back-propagate `loss * loader.scale`, where `loss` is the mean over the rows of the current batch: the gradient is
     then the mean over all samples of the update, from all ranks and all of its `accumulation` batches. `scale` is 1
-    for one batch per update that ranks split evenly. `is_update` is True for the last batch of an update, which may be
-    the last one of the epoch: call `optimizer.step()` then. Both remain valid after a resume within an epoch, whereas
-    `enumerate` restarts at 0. `epoch` is the current epoch; `sum` and `mean` combine values of the ranks.
+    if an update has one batch and ranks split it evenly. `is_update` is True for the last batch of an update, and
+    always for the last batch of an epoch: call `optimizer.step()` then. `scale` and `is_update` remain valid after a
+    resume within an epoch, whereas `enumerate` restarts at 0. `epoch` is the current epoch; `sum` and `mean` combine
+    values of the ranks.
     """
 
     def __init__(self, dataset: Any, options: ReadOptions, rank: DataRank) -> None:

@@ -24,7 +24,7 @@ FAMILIES = re.compile(
 )
 """Names of the variables that a distributed job reads."""
 _SPELLING_SIMILARITY = 0.86
-"""Minimum `difflib` ratio of a misspelled name: one wrong letter of fifteen, or two swapped letters."""
+"""Minimum `difflib` ratio of a misspelled name to a known name: at most one wrong letter in eight."""
 
 
 class Variable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

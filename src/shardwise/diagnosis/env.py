@@ -99,7 +99,7 @@ def _check_run(path: Path) -> list[Verdict]:
 
 
 _MAX_SOCKETS = 64
-"""NCCL's limit of NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD."""
+"""NCCL's limit on the product of NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD."""
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "SHARDWISE_LAUNCHED")
 
 
@@ -168,7 +168,7 @@ def infiniband_settings_apply(environ: Environ, machine: EnvironmentFacts) -> It
 
 
 def local_transports_are_enabled(environ: Environ, machine: EnvironmentFacts) -> Iterator[Verdict]:
-    """Find settings that leave only sockets for ranks of the same machine."""
+    """Find settings that leave sockets as the only transport between ranks of the same machine."""
     if environ.get("NCCL_P2P_DISABLE") == environ.get("NCCL_SHM_DISABLE") == "1" and machine.nproc > 1:
         fact = "together with NCCL_SHM_DISABLE=1, ranks of this machine communicate over the network"
         yield warn("NCCL_P2P_DISABLE", fact, "unset NCCL_P2P_DISABLE or NCCL_SHM_DISABLE")

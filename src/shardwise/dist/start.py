@@ -42,10 +42,10 @@ def world(
 ) -> World:
     """Start the process group and return the world of this rank. Communicates; call on every rank.
 
-    By default, rank and world size are those set by torchrun, SLURM, Open MPI or PMI, or else a world of one rank that
-    needs no port. The default device is the GPU of the local rank, or the CPU without a GPU or with backend mpi. The
-    default backend is nccl on CUDA and gloo on the CPU, and the default timeout is torch's. A process group that is
-    already running is adopted without communication.
+    By default, rank and world size are those set by torchrun, SLURM, Open MPI or PMI; without them, the world has one
+    rank and needs no port. The default device is the GPU of the local rank, or the CPU without a GPU or with backend
+    mpi. The default backend is nccl on CUDA and gloo on the CPU, and the default timeout is torch's. A process group
+    that is already running is adopted without communication.
     """
     if dist.is_initialized():
         return adopt_group(
@@ -265,7 +265,7 @@ def _parse(requested: str | torch.device) -> torch.device:
 
 
 def gpu_index(identity: Identity, num_visible: int, *, own_gpu: bool) -> int:
-    """Return the index of this rank's GPU; `own_gpu` if the launcher makes a different GPU visible to each rank."""
+    """Return the index of this rank's GPU; with `own_gpu`, the launcher makes a different GPU visible to each rank."""
     if own_gpu and num_visible == 1:
         return 0
     if identity.local_rank < num_visible:
@@ -324,7 +324,7 @@ def fake_world(size: int, rank: int = 0, device: str = "cpu") -> World:
 def local_world(store_path: Path, rank: int, size: int, *, timeout_s: float) -> World:
     """Start a gloo world of `size` forked processes. Communicates; call on every rank.
 
-    `store_path` is a file in a shared directory that does not exist yet.
+    `store_path` is a new file in a directory that all ranks share; the file must not exist yet.
     """
     return world(
         backend="gloo",

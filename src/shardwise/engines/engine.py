@@ -85,15 +85,15 @@ class Engine:
         """Raise InputError if the engine's models are not torch modules; `owner` and `purpose` are for the message."""
 
     def local_device(self, requested: str | None) -> LocalDevice | None:  # noqa: ARG002 - other engines use it
-        """Return the device to resolve a plan for, from --device; None means that the caller probes for GPUs."""
+        """Return the device for which to resolve a plan, given --device; None means that the caller probes for GPUs."""
         return None
 
     def world_device(self, requested: str | None) -> str | None:
-        """Return the device of the ranks' world, from --device."""
+        """Return the device of the world, given --device."""
         return requested
 
     def prepare_rank(self, backend: str | None) -> None:
-        """Set up this rank before its world of `backend` starts; call on every rank."""
+        """Set up this rank before its world starts with `backend`; call on every rank."""
 
     def build(self, job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
         """Build the Step that trains `job` under `plan`. Communicates over the world; call on every rank."""

@@ -230,8 +230,8 @@ def _corrected(base: float, neighbours: list[tuple[float, float]], uncertainty: 
     """Return `base` corrected by measured neighbours, each a pair (distance in octaves, measured / base).
 
     The correction is the geometric mean of the ratios of the nearest neighbours, weighted by distance. Distant
-    neighbours are ignored: the roofline of small products may be wrong by a factor of ten when it is right for large
-    ones.
+    neighbours are ignored: the roofline may be wrong by a factor of ten for small products even if it is right for
+    large ones.
     """
     if not neighbours:
         return listed(base, uncertainty)

@@ -33,7 +33,7 @@ def parse_cluster(text: str, extra: Path | None = None) -> Cluster:
             raise HardwareError(
                 f"cluster {text!r} has two counts",
                 code="hardware.cluster-second-count",
-                fix="write this, or 2xthis for two ranks on this machine",
+                fix="write 'this', or '2xthis' for two ranks on this machine",
             )
         return this_machine(counts[0] if counts else None, extra)
     catalogue = read_catalogue(extra)
@@ -60,7 +60,7 @@ def parse_cluster(text: str, extra: Path | None = None) -> Cluster:
 
 
 def this_machine(num_devices: int | None = None, extra: Path | None = None) -> Cluster:
-    """Return this machine as a cluster of `num_devices` GPUs (default: all), else of CPU ranks (default: 1)."""
+    """Return this machine as a cluster of `num_devices` GPUs (default: all) or, without any, CPU ranks (default: 1)."""
     catalogue, gpus = read_catalogue(extra), probe_gpus()
     if not gpus:
         return _cpu_cluster(catalogue, num_devices or 1)
@@ -211,7 +211,7 @@ class Catalogue:
         return replace(self.nodes[device.node], device=device)
 
     def identify(self, gpu: Gpu) -> Device:
-        """Return the device with the driver's name and memory size of a GPU.
+        """Return the catalogue's device that matches the name and memory size that the driver reports for a GPU.
 
         An unknown GPU gets the rates of the most similar device, and its `assumed` is true.
         """

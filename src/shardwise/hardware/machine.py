@@ -13,7 +13,7 @@ from shardwise.units import GIB
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 _FALLBACK = {"fp8": "bf16", "bf16": "fp32", "fp16": "fp32", "tf32": "fp32", "fp64": "fp32"}
-"""dtype -> the dtype of the arithmetic on devices without hardware support for it; only storage gets smaller."""
+"""dtype -> dtype whose rate applies if hardware does not support the first; a narrow dtype then only saves memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Device:
         return "bf16" in self.flops
 
     def peak(self, dtype: str) -> float:
-        """Return the dense peak FLOP/s of a dtype, or of the next wider dtype if the hardware does not support it."""
+        """Return the dense peak FLOP/s of a dtype, or of its fallback dtype if the hardware does not support it."""
         while dtype not in self.flops:
             dtype = _FALLBACK[dtype]
         return self.flops[dtype]

@@ -160,7 +160,7 @@ def _with_ancestors(base: Path, path: str) -> list[Path]:
 
 
 def _available(folder: Path) -> list[int]:
-    """Return the bytes left below the limit of a cgroup, once per cgroup version; empty if it has no limit."""
+    """Return the bytes left below the limit of a cgroup, for each cgroup version with a limit."""
     pairs = [(_read_limit(folder / limit).strip(), _read_limit(folder / used).strip()) for limit, used in _PAIRS]
     return [int(limit) - int(used) for limit, used in pairs if limit.isdigit() and used.isdigit()]
 
@@ -188,7 +188,7 @@ def oom_kills() -> int | None:
 
 
 def _counters(memberships: str) -> list[Path]:
-    """Return the files that may contain the counter; lines are ID:CONTROLLERS:PATH, without controllers in v2."""
+    """Return the files that may count kills; `memberships` has lines ID:CONTROLLERS:PATH, without controllers in v2."""
     root, found = Path("/sys/fs/cgroup"), []
     for line in memberships.splitlines():
         _, controllers, path = line.split(":", 2)

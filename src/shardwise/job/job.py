@@ -108,7 +108,7 @@ class Job:
     """Path of a torch state dict with the initial weights."""
     schedule: Schedule = field(default_factory=Constant)
     clip_norm: float | None = None
-    """Maximum norm of the whole gradient; None disables clipping."""
+    """Maximum total norm of all gradients; None disables clipping."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     evaluate_every: int | None = None
     """Optimizer steps between evaluations of the test split (None: one epoch); the last step is always evaluated."""
@@ -126,7 +126,7 @@ class Job:
     """DataLoader worker processes per rank."""
     seed: int = 0
     masks: Masks = "drawn"
-    """Dropout masks: "drawn" by the generator of each rank, or "keyed" by sample and module, equal in any layout."""
+    """Dropout: "drawn" by a rank's generator, or "keyed" (counter-based) by sample and module, equal in any layout."""
     tensor_rules: Mapping[str, str] | str | None = None
     """Tensor-parallel styles by module name, such as {"blocks.*.attn.qkv": "column", ...}, or the path of a TOML file
     with them, which is read immediately, relative to the job file or else to the current directory; None uses the

@@ -145,15 +145,15 @@ _UNSUPPORTED = {
 """Settings of peft (0.21) that are not supported, and their effect on the model."""
 
 _KEEP_BASE = frozenset({"gaussian", "eva", "orthogonal", "mica"})
-"""Initializations of peft (0.21) that keep the frozen weights; others subtract the initial product from them."""
+"""Initializations of peft (0.21) that do not change the frozen weights; others subtract the initial B A from them."""
 
 
 def config_json(lora: Mapping[str, Any], modules: Collection[str], weights: Iterable[str]) -> bytes:
     """Return the config file for adapters of `modules`; `weights` are the names of the model's frozen weights.
 
     `lora` is the adapter metadata of a checkpoint (see Lora.facts), with the origin of the frozen weights as `base` and
-    module and name of the model's class as `class`.
-    Targets are last components, or full names if other modules have the same ones, since peft would adapt these, too.
+    the module and name of the model's class as `class`. Targets are the last components of module names, or full names
+    if modules without adapters have the same last components, since peft would adapt those modules, too.
     """
     ends = {name.rpartition(".")[2] for name in modules}
     others = {above for name in weights for above in _above(name)} - set(modules)
@@ -182,7 +182,7 @@ def _above(name: str) -> list[str]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return rank, alpha, dropout, targets and whether weights are transposed; raises JobError for other settings."""
+    """Return rank, alpha, dropout, targets and weight transposition; raises JobError for unsupported settings."""
     try:
         config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
         lora = {

@@ -63,7 +63,7 @@ class Metric:
         )
 
     def count_of(self, batch: Any, rows: int) -> float:
-        """Return the normalizer of a batch with `rows` samples, without filler rows; it is not rounded."""
+        """Return the normalizer of a batch with `rows` samples, without padding rows; it is not rounded."""
         if isinstance(self.count, str):
             return rows
         counted = self.count(batch)
@@ -84,9 +84,9 @@ class Loss(Metric):
     """The training loss, `sum / count` over the global batch, independent of the number of ranks."""
 
     by_row: bool = True
-    """Whether outputs have one entry per row, so that filler rows can be removed before the sum.
+    """Whether outputs have one entry per row, so that padding rows can be removed before the sum.
 
-    False for models that return a mean loss, whose batches have no filler rows.
+    False for models that return a mean loss, whose batches have no padding rows.
     """
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ def target_of(batch: Any, name: str) -> Any:
 
 
 def labels_of(batch: Any) -> Any:
-    """Return batch["labels"], one label or a row of labels for each sample; raises JobError if it is no tensor."""
+    """Return batch["labels"], one label or a row of labels for each sample; raises JobError if it is not a tensor."""
     try:
         found = batch["labels"]
     except (KeyError, TypeError, IndexError):
@@ -272,7 +272,7 @@ def _next_label_sum(output: Any, batch: Any) -> Any:
 
 
 def next_labels(output: Any, batch: Any) -> tuple[Any, Any]:
-    """Return the logits of a decoder and the label that follows each of them."""
+    """Return the logits of a decoder and, for each position, the label of the next position."""
     labels = labels_of(batch)[:, 1:]  # a context-parallel slice has one label more than logits
     return logits_of(output)[:, : labels.shape[1]], labels
 

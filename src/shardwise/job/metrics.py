@@ -52,13 +52,13 @@ def _num_correct(logits: Any, target: Any) -> Any:
 
 
 accuracy = Metric(sum=_correct_rows)
-"""Fraction of rows whose highest logit is the target: the last entry of a tuple, or batch["labels"] of a dict."""
+"""Fraction of rows whose highest logit is the target's: the last entry of a tuple, or batch["labels"] of a dict."""
 
 token_accuracy = Metric(sum=_correct_tokens, count=_count_tokens)
-"""Fraction of tokens whose highest logit is the target of a tuple batch; targets of -100 are ignored."""
+"""Fraction of tokens whose highest logit is that of the target in a tuple batch; targets of -100 are ignored."""
 
 label_accuracy = Metric(sum=_correct_labels, count=count_labels)
-"""Fraction of batch["labels"] (classes, masked tokens) that are the highest logit, as counted by sw.losses.labels."""
+"""Fraction of batch["labels"] (classes, masked tokens) that have the highest logit, as counted by sw.losses.labels."""
 
 next_token_accuracy = Metric(sum=_correct_next_labels, count=count_next_labels)
-"""Fraction of next tokens that are a decoder's highest logit, as counted by sw.losses.next_token."""
+"""Fraction of next tokens that have the decoder's highest logit, as counted by sw.losses.next_token."""

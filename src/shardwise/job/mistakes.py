@@ -76,7 +76,7 @@ MISTAKES = (
 
 @contextmanager
 def explained_mistakes() -> Iterator[None]:
-    """Replace errors that a known mistake in the job causes by a JobError with a fix."""
+    """Raise a JobError with a fix in place of an error that a known mistake in the job causes."""
     try:
         yield
     except (TypeError, RuntimeError, IndexError, AttributeError, AssertionError) as error:

@@ -29,7 +29,7 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine:
-    """Linear warm-up, then cosine decay to a factor of `floor`, which the last step has.
+    """Linear warm-up, then cosine decay to a factor of `floor` at the last step.
 
     With the default `floor=0`, the learning rate of the last step is 0; `floor=0.01` ends at 1 % of the learning rate.
     """
@@ -72,7 +72,7 @@ def is_torch_scheduler(value: object) -> bool:
 
 
 def check_schedule(schedule: Schedule, total: int) -> None:
-    """Raise JobError if a schedule does not return a number for (step, total), as a factory of torch schedulers."""
+    """Raise JobError unless a schedule returns a number for (step, total); a factory of torch schedulers does not."""
     fix = "pass a function (step, total) -> factor, such as sw.schedules.Cosine() or lambda step, total: 0.9**step"
     try:
         factor = schedule(0, total)

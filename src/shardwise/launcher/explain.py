@@ -33,9 +33,9 @@ _MAX_MESSAGE_CHARS = 200
 
 
 def explain_outcome(outcome: Outcome, run: RunDirectory, *, shown: Container[int] = ()) -> str:
-    """Return the report of a failed launch, which ends with the root cause; empty if no rank failed.
+    """Return the report of a failed launch, with the root cause at its end; empty if no cause is known.
 
-    `shown` contains the ranks whose standard error was already copied to the terminal; it is not printed again.
+    `shown` contains the ranks whose standard error was already copied to the terminal and is not printed again.
     """
     cause = root_cause(outcome.exits)
     if cause is None:
@@ -50,7 +50,7 @@ def explain_outcome(outcome: Outcome, run: RunDirectory, *, shown: Container[int
 
 
 def verdict(outcome: Outcome) -> str:
-    """Return the root cause of a failed launch in one sentence, with a fix if one is known; empty if no rank failed."""
+    """Return the root cause of a failed launch in one sentence, with a fix if one is known; empty without a cause."""
     cause = root_cause(outcome.exits)
     if cause is None:
         return f"{outcome.lost}, so all ranks were stopped" if outcome.lost else ""
@@ -85,14 +85,14 @@ def _is_disk_full(cause: RankExit) -> bool:
 
 
 def _recorded_error(exit_: RankExit) -> tuple[str, ...]:
-    """Return the class name and message of the exception that a rank recorded; if it has none, the end of its log."""
+    """Return the class name and message of the exception that a rank recorded, or else the end of its log."""
     if exit_.failure is None:
         return exit_.log
     return exit_.failure.kind, exit_.failure.message
 
 
 def _evidence(cause: RankExit, run: RunDirectory, *, is_shown: bool) -> str:
-    """Return the rank's traceback, its location if it was already shown, or the end of the log without a traceback."""
+    """Return the rank's traceback, or its location if it was already shown; without a traceback, the end of the log."""
     log = run.stderr(cause.rank)
     if cause.failure is not None and not cause.failure.traceback:
         return ""
@@ -120,7 +120,7 @@ _SIZES_DIFFER = re.compile(r"Received data size doesn't match expected size|gloo
 
 
 def gather_evidence(exits: Sequence[RankExit], run: RunDirectory) -> tuple[RankExit, ...]:
-    """Return the exits with logs and last collectives if any exit code is not 0; call after all ranks have exited.
+    """Return the exits, with logs and last collectives if a rank failed or was stopped; call after all ranks exited.
 
     Ranks that the launcher stopped are included, because the rank that failed may be on a different node.
     """

@@ -27,7 +27,7 @@ _CONTAINER = "node"
 _REPLICATED_JOB = "node"
 _SECRET_KEY = "secret"  # noqa: S105 - the name of a field
 _MARGIN_S = 30
-"""Seconds between the end of the ranks' shutdown timeout and the kill of the pod, for the launcher to exit."""
+"""Seconds that the launcher has to exit after the ranks' shutdown timeout, before the pod is killed."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PodsSpec:
     folder: str = ""
     """Working directory of the command; if empty, the image's default."""
     secret: str = ""
-    """Name of an existing Secret with the field "secret"; if empty, the manifests contain a new one."""
+    """Name of an existing Secret with the key "secret"; if empty, the manifests contain a new Secret."""
     retries: int = 3
     """Number of times that all nodes are restarted after a failure; preemptions are not counted."""
     to: str = ""
@@ -129,7 +129,7 @@ def manifests(spec: PodsSpec, arguments: Sequence[str], *, num_nodes: int, grace
 def _job_spec(spec: PodsSpec, pod: dict[str, Any], num_nodes: int) -> dict[str, Any]:
     """Return the spec of an indexed Job with one pod per node, which replaces failed pods.
 
-    A failed node ends the run on all nodes, so one retry may count one failure per pod. Pods that were preempted, or
+    A failed node ends the run on all nodes, so each retry may add one failure per pod. Pods that were preempted, or
     that exited after a requested checkpoint, are replaced without counting against the limit.
     """
     saved = {"containerName": _CONTAINER, "operator": "In", "values": [PREEMPTED]}

@@ -88,7 +88,7 @@ def _check_same_port(port: int | None, master_port: int | None) -> None:
 def _checked_port(port: int, *, least: int) -> int:
     if not least <= port < 1 << 16:
         raise LaunchError(
-            f"the port must be in 1 to 65535, got {port}", code="launch.port-invalid", fix="pass --master-port 29500"
+            f"the port must be from 1 to 65535, got {port}", code="launch.port-invalid", fix="pass --master-port 29500"
         )
     return port
 

@@ -78,7 +78,7 @@ class Restart:
 
 
 def _what(cause: RankExit) -> str:
-    """Return what the rank did in a few words."""
+    """Return a short description of how the rank ended."""
     if cause.failed:
         return f"failed: {cause.failure.kind if cause.failure else describe_exit(cause.returncode).partition(' (')[0]}"
     what = "destroyed its process group" if cause.left_at else "exited"
@@ -98,7 +98,7 @@ Decision = Finish | Restart | GiveUp
 def decide(
     exits: Sequence[RankExit], *, max_restarts: int, restarts: int, stop_requested: bool, by_verdict: bool = False
 ) -> Decision:
-    """Decide what to do after all ranks of an attempt have exited; `by_verdict` if an observer stopped the ranks."""
+    """Decide what to do after all ranks of an attempt exited; `by_verdict` means that an observer stopped the ranks."""
     num_preempted = sum(exit_.returncode == PREEMPTED for exit_ in exits)
     if stop_requested:  # exits after a requested stop are not failures
         return Finish(exit_code=PREEMPTED if num_preempted else 0)

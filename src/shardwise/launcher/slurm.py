@@ -35,7 +35,7 @@ _RESERVED = {
 }
 """Options of sbatch that conflict with the generated script, with the fix."""
 _SPARE_S = 30
-"""Seconds between the exit of the ranks and the time limit of the job, for the launchers and the requeue."""
+"""Seconds between the exit of the ranks and the job's time limit, in which launchers exit and the job is requeued."""
 _BEFORE_START = 128 + signal.SIGUSR1
 """Exit code of a launcher that received SIGUSR1 before it installed its signal handler."""
 _SCRIPT = """\
@@ -74,7 +74,7 @@ class BatchSpec:
     command: tuple[str, ...]
     """The launcher's command line on each node; it reads its node rank from SLURM's variables."""
     nproc: int | None
-    """Ranks per node; None if it depends on the hardware of the node."""
+    """Number of ranks per node; None if it depends on the hardware of the node."""
     run: str
     """Absolute path of the run directory, which contains the job's output and from which a requeued job resumes."""
     directives: Mapping[str, str]
@@ -89,7 +89,10 @@ class BatchSpec:
 
 
 def read_directives(text: str) -> dict[str, str]:
-    """Parse --slurm KEY=VALUE,... with sbatch's long options; a comma without KEY= or a flag is part of the value."""
+    """Parse --slurm KEY=VALUE,... with sbatch's long options.
+
+    An entry that is neither KEY=VALUE nor a flag extends the previous value, as in partition=a,b.
+    """
     found: dict[str, str] = {}
     key = ""
     for part in text.split(",") if text else ():
@@ -138,7 +141,7 @@ def gpus_per_node(directives: Mapping[str, str]) -> int | None:
 
 
 def resolve_nproc(nproc: str | None, directives: Mapping[str, str]) -> int | None:
-    """Return the ranks per node from --nproc, which may be None, and the requested GPUs.
+    """Return the number of ranks per node from --nproc, which may be None, and the requested GPUs.
 
     Returns None if the number depends on the hardware of the node. Raises LaunchError for more ranks than GPUs.
     """
@@ -170,7 +173,8 @@ def batch_script(spec: BatchSpec) -> str:
 def srun_argv(num_nodes: int | str, *, elastic: bool = False, inside: bool = False) -> list[str]:
     """Return the srun command that starts one launcher on each node of an allocation.
 
-    An `elastic` run continues after a node fails. `inside` an existing step, such as srun --pty, it shares the cores.
+    An `elastic` run continues after a node fails. `inside` means that this process is in a step, such as srun --pty,
+    whose cores the new step shares.
     """
     return [
         "srun",

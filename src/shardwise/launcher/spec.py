@@ -53,7 +53,7 @@ class SubmitSpec(Spec, frozen=True, kw_only=True):
     """Print Kubernetes manifests that run the command."""
 
     def __post_init__(self) -> None:
-        """Validate the directives first: in "--slurm train.py" the script is read as their value."""
+        """Validate the directives first: "--slurm train.py" would parse the script as the value of --slurm."""
         super().__post_init__()
         if self.slurm is not None:
             read_directives(self.slurm)
@@ -69,7 +69,7 @@ class HangSpec(Spec, frozen=True, kw_only=True):
     """The hang detector: after which time it reports a hang, and whether it stops the ranks."""
 
     after_s: Annotated[NonNegativeFloat, option("--hang-after", metavar="SECONDS")] = 10.0
-    """Report ranks that others have waited for this long; 0 disables recording and hang detection."""
+    """Report a hang if ranks wait this long for other ranks; 0 disables recording and hang detection."""
     on_hang: Literal["report", "stop"] = "report"
     """After a hang is reported: continue, or stop all ranks."""
 

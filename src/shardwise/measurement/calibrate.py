@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send")
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
-"""Bytes, from the weight of a norm to a gradient bucket."""
+"""Sizes of collectives in bytes, from the weight of a norm to a gradient bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,13 +106,13 @@ def default_nproc(name: str) -> int:
 def explain_on_ranks(
     names: tuple[str, ...], op: str, device: str | None = None, backend: str | None = None
 ) -> list[Explanation]:
-    """Open a world and explain the calls, equally on all ranks. Communicates over the world; call on every rank."""
+    """Open a world and return explanations, equal on all ranks. Communicates over the world; call on every rank."""
     with open_world(device=rank_device(device, backend), backend=backend) as world:
         return [explain_in(world, name, op) for name in names]
 
 
 def explain_in(world: World, name: str, op: str = "SUM") -> Explanation:
-    """Run one call and explain it, equally on all ranks. Communicates over the world; call on every rank."""
+    """Run one call and return its explanation, equal on all ranks. Communicates over the world; call on every rank."""
     if name == DDP:
         return explain_step(world.gather(record_step(world)))
     if name in STRATEGIES:
@@ -304,7 +304,7 @@ class StepRecord:
     gradients: Mapping[str, Any]
     updated: Mapping[str, Any]
     alone: Mapping[str, Any]
-    """The gradients of one process with the batches of all ranks."""
+    """The gradients that one process computes from the batches of all ranks."""
 
 
 @dataclass
@@ -380,7 +380,7 @@ def tiny_model(world: World) -> nn.Module:
 
 
 def batch_of(rank: int, device: torch.device) -> Tensor:
-    """Return a rank's batch, one row: 1, 2 on rank 0, 3, 4 on rank 1."""
+    """Return a rank's batch, one row: [1, 2] on rank 0, [3, 4] on rank 1."""
     return (torch.arange(2.0, device=device) + 1 + 2 * rank).unsqueeze(0)
 
 

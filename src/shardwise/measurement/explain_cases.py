@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Run = Callable[[World, str], tuple[Any, Any]]
 
 LATE_S = 0.05
-"""Seconds by which each rank arrives at the barrier after the previous rank."""
+"""Seconds between the arrivals of successive ranks at the barrier."""
 _WRONG_DTYPE = "torch.zeros({count}) is float32 and {tensor} is int64:"
 _ABORTS = "the ranks abort or read bytes of the other kind. Give the buffer the sender's dtype."
 _RAISES = "torch raises ValueError. Give the buffer the input's dtype."
@@ -47,7 +47,7 @@ class ExplainedCall:
 
 
 def numbers(world: World, op: str = "SUM") -> Tensor:
-    """Return this rank's two numbers: 1, 2 on rank 0, 3, 4 on rank 1; floating-point for AVG."""
+    """Return this rank's two numbers: [1, 2] on rank 0, [3, 4] on rank 1; floating-point for AVG."""
     return torch.arange(2, device=world.device, dtype=_dtype(op)) + 1 + 2 * world.rank
 
 

@@ -40,7 +40,7 @@ class ExplainedStrategy:
     sentence: str
     call: str
     run: Callable[[World], tuple[list[ExplainedMoment], bool]]
-    """Runs the step; returns its moments and whether the weights are correct. Communicates, call on every rank."""
+    """Runs the step; returns its moments and whether the weights are correct. Communicates; call on every rank."""
     corrected: str = ""
 
 
@@ -50,7 +50,7 @@ def _rows(world: World) -> Tensor:
 
 
 def _batch(world: World, rank: int) -> Tensor:
-    """Return a rank's sample [1, 2]: 1, 2 on rank 0, 3, 4 on rank 1."""
+    """Return a rank's sample of shape [1, 2]: [[1, 2]] on rank 0, [[3, 4]] on rank 1."""
     return (torch.arange(2.0, device=world.device) + 1 + 2 * rank).unsqueeze(0)
 
 

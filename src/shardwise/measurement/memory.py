@@ -1,4 +1,4 @@
-"""Bytes of live tensors during a step on the CPU and on meta, and the module that allocated them."""
+"""Counts bytes of live tensors during a step on CPU or meta devices, with the modules that allocated the tensors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        """Count storages on `device`; a device without an index means all of its type, and fake tensors are on meta."""
+        """Count storages on `device`; without an index, on all devices of its type. Fake tensors count as meta."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = torch.device(device)
         self._live: dict[int, _Storage] = {}
@@ -119,7 +119,7 @@ class LiveBytes(TorchDispatchMode):
                 self._see(local_tensor(tensor), label)
 
     def reset_peak(self) -> None:
-        """Start a new peak at the current bytes."""
+        """Reset the peak to the current bytes."""
         self._freed_since_peak.clear()
         self.peak_bytes, self._peak_at = self.current_bytes, self._clock
 

@@ -40,7 +40,7 @@ class Effort:
     rounds: int
     """How often every setting is built; settings alternate, so that load on the machine affects all of them."""
     turns: int = 3
-    """Turns per round, in which step, compute and communication alternate."""
+    """Turns per round; each turn measures the step, its compute alone and its communication alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Advice:
     """Index of the setting; 0 is the plan's own."""
     gain_s: float
     """Seconds that a step saves with the chosen setting, or, if the plan's own is chosen, with the best other setting;
-    may be negative. At most the reduction of exposed communication, since settings do not change compute."""
+    may be negative. It is at most the reduction of exposed communication, since settings do not change compute."""
     spread_s: float
     """Sum of the spreads of both settings in seconds, which a gain must exceed."""
 
@@ -135,7 +135,7 @@ def measure_overlap(
 ) -> list[Overlap] | None:
     """Measure a job with several settings of a plan on new ranks, or on the ranks of the current world.
 
-    Return the measurements of each setting, without settings of equal effect; None on ranks other than 0.
+    Return the measurements of each setting with a distinct effect; None on ranks other than 0.
     """
     measured = rank_zero(
         _measure_rank,
@@ -204,7 +204,7 @@ def summarise(values: dict[str, Any], rounds: Sequence[Sequence[MeasuredTurns]])
 
 
 def advise(measured: Sequence[Overlap]) -> Advice:
-    """Return the fastest setting if it gains more than the spread and in every round, otherwise the plan's own.
+    """Return the fastest setting if its gain exceeds the spread and it is faster in all rounds, else the plan's own.
 
     After a single round the plan's own setting is kept, since settings did not alternate.
     """

@@ -35,7 +35,7 @@ machine only a short block runs undisturbed."""
 _MOST_TURNS = 100
 _LEAST_BLOCKS, _MOST_BLOCKS = 3, 500
 _MOST_REPEATS = 2
-"""Maximum number of repeated measurements of slow pairs; they end once the same pairs stay slow."""
+"""Maximum number of repeated measurements of slow pairs; they stop once the same pairs are slow again."""
 _MOST_S, _LEAST_S = 0.1, 0.002
 """Maximum and minimum seconds of one measurement of one pair."""
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardwise.measurement.specs import P2pSpec
 
 MOST_CELLS = 64
-"""Maximum number of ranks with a cell per pair of ranks; beyond it, a report has a cell per pair of nodes."""
+"""Maximum number of ranks for which a report has a cell per pair of ranks; beyond it, a cell per pair of nodes."""
 HEADER = ("way", "between", "pairs", "latency", "median", "99 %", "bandwidth", "median")
 
 

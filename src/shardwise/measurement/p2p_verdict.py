@@ -30,7 +30,7 @@ class SlowLink:
     quantity: str
     """"latency" or "bandwidth"."""
     pairs: tuple[tuple[int, int], ...]
-    """(source, target) of each."""
+    """(source, target) of each pair."""
     factor: float
     """Slowdown relative to the other pairs of its kind."""
     sentence: str

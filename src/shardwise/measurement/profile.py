@@ -72,7 +72,7 @@ class StepProfile:
 
     @property
     def idle_s(self) -> float:
-        """Time without compute and communication, because the host was too slow or waited for data."""
+        """Time with neither compute nor communication, because the host was too slow or waited for data."""
         return max(0.0, self.seconds - self.compute_s - self.exposed_s)
 
 

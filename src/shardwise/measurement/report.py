@@ -165,7 +165,7 @@ def _caption(title: str, unit: str) -> str:
 
 
 def _plot(plot: Plot) -> str:
-    """Return a table of the values at some x, where most of the series have a point."""
+    """Return a table of the values at a sample of those x at which the most series have a point."""
     values = [dict(one.points) for one in plot.series]
     seen = Counter(x for line in values for x in line)
     most = max(seen.values(), default=0)

@@ -264,8 +264,8 @@ def measure_script(
 ) -> ScalingCurve:
     """Launch a script on each number of ranks of this machine, alternating, and return its throughput.
 
-    Without a pattern, the throughput is the inverse of the wall time minus the start-up time of an empty script. A run
-    counts once in strong scaling, and once per rank in weak scaling.
+    Without a pattern, the throughput is the inverse of the run time: the wall time minus the start-up time of an empty
+    script. A run counts once in strong scaling, and once per rank in weak scaling.
     """
     values: dict[int, list[float]] = {number: [] for number in ranks}
     startup: dict[int, list[float]] = {number: [] for number in ranks}

@@ -100,7 +100,7 @@ class SharedResources:
     cores: int | None = None
     """Cores of the CPU on which ranks compute; None for ranks on GPUs."""
     threads: int | None = None
-    """Threads that each rank is set to use; None divides the cores."""
+    """Threads that each rank is set to use; None if the ranks divide the cores."""
     gpus: int = 0
 
     def contention(self, ranks: int, first: int) -> str:

@@ -44,7 +44,7 @@ class PlaceSpec(Spec, frozen=True, kw_only=True):
     """gloo, nccl, mpi or ucc (default: nccl on cuda, else gloo); gloo ranks may share a GPU, mpi ranks are on CPUs."""
 
     def __post_init__(self) -> None:
-        """Convert the backend to lower case; mpi, which supports only CPU tensors, implies the device."""
+        """Convert the backend to lower case; mpi, which supports only CPU tensors, implies device cpu."""
         super().__post_init__()
         if self.backend is not None:
             msgspec.structs.force_setattr(self, "backend", self.backend.lower())
@@ -150,7 +150,7 @@ class StepPlaceSpec(PlaceSpec, frozen=True, kw_only=True):
     """The device and the backend of the ranks; with cuda:0, all ranks share the first GPU."""
 
     device: Literal["cpu", "cuda", "cuda:0"] | None = None  # type: ignore[assignment]
-    """Device of the ranks (default: cuda if available); ranks share cuda:0."""
+    """Device of the ranks (default: cuda if available); with cuda:0, all ranks share the first GPU."""
 
 
 class StepSpec(Spec, frozen=True, kw_only=True):

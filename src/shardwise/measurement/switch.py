@@ -134,7 +134,7 @@ class SwitchedWorld(World):
 
 
 def replay(calls: Sequence[SwitchedCall]) -> Callable[[], None]:
-    """Return a function that runs recorded collectives one after the other. Communicates; call it on every rank.
+    """Return a function that runs recorded collectives one after the other; it communicates, call it on every rank.
 
     Calls share the tensors of each shape and argument position, to save memory.
     """

@@ -110,8 +110,8 @@ COLLECTIVES = tuple(MAKERS)
 _LEAST_BLOCK_S = 4e-3
 """Minimum duration of a block: ranks leave a barrier up to 0.1 ms apart, which must not affect the result."""
 _FEW, _FEW_S = 4, 0.1
-"""Minimum number of calls of a block, if they take no longer than this: a rank that finishes early starts the next call
-early, so successive calls take less time than single ones."""
+"""Minimum number of calls per block, and the seconds beyond which it does not apply: a rank that finishes early starts
+the next call early, so successive calls take less time than single ones."""
 _SHORT_S = 5e-3
 """A first call shorter than this is repeated, since a single call may have been disturbed."""
 
@@ -201,7 +201,7 @@ def slowest(seconds: list[float], group: dist.ProcessGroup, device: torch.device
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 LEAST_UNCERTAINTY = 0.03
-"""Minimum uncertainty of a rate that is measured within seconds: it varies as much from minute to minute."""
+"""Minimum uncertainty of a rate that is measured within seconds: a rate varies by this much between minutes."""
 ADAMW_BYTES = 28
 """Bytes per fp32 parameter: reads of parameter, gradient and two states, writes of all but the gradient."""
 _HEADS = 16

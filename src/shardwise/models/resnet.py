@@ -76,7 +76,7 @@ class ResNet(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialize all weights and buffers; the last norm of each block is zero, so that blocks start as identity."""
+        """Initialize all weights and buffers; each block's last norm weight is zero, so blocks start as identity."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

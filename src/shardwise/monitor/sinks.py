@@ -1,4 +1,4 @@
-"""Mirrors a run into an experiment tracker from its files, in a separate process that does not slow the training."""
+"""Mirrors a run into an experiment tracker; a separate process reads the run's files, so training is not slowed."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def per_row(width: int) -> int:
 
 
 def draw_charts(charts: list[Chart], width: int, *, braille: bool, alike: bool = False) -> list[RenderableType]:
-    """Return the charts in rows that fit into `width` columns; `alike` draws all over the same steps and values."""
+    """Return the charts in rows that fit into `width` columns; `alike` gives all the same step and value ranges."""
     num = min(per_row(width), len(charts))
     parts: list[RenderableType] = []
     all_rows = [row for _, rows, _, _ in charts for row in rows] if alike else []

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 _NICE = 19
-"""The lowest priority, since the run may need the cores."""
+"""Nice value of the prediction: the lowest priority, since the run may need the cores."""
 
 
 class WatchSpec(Spec, frozen=True, kw_only=True):
@@ -146,7 +146,7 @@ def _settings(left: RunState, right: RunState) -> Iterator[tuple[str, str, str]]
 
 
 def _default(config: Mapping[str, object], name: str) -> str:
-    """Return the constant in the unchanged job file that an override of the other run replaces; "-" if not found."""
+    """Return the job file's constant for a field that the other run overrides; "-" if not found or the file changed."""
     node: ast.AST | None = None
     with contextlib.suppress(OSError, SyntaxError, ValueError):
         content = Path(str(config.get("job.path"))).read_bytes()
@@ -205,7 +205,7 @@ def _figures(status: RunStatus) -> dict[str, str]:
 
 
 def _losses(*states: RunState) -> list[dict[int, float]]:
-    """Return step -> loss of each run; of runs with more than 2,048 steps, first step -> mean of equal ranges."""
+    """Return step -> loss of each run; beyond 2,048 steps, the first step of each range -> its mean loss."""
     curves = [state.training.curves["loss"] for state in states]
     width = max(curve.width for curve in curves)
     found = []
@@ -219,7 +219,7 @@ def _losses(*states: RunState) -> list[dict[int, float]]:
 
 
 def _difference(left: Mapping[int, float], right: Mapping[int, float]) -> str:
-    """Return the largest difference of the losses and its step in one sentence; curves have six digits."""
+    """Return the largest difference of the losses and its step in one sentence; curves store six digits."""
     gaps = {step: abs(left[step] - right[step]) for step in sorted(left.keys() & right.keys())}
     if not gaps:
         return "losses: the runs have no common step"

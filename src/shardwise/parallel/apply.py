@@ -103,7 +103,7 @@ def recompute(module: nn.Module, plan: Plan, _: MeshContext, __: MetaModel) -> n
 
 
 def disable_kv_cache(module: nn.Module) -> None:
-    """Disable the key-value cache of transformers models, to which a second forward pass would append again."""
+    """Disable the key-value cache of transformers models, because recomputation would append to the cache again."""
     for submodule in module.modules():
         config = getattr(submodule, "config", None)
         if getattr(config, "use_cache", False):
@@ -227,7 +227,7 @@ class MeshContext:
     mesh: DeviceMesh | None
     """Mesh axes of degree greater than 1, named as in the layout; None in a world of one rank."""
     dp_group: dist.ProcessGroup | None
-    """The ranks with the same model shard but different samples or tokens; None for one data-parallel rank."""
+    """The ranks with the same model shard but different samples or tokens; None if there is only one such rank."""
     host_dp_group: dist.ProcessGroup | None = None
     """A group of the same ranks as `dp_group`, for small values in host memory."""
     cp_group: dist.ProcessGroup | None = None

@@ -29,9 +29,9 @@ class BatchNorm(BatchNormBase):
     group: dist.ProcessGroup | None = None
     name: str = "a batch norm"
     rows: tuple[int, int] | None = None
-    """(without padding, with padding): numbers of rows of the next input, in which padding rows are last.
+    """Numbers of rows of the next input as (without padding, with padding); the padding rows are the last rows.
 
-    None without padding. Set before forward.
+    None if the input is not padded. Set before forward.
     """
     tracks: bool = True
     """Whether to update the running statistics; False while a forward pass is recomputed."""

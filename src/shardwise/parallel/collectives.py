@@ -101,8 +101,8 @@ def convert(
 class _Move(torch.autograd.Function):
     """Autograd function that converts an activation between placements in forward and its gradient in backward.
 
-    DTensor's redistribution takes 0.1 ms of Python per call, returns views, about which FSDP2 warns if a sharded module
-    returns them, and crashes on gloo with CUDA tensors (torch 2.11).
+    DTensor's redistribution takes 0.1 ms of Python per call, returns views (FSDP2 warns if a sharded module returns a
+    view), and crashes on gloo with CUDA tensors (torch 2.11).
     """
 
     @staticmethod
@@ -227,7 +227,7 @@ def _whole(value: DTensor) -> Tensor:
 
 
 def _owners(names: list[str], size: int) -> dict[str, int]:
-    """Return the first rank that has a tensor of each name, ordered equally on every rank; communicates."""
+    """Return name -> the first rank that has this tensor, in the same order on every rank; communicates."""
     if size == 1:
         return dict.fromkeys(names, 0)
     everyone: list[list[str]] = [[] for _ in range(size)]

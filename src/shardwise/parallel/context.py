@@ -62,13 +62,13 @@ def context_parallel(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 @dataclass
 class AttentionSwitch:
-    """A switch between a model on slices with communication (on) and on full sequences without it (off)."""
+    """A switch: on, the model runs on slices and communicates; off, it runs on full sequences and does not."""
 
     is_on: bool = True
 
 
 class _NoAttention(TorchFunctionMode):
-    """A function mode that rejects attention outside the blocks, which would only see this rank's tokens."""
+    """A function mode that rejects attention outside the blocks, because it would only see this rank's tokens."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ class CounterDropout(nn.Dropout):
     keys: Tensor | None = None
     """int32 [2, rows]: two keys for every row of the next input. Set before each forward."""
     calls: int = 0
-    """Calls in the current forward pass of the model; each call has its own mask."""
+    """Number of calls in the current forward pass of the model; each call has its own mask."""
     is_sharded: bool = False
     """Whether the input is sharded over ranks, in which case the mask cannot be computed."""
 
@@ -277,7 +277,7 @@ class FirstPass:
             self.sampled.append(self._random.path[-1])
 
     def end(self, *, keeps_hooks: bool = False) -> bool:
-        """Check the generators a last time and return `keeps_hooks`, whether the module hooks stay registered."""
+        """Check the generators one last time and remove the module hooks unless `keeps_hooks`; return `keeps_hooks`."""
         self._check()
         self._is_over = True
         self._random.checks = False

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 DEFAULT_FIX = 'or set Job(masks="drawn")'
-"""End of the fix of every error: use torch's generators instead of counters."""
+"""The last option in the `fix` of errors about counters: use torch's generators instead."""
 COUNTER = "counter_random"
 """Attribute of every prepared module: a tuple of its model's `CounterRandom` and the module's name."""
 _MIX_A = 0x85EBCA6B - (1 << 32)  # the 32-bit finaliser of MurmurHash3 (public domain, Austin Appleby), as int32
@@ -137,7 +137,7 @@ class CounterRandom:
 
 
 def name_modules(module: nn.Module, *, staged: bool) -> None:
-    """Attach the shared counters and its name to every module; pass `staged` if a pipeline splits the model."""
+    """Attach the shared counters and its own name to every module; pass `staged` if a pipeline splits the model."""
     names: dict[nn.Module, list[str]] = {}
     for name, submodule in module.named_modules(remove_duplicate=False):
         names.setdefault(submodule, []).append(name)
@@ -151,7 +151,7 @@ def name_modules(module: nn.Module, *, staged: bool) -> None:
 
 
 def random_of(module: nn.Module) -> CounterRandom | None:
-    """Return the counters shared by the modules inside `module`; None if they sample from generators."""
+    """Return the counters shared by the modules inside `module`; None if the modules use torch's generators."""
     for _, submodule in module.named_modules(_memo()):
         found: tuple[CounterRandom, str] | None = getattr(submodule, COUNTER, None)
         if found is not None:

@@ -1,13 +1,13 @@
 """Checks in the first steps that forward does not change parameters and that model-parallel ranks get equal batches.
 
-A forward pass may write to parameters: momentum teachers, clamped weights, unit norms. If every rank stores full
+A forward pass may write to parameters (momentum teachers, clamped weights, unit norms). If every rank stores full
 parameters (DDP, ZeRO-1), all ranks write the same values. FSDP2 frees the gathered copy together with the values that
 forward wrote to it, a pipeline runs further micro-batches before backward, and a CPU-offloaded optimizer overwrites the
 values. FSDP2 and pipelines are rejected, and an offloaded optimizer copies the parameters before each step. With
 gradient accumulation, a repeated write must have no further effect (a clamp, not a moving average).
 
-The first two steps compare checksums of all parameters before and after each forward pass, two reductions per
-parameter. Version counters would not detect writes through `.data`.
+The first two steps compare checksums of all parameters before and after each forward pass, at the cost of two
+reductions per parameter. Version counters would not detect writes through `.data`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _STEPS = 2
 """Number of checked steps: a teacher initialized as a copy of its student first changes in the second step."""
 _ROUNDINGS = 64
-"""Number of rounding errors by which a repeated write may change a value, such as a norm that is scaled to 1 again."""
+"""Number of rounding errors by which a repeated write may change a value, as when a norm is scaled to 1 again."""
 _CHUNK = 1 << 22
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -78,7 +78,7 @@ class _WriteCheck:
         self._refreshes_host = False
 
     def attach(self, name: str, module: nn.Module) -> None:
-        """Check every forward pass of a unit; FSDP2 all-gathers before the first hook and frees after the second."""
+        """Check every forward pass of a unit; FSDP2 all-gathers before the pre-hook and frees after the post-hook."""
 
         def before(submodule: nn.Module, *_: Any) -> None:
             if submodule.training and torch.is_grad_enabled():
@@ -178,7 +178,7 @@ def _sum_and_norm(value: Tensor) -> Tensor:
 
 
 def _is_shard(parameter: nn.Parameter) -> bool:
-    """Return whether `parameter` is an FSDP2 shard, which belongs to another unit and to which writes persist."""
+    """Return whether `parameter` is an FSDP2 shard; it then belongs to another unit, and writes to it persist."""
     if not isinstance(parameter, DTensor):
         return False
     return bool({"shard", "replicate"} & set(parameter.device_mesh.mesh_dim_names or ()))
@@ -208,10 +208,10 @@ def _changed(before: Checksums, after: Checksums, *, roundings: int) -> list[str
 
 
 CHECKED_PASSES = 3
-"""Number of checked passes: different streams differ in the first batch, and streams that diverge later soon after."""
+"""Number of checked passes; different data streams differ in the first batch, or in one of the next batches."""
 
 _CLOSE = 1e-3
-"""Relative tolerance of gradients; differences by summation order between tensor-parallel ranks are far smaller."""
+"""Relative tolerance of gradients; the summation order of tensor-parallel ranks causes far smaller differences."""
 
 
 def check_equal(what: str, mine: Any, group: dist.ProcessGroup, *, code: str, fix: str) -> None:
@@ -280,7 +280,7 @@ _FIX = (
 
 
 def _compare_gradient(gradient: Tensor, group: dist.ProcessGroup) -> None:
-    """Raise JobError if the gradients of an output differ, because ranks compute losses from different labels."""
+    """Raise JobError if the gradients of an output differ between ranks, which implies different labels or losses."""
     rows = gradient.detach().double()
     norms = rows.flatten(1).norm(dim=1) if rows.ndim > 1 else rows.flatten().abs()
     (first, value), *rest = gathered(norms.cpu(), group)

@@ -43,7 +43,7 @@ class GradSync(Protocol):
         """Return whether this rank computed a gradient; call in the first step, before `finish_deferred`."""
 
     def finish(self) -> None:
-        """Sum the remaining gradients; call once per step on every rank after the last backward, communicates."""
+        """Sum the remaining gradients. Communicates; call once per step on every rank, after the last backward."""
 
     def finish_step(self, number: int) -> None:
         """Synchronize independently trained replicas if step `number` ends a round; communicates in that case."""
@@ -123,7 +123,7 @@ class ReplicaSync(NoSync):
         return id(parameter) in self._reached
 
     def finish(self) -> None:
-        """Raise JobError if this rank did not use a parameter, because the other ranks wait for its bucket."""
+        """Raise JobError if this rank did not use a parameter, because other ranks wait for the parameter's bucket."""
         while self._watches:
             self._watches.pop().remove()
         if self._model.find_unused_parameters or self._model.static_graph:
@@ -182,7 +182,7 @@ class ShardSync(NoSync):
 
 @contextmanager
 def without_reduction(models: Sequence[FSDPModule]) -> Iterator[None]:
-    """Make FSDP2 accumulate unsharded gradients in this context; the next backward outside reduces them."""
+    """Make FSDP2 accumulate unsharded gradients in this context; the next backward outside the context reduces them."""
     for model in models:
         model.set_requires_gradient_sync(False)
     try:

@@ -135,7 +135,7 @@ def _chunks(rows: int, size: int) -> Iterator[slice]:
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tensor:
-    """Return the logits of one chunk; CUDA writes its fp32 accumulators directly at no extra cost."""
+    """Return the logits of one chunk; a CUDA matrix product returns its fp32 accumulators at no extra cost."""
     if x.is_cuda and x.dtype != wide:
         logits = torch.mm(x, weight.t(), out_dtype=wide)
     else:

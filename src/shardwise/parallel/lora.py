@@ -107,7 +107,7 @@ def _adapter_values(module: nn.Module, lora: Lora, seed: int) -> Weights:
 
 
 def _recipe(name: str, parameter: nn.Parameter) -> Recipe:
-    """Return the recipe of nn.Linear's initialization (kaiming_uniform_ with a = sqrt(5)) for A, and of zeros for B."""
+    """Return the initialization recipe: that of nn.Linear (kaiming_uniform_ with a = sqrt(5)) for A, zeros for B."""
     if name.endswith(f".{UP}.weight"):
         return (Write("zero_", ()),)
     bound = parameter.shape[1] ** -0.5

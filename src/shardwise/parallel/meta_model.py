@@ -1,8 +1,8 @@
-"""The meta model, with parameters on the meta device, its units, and the source of its initial values.
+"""The meta model (a model with parameters on the meta device), its units, and the source of its initial values.
 
-No rank builds a large model in full. Values are read from a checkpoint, computed shard by shard with the operations of
-`init_weights` and a seed per parameter name, or computed by building the model on rank 0 and broadcasting shards. The
-invariant: every world size starts from the values of one process. torchtitan also builds models on the meta device.
+A large model is not built on every rank. Values are read from a checkpoint, computed per parameter with the
+operations of `init_weights` and a seed per parameter name, or computed on rank 0 and broadcast tensor by tensor. The
+invariant: training starts from the same values at any world size. torchtitan also builds models on the meta device.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MetaModel:
     """A model whose parameters are materialized and sharded later."""
 
     module: nn.Module
-    """The model; its parameters are on the meta device unless `weights` is None."""
+    """The model; its parameters are on the meta device unless the model is already built."""
     weights: Weights | None
     """Source of the parameters' values; None if the module already has its values, equal on every rank."""
     units: tuple[Unit, ...]
@@ -73,7 +73,7 @@ def job_meta_model(
 
     Values come from a file, from recorded initialization, or from building the model. Every rank builds the model if
     the host has enough memory for its `local_size` ranks; otherwise only rank 0 builds it. A model that would lose
-    state on the meta device is built in host memory, or raises JobError if it is too large. `agree` communicates and
+    state on the meta device is built in host memory; JobError is raised if it is too large. `agree` communicates and
     returns whether a condition is true on all ranks.
     """
     found = structure(make_model, seed)
@@ -108,7 +108,7 @@ def job_meta_model(
 def _built_for_real(
     make_model: Callable[[], nn.Module], seed: int, source: Weights | None, buffers: Specs, *, double: bool
 ) -> MetaModel:
-    """Return the model built in host memory, with hooks, parameter classes and values sampled in its constructor."""
+    """Return the model built in host memory, which keeps hooks, parameter classes and sampled attributes."""
     module = build_model(make_model, seed)
     if double:
         module = module.double()

@@ -79,8 +79,8 @@ def make_optimizer(
 
     With `shard_mesh`, the optimizer updates this rank's rows of each parameter (ZeRO-1). With `on_host`, its parameters
     and states are on the CPU. In both cases every step writes the new full values to the model's parameters. If FSDP2
-    shards parameters over `replica_mesh`, its unsharded parameters become replicated DTensors, because optimizers
-    cannot mix tensors and DTensors.
+    shards parameters over `replica_mesh`, the parameters that it does not shard become replicated DTensors, because
+    optimizers cannot mix tensors and DTensors.
     """
     pieces: dict[str, _Piece] = {}
     for name, parameter in named:
@@ -142,7 +142,7 @@ class _Piece:
         return whole.narrow(0, self.first, self.num_rows)
 
     def take_values(self) -> None:
-        """Copy the parameter's rows to the optimizer's parameter if that is in host memory."""
+        """Copy this rank's rows of the model's parameter to the optimizer's if the latter is in host memory."""
         if self.on_host:
             local(self.owned.detach()).copy_(local(self.mine(self.parameter.detach())))
 

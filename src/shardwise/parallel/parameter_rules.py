@@ -3,7 +3,7 @@
 Sharding replaces parameters: FSDP2 and tensor parallelism put DTensors into the module, and with ZeRO-1 or offload the
 optimizer sees shards. Attributes that users set (`_no_weight_decay`, `lr_scale`) are copied to the new object. Gradient
 hooks would not run, a subclass of Parameter would be lost, and a second reference to the old object, such as in a plain
-list, would be a weight that is not trained. Plans that replace parameters raise JobError for these three cases.
+list, would refer to a weight that is not trained. Plans that replace parameters raise JobError for these three cases.
 """
 
 from __future__ import annotations
@@ -280,9 +280,9 @@ def _try(optimizer: Optimizer, likes: list[list[DTensor]], place: Callable[[Tens
 
 
 def _sharded_like(full: Tensor, like: DTensor) -> DTensor:
-    """Return `full` with the placements of `like`, on the mesh of `like`, which has this rank's coordinate.
+    """Return `full` as a DTensor with the mesh and placements of `like`; this mesh has this rank's coordinate.
 
-    The mesh of a result may come from DTensor's cache, created in the process from which this one was forked.
+    The mesh of an operator's result may come from DTensor's cache, filled in the parent process before the fork.
     """
     placements = [Shard(each.dim) if each.is_shard() else Replicate() for each in like.placements]  # type: ignore[attr-defined]
     return distribute_tensor(full, like.device_mesh, placements, src_data_rank=None)

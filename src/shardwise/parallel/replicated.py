@@ -109,7 +109,7 @@ class OuterSync:
 
     The outer optimizer is SGD with Nesterov momentum. The anchor is the weights at the start of the round. The outer
     gradient is the mean over replicas of anchor minus weights, and all replicas continue from the updated anchor.
-    Anchor and momentum have the size of the trained parameters each, on the same device.
+    Anchor and momentum each have the size of the trained parameters and are on the same device.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class OuterSync:
         options: Communication,
         ends_round: Callable[[int], bool],
     ) -> None:
-        """Create a sync over `group`, the ranks with the same shard in every replica; `inner` sums within a replica.
+        """Create a sync over `group`, the ranks with this shard, one per replica; `inner` sums within a replica.
 
         `statistics` are averaged when replicas synchronize, after each step for which `ends_round` returns True.
         """
@@ -187,7 +187,7 @@ class OuterSync:
         self._is_in_round = False
 
     def state(self) -> dict[str, Tensor]:
-        """Return the outer momentum as outer_momentum/PARAMETER; the anchor equals the weights between rounds."""
+        """Return the outer momentum (outer_momentum/PARAMETER); the anchor is not saved, as it equals the weights."""
         found = {}
         for name, anchor in zip(self._names, self._anchors, strict=True):
             momentum = self._optimizer.state.get(anchor, {}).get("momentum_buffer")

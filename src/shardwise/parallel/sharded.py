@@ -31,10 +31,10 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, **LOWER}
 
 
 def shard_unit(module: nn.Module, plan: Plan, mesh: DeviceMesh, *, keep: bool = False) -> None:
-    """Shard the parameters of one unit with FSDP2; call on every rank of `mesh`, for inner units first.
+    """Shard the parameters of one unit with FSDP2; call on every rank of `mesh`, inner units first.
 
     On a mesh of two axes, the first replicates and the second shards (HSDP). With `keep`, parameters stay gathered from
-    forward to backward. This costs no memory for the root unit, which backward needs first.
+    forward to backward. This costs no extra memory for the root unit, whose parameters backward needs first.
     """
     options: dict[str, Any] = {}
     if plan.offload.parameters == "cpu":
@@ -64,7 +64,7 @@ def unshardable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def check_sharded(module: nn.Module, plan: Plan, *, by_step: bool = True) -> None:
-    """Raise JobError for scalar parameters, which FSDP2 cannot shard, with tp or without `by_step` (build_step)."""
+    """Raise JobError for scalar parameters, which FSDP2 cannot shard, if tp > 1 or `by_step` (build_step) is False."""
     names = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     if plan.zero < 2 or not names or (by_step and plan.layout.tp == 1):
         return
@@ -231,7 +231,7 @@ def _unit_of(model: nn.Module, name: str) -> str:
 
 
 _AGREED_PASSES = 2
-"""Number of passes with agreement, enough to detect a model that alternates between two orders."""
+"""Number of passes before the order can be fixed, enough to detect a model that alternates between two orders."""
 
 
 def keep_unit_order(root: nn.Module, units: Mapping[str, FSDPModule], group: dist.ProcessGroup) -> None:
@@ -249,7 +249,7 @@ class _UnitCall(NamedTuple):
     unit: int
     """Index of the unit in the model; the number of units marks the end of a pass."""
     has_gradient: bool
-    """Whether an input requires a gradient, at which FSDP2 reduces the unit; otherwise it reduces after backward."""
+    """Whether an input requires a gradient; FSDP2 then reduces when backward reaches the input, else after backward."""
 
 
 class _Sequence:

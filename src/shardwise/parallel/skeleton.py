@@ -58,11 +58,11 @@ class Skeleton(NamedTuple):
 
     module: nn.Module
     recipes: Mapping[str, Recipe] | None
-    """Parameter name -> its recorded initialization; None if that of any parameter is unknown."""
+    """Parameter name -> its recorded initialization; None if the initialization of any parameter is unknown."""
     lost: tuple[str, ...]
     """Descriptions of the state that the model loses on the meta device."""
     sampled: bool = False
-    """Whether building the model advanced a random generator, which operations on meta tensors do not."""
+    """Whether building the model advanced a random generator; operations on meta tensors do not advance one."""
     references: tuple[tuple[str, str], ...] = ()
     """(parameter, attribute) for every registered parameter to which an attribute also refers."""
 
@@ -181,7 +181,7 @@ class _ParameterRecorder(TorchDispatchMode):
         return result
 
     def tail(self, parameter: nn.Parameter, own: _ParameterRecorder) -> Recipe | None:
-        """Return the writes to a parameter that `own` recorded, or None if this recorder has later writes to it."""
+        """Return the writes to a parameter that `own` recorded; None if later writes exist or one is unrepeatable."""
         mine, theirs = self.writes.get(id(parameter), []), own.writes.get(id(parameter), [])
         if not theirs or mine[-len(theirs) :] != theirs or None in theirs:
             return None
@@ -252,7 +252,7 @@ def second_references(
 ) -> Iterator[tuple[str, str]]:
     """Yield (parameter, attribute) for every registered parameter to which an attribute also refers.
 
-    `originals` maps the id of each replaced parameter's replacement to the original.
+    `originals` maps the id of each replacement to the original parameter.
     """
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():

@@ -2,7 +2,7 @@
 
 Every stage runs the user's forward. The gate returns the received activations as the output of the layer before the
 stage's first layer, and exits forward with an exception after the stage's last layer. Tensors of other stages are NaN,
-so that their use is detected. Two cases that would fail without a NaN raise an error here: a stage boundary inside an
+so that their use is detected. Two cases that give wrong results but no NaN raise an error: a stage boundary inside an
 autograd function, which splits the graph, and iteration over modules, which would only find modules of this stage.
 """
 
@@ -173,7 +173,7 @@ def _guarded(walk: Callable[..., Iterator[Any]], gate: Gate, path: str) -> Calla
 
 @dataclass(frozen=True)
 class _At:
-    """A placeholder in a structure for the tensor at an index of the sent tensors."""
+    """A placeholder for a tensor in a structure: its index among the sent tensors."""
 
     position: int
 

@@ -43,7 +43,7 @@ class AttributeAccesses(NamedTuple):
 
 
 class StageValues:
-    """Records the attributes that the layers of a stage change, and the attributes it reads from other stages."""
+    """Records the attributes that a stage's layers change, and those that the stage reads from other stages."""
 
     def __init__(
         self, own: Modules, absent: Iterable[tuple[str, nn.Module]], outside: Modules, *, is_last: bool

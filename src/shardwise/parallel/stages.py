@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shardwise.plans.pipeline import StageSplit
 
 _RIVAL = 0.25
-"""Share of the largest list's parameters from which a second list of blocks is ambiguous, so that the user chooses."""
+"""If a second list of blocks has at least this share of the largest list's parameters, the user must choose a list."""
 
 
 def find_layers(module: nn.Module, name: str | None = None) -> str:
@@ -247,7 +247,7 @@ class Stage(nn.Module):
     incoming: Structure | None = None
     """The structure of the received tensors in the output of the previous layer; set before the first call."""
     outgoing: Structure | None = None
-    """The structure of the tensors sent last."""
+    """The structure of the most recently sent tensors."""
 
     def __init__(
         self,

@@ -104,7 +104,7 @@ def _check_communication(plan: Plan) -> None:
         )
     if options.find_unused_parameters and plan.fused_loss and uses_ddp(plan):
         raise PlanError(
-            "find_unused_parameters is not supported with fused_loss, because DDP does not detect its use of the head",
+            "find_unused_parameters is not supported with fused_loss, whose use of the head DDP does not detect",
             code="support.unused-parameters-fused-loss",
             fix="set communication.find_unused_parameters = false or fused_loss = false",
         )

@@ -343,7 +343,7 @@ def _numbered(name: str) -> str:
 
 
 def _leave_at_end(module: nn.Module, random: ShardedRandom | ShardedRegion) -> None:
-    """Leave the sharded region when forward ends, also with the exception by which recompute stops early."""
+    """Leave the sharded region when forward returns or raises, as recompute does to stop early."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -356,7 +356,7 @@ def _leave_at_end(module: nn.Module, random: ShardedRandom | ShardedRegion) -> N
 
 
 def _explain_mixing(module: nn.Module) -> None:
-    """Raise JobError instead of torch's error if a module reads a parameter of another module, which is a DTensor."""
+    """Raise JobError instead of torch's error if a module reads a DTensor parameter of another module."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

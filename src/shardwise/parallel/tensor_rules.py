@@ -1,4 +1,4 @@
-"""Tensor-parallel rules, which map modules to sharding styles, and checks of the degree."""
+"""Tensor-parallel rules, which map modules to sharding styles, and checks of the tensor-parallel degree."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_hea
 _WIDTHS = ("embed_dim", "hidden_size", "all_head_size", "inner_dim", "d_model", "n_embd", "dim", "width")
 
 _JOB_FIXES = ("set Job(", "run `shardwise verify JOB.py --propose-rules`")
-"""The call that takes tensor rules, and how to find rules."""
+"""Fixes for a model without tensor rules: the call that takes rules, and how to find rules."""
 
 
 def find_rules(
@@ -221,7 +221,7 @@ def check_tensor(module: nn.Module, degree: int, rules: Mapping[str, str], *, se
 
 
 def _own_rules(module: nn.Module) -> dict[str, str]:
-    """Return the rules that the outermost submodules with own rules declare."""
+    """Return the rules that submodules declare; rules inside a submodule that declares rules are ignored."""
     rules: dict[str, str] = {}
     taken: list[str] = []
     for name, child in module.named_modules():
@@ -389,7 +389,7 @@ def _check_sequence(module: nn.Module, rules: Mapping[str, str], styles: Mapping
         if outside:
             where = f"{outside[0]}, which is not in a repeated block"
         raise PlanError(
-            f"sequence parallelism requires rules 'sequence' for norms of repeated blocks, got {where}",
+            f"sequence parallelism requires the rule 'sequence' for norms of repeated blocks, got {where}",
             code="job.tensor-rule-sequence",
             fix=fix,
         )

@@ -1,4 +1,4 @@
-"""Records a training for comparison: digests of rows, fingerprints of shards, and full tensors."""
+"""Records a training run for comparison: digests of rows, fingerprints of shards, and full tensors."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ Prints = dict[str, Print]
 
 
 class Traced(msgspec.Struct, kw_only=True):
-    """The recording of a training on one rank; `grads_file`, `values_file` and `local_file` contain full tensors."""
+    """The recording of a training run on one rank; `grads_file`, `values_file` and `local_file` contain its tensors."""
 
     rank: int
     losses: list[float] = msgspec.field(default_factory=list)
@@ -137,7 +137,7 @@ class Traced(msgspec.Struct, kw_only=True):
     remarks: list[str] = msgspec.field(default_factory=list)
     """Remarks about the job's loss; recorded only in the plain PyTorch reference."""
     longest_s: float = 0.0
-    """Longest time between two progress marks of the training, in seconds."""
+    """Longest time between two progress marks of the training run, in seconds."""
     imported: list[str] = msgspec.field(default_factory=list)
     """Modules that the training imported."""
 
@@ -153,7 +153,7 @@ def grads_file(folder: Path, step: int) -> Path:
 
 
 def local_file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's gradient shards and micro-batches of the step that `trace` examines in detail."""
+    """Return the file of a rank's gradient shards and micro-batches in the step that `trace` examines in detail."""
     return folder / f"local-{rank}.pt"
 
 
@@ -221,7 +221,7 @@ def _evaluate(job: Job, plan: Plan, step: Step | PlainTraining) -> dict[str, flo
 
 
 class _TrainingWatch:
-    """Records the rows, gradients, parameters and results of each step of a training."""
+    """Records the rows, gradients, parameters and results of each step of a training run."""
 
     def __init__(
         self, world: World, step: Step | PlainTraining, folder: Path, close_up: int | None, pulse: Pulse
@@ -263,7 +263,7 @@ class _TrainingWatch:
             torch.save({"gradients": own, "micro_batches": micro_batches}, local_file(self._folder, self._world.rank))
 
     def after(self, report: StepReport) -> None:
-        """Record the results of a step. Communicates over the world if the step is examined in detail."""
+        """Record the results of a step. Communicates over the world; call on every rank."""
         if self._first_pass is not None:
             self._first_pass.end()
             self.seen.drawn_by = next((name or "the model" for name in self._first_pass.sampled), "")
@@ -277,7 +277,7 @@ class _TrainingWatch:
         self._pulse.end()
 
     def values(self) -> None:
-        """Record parameters; write full tensors before the first and examined steps and at the end. Communicates."""
+        """Record parameters; write full tensors before the first and the examined step and at the end. Communicates."""
         self._pulse.beat()
         parameters = list(self._step.local_state().values.items())
         self.seen.parameters.append(_prints(parameters))
@@ -294,7 +294,7 @@ class _TrainingWatch:
 
 
 def _watch_draws(step: Step | PlainTraining) -> FirstPass | None:
-    """Return a recorder of the reference's modules that sample random numbers; None for plans and for keyed masks."""
+    """Return a recorder of reference modules that sample random numbers; None for plans and counter-based dropout."""
     if not isinstance(step, PlainTraining) or random_of(step.model) is not None:
         return None
     name_modules(step.model, staged=False)

@@ -70,7 +70,7 @@ def depends_on_grouping(evidence: Evidence) -> Finding | None:
 
 
 def missing_all_reduce(evidence: Evidence) -> Finding | None:
-    """Return a finding if ranks have different gradients of a parameter that are correct only when reduced."""
+    """Return a finding if a parameter's gradients differ between ranks, and only their sum or mean is correct."""
     split = evidence.split
     if not split or len(split) < len(evidence.off):
         return None

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 EXACT = 1e-9
 """Largest relative difference in fp64. Rounding causes about 1e-13, real differences about 1e-3."""
 NOISE = 4.0
-"""Largest difference in fp32, in noise floors; a floor is the maximum of only a few trials."""
+"""Largest difference in fp32, as a multiple of the noise floor, which is the maximum over only a few trials."""
 SMALL = 1e-3
-"""Tensors smaller than this fraction of the largest tensor are compared relative to the largest. A gradient that is
+"""Smallest scale of a relative difference, as a fraction of the largest value in all tensors. A gradient that is
 zero except for rounding, such as that of the bias of attention keys, has no scale of its own."""
 KINDS: tuple[Kind, ...] = (
     "initial value",
@@ -85,7 +85,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(record: Record, expected: Record, limits: Limits) -> Comparison:
-    """Compare a training under a plan with training in one process; reads full tensors from both folders."""
+    """Compare a training run under a plan with training in one process; reads full tensors from both folders."""
     worst: Gap | None = None
     first: list[Gap] = []
     largest: dict[Kind, float] = {}
@@ -159,7 +159,7 @@ def evaluation_gaps(observed: Sequence[Traced], expected: Traced, limits: Mappin
 
 
 def load_tensors(path: Path, *, weights_only: bool = True) -> Any:
-    """Load a file of a recorded training; a `local_file` contains batches of any class, so needs weights_only=False."""
+    """Load a file of a recorded run; pass weights_only=False for a `local_file`, whose batches may have any class."""
     return torch.load(path, weights_only=weights_only, mmap=True)
 
 
@@ -178,7 +178,7 @@ def all_values(folder: Path, step: int) -> dict[str, Tensor]:
 def relative_gaps(
     observed: Mapping[str, Tensor], expected: Mapping[str, Tensor], compared: Mapping[str, Tensor] | None = None
 ) -> dict[str, float]:
-    """Return largest difference / largest value by name; infinite if a tensor is missing on one side or has NaN.
+    """Return largest difference / largest value by name; infinite if a tensor is missing on one side or contains NaN.
 
     `compared` contains masks of the elements to compare; a tensor without a mask is compared in full.
     """
@@ -203,7 +203,7 @@ def _top(value: Tensor) -> float:
 
 
 def ratio(difference: float, scale: float) -> float:
-    """Return a difference over its scale; infinite if either is NaN, or if the scale is 0 and the difference is not."""
+    """Return a difference divided by its scale; infinite if either is NaN, or if only the scale is 0."""
     if math.isnan(difference) or math.isnan(scale):
         return math.inf
     if not scale:
@@ -238,7 +238,7 @@ def _tensor_gaps(  # noqa: PLR0917 - positions of private callers
 def rank_gaps(
     kind: Kind, step: int | None, prints: Sequence[Prints], layout: Layout, limit_of: Callable[[str], float]
 ) -> list[Gap]:
-    """Compare ranks with the same shard, except across stages, which may have unused buffers of other stages."""
+    """Compare ranks with the same shard within a stage, because a stage may have unused buffers of other stages."""
     overall = max((norm for each in prints for _, norm in each.values()), default=0.0)
     gaps = []
     for one, other in combinations(range(len(prints)), 2):

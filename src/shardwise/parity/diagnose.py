@@ -288,7 +288,7 @@ def _unknown(evidence: Evidence) -> Finding:
 
 
 def _print_gaps(one: Prints, other: Prints) -> dict[str, float]:
-    """Return the relative differences of fingerprints by key; tiny tensors are relative to the largest norm."""
+    """Return the relative differences of fingerprints by key; the scale is at least SMALL times the largest norm."""
     gaps = {}
     overall = max((norm for _, norm in [*one.values(), *other.values()]), default=0.0)
     for key in one.keys() & other.keys():

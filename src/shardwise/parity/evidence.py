@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
 
 MATCH = 1e-3
-"""Largest ratio of a gradient's distance to a hypothesis and its distance to one process for a diagnosis."""
+"""Largest distance of the plan's gradient from a hypothesis, as a fraction of its distance from one process."""
 SAME = 1e-6
 """Relative difference up to which two gradients are considered the same."""
 
@@ -44,7 +44,7 @@ class Evidence:
     tolerance: float
     """Relative difference up to which gradients are equal."""
     step: int
-    """The step, counted from 0, that is examined in detail, in which the plan diverged from one process."""
+    """The step that is examined in detail, because the plan diverged from one process in it; counted from 0."""
     traced: Sequence[Traced]
     again: Sequence[Traced]
     """A second run of the same plan."""
@@ -116,7 +116,7 @@ class Evidence:
         return list(dict.fromkeys([*(name for name, gap in gaps.items() if gap > self.tolerance), *self.split]))
 
     def is_explained_by(self, hypothesis: Tensors) -> bool:
-        """Return whether the plan's gradient equals that of a hypothesis, and is much farther from one process."""
+        """Return whether the plan's gradient equals the hypothesis and is far from the gradient of one process."""
         here = max(relative_gaps(self.gradients, self.expected_gradients).values(), default=0.0)
         there = max(relative_gaps(self.gradients, hypothesis).values(), default=0.0)
         return there < min(MATCH * here, max(SAME, self.tolerance))
@@ -192,7 +192,7 @@ def _splits(value: Tensor, degrees: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _source(place: int, piece: Tensor, pieces: Sequence[Tensor]) -> int | None:
-    """Return the index of the shard that equals the piece at `place`, if possible `place` itself; skip zero shards."""
+    """Return the index of a shard that equals the piece at `place`, preferably `place`; skip other zero shards."""
     if _equal(piece, pieces[place]):
         return place
     return next((number for number, each in enumerate(pieces) if each.any() and _equal(piece, each)), None)

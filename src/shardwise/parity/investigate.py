@@ -120,7 +120,7 @@ def _model_data(world: World, runner: ParityRunner, case: Case, folder: Path, va
 
 
 def _repeated_bias(job: Job, model: nn.Module, by_dp_rank: Any, degree: int) -> dict[int, Any]:
-    """Return the gradient of the step as if row-parallel modules added their bias 2 or `degree` times, by number."""
+    """Return, for n = 2 and `degree`, the gradient of the step as if row-parallel modules added their bias n times."""
     if degree == 1:
         return {}
     styles = styles_by_name(model, find_rules(model, job.tensor_rules))
@@ -177,7 +177,7 @@ def repeat_gap(job: Job, model: nn.Module, micro_batch: MicroBatch) -> float:
 def with_repeated_bias(
     job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBatch]], names: Sequence[str], times: int
 ) -> dict[str, Tensor]:
-    """Return the gradient of the step, without these biases, as if each named module added its bias `times` times."""
+    """Return the gradient of the step, excluding these biases, as if each named module added its bias `times` times."""
     hooks = []
     for name in names:
         module = model.get_submodule(name)

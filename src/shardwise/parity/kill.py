@@ -1,4 +1,4 @@
-"""Runs a segment of a training as `shardwise train` does, records each step, and kills all ranks at a chosen moment."""
+"""Trains a segment of a run as `shardwise train` does, records each step, and kills all ranks at a chosen moment."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Kill:
 
 
 def choose_kills(name: str, steps: int) -> tuple[Kill, Kill]:
-    """Return the kills of the first two segments, after a step and during a save, from the plan's name and length."""
+    """Return a kill after a step and a kill during a save for the first two segments, seeded by the arguments."""
     if steps < LEAST_STEPS:
         raise InputError(
             f"--resume requires at least {LEAST_STEPS} steps for two kills, got {steps}",
@@ -188,7 +188,7 @@ class _Marks:
         return (job.collate or stack_samples)(samples)
 
     def of(self, batch: Any, rows: int) -> RowMarks:
-        """Return the marks of a batch; by length if its first tensor has no rows, as in packed graphs."""
+        """Return the marks of a batch, by tensor length if its first tensor has no rows, as in packed graphs."""
         known = msgspec.json.decode(self.path.read_bytes(), type=RowMarks) if self.path.exists() else ()
         shaped = [mark for mark, tensor in zip(known, tensors(batch), strict=False) if tensor.ndim]
         return settle_marks(known if any(shaped[:1]) else None, batch, rows)
@@ -270,7 +270,7 @@ def _wait_for(checkpoints: Path, step: int, pulse: Pulse) -> None:
             return
         time.sleep(0.005)
     raise TrainingError(
-        f"no checkpoint of step {step} was published in {SAVE_S:.0f} s", code="verify.checkpoint-timeout"
+        f"no checkpoint of step {step} was committed within {SAVE_S:.0f} s", code="verify.checkpoint-timeout"
     )
 
 

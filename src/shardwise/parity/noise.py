@@ -50,23 +50,23 @@ LOOSEST = 1e-6
 """Largest useful limit in fp64. A job with more noise computes in a lower precision, or is not deterministic."""
 
 _LEAST = {"fp64": EXACT / NOISE, "fp32": 2.0**-23}
-"""Smallest noise floors: in fp32, one rounding error. A measured floor of zero only means that the trials agreed."""
+"""Smallest noise floors (in fp32, one rounding error): a measured floor of zero only means that the trials agreed."""
 _AMPLIFIED = {"fp64": EXACT / 10, "fp32": 1e-5}
 """Gaps between one process and its variants above which the job amplifies rounding errors."""
 _CONDITION = {"fp64": 1e7, "fp32": 1e2}
-"""Smallest ratio of a gradient to its noise; the relative error of Adam's update is then at most the inverse."""
+"""Smallest ratio of a gradient to its noise; its inverse bounds the relative error of Adam's update."""
 
 _LARGEST_DOUBLE = 1e-10
-"""Noise of the first gradient that fp64 can explain: its rounding error is 1e-16, that of fp32 6e-8."""
+"""Largest noise of the first gradient that fp64 can explain: fp64 has a rounding error of 1e-16, fp32 of 6e-8."""
 _LARGEST_NOISE = 1e-3
-"""Gaps of losses and gradients above this are not due to rounding, even if it is amplified."""
+"""Larger gaps of losses and gradients are not due to rounding, even if the optimizer amplifies rounding."""
 
 
 def measure_noise(dtype: Exact, base: Record, whole: Sequence[Record], split: Sequence[Record], masks: Path) -> Limits:
     """Return the limits of a job from training runs that differ only by rounding; writes parameter masks to `masks`.
 
-    Trainings in `split` have several micro-batches per step, in which a buffer that counts forward passes differs by
-    more than rounding. The noise of buffers is therefore measured with `whole` only.
+    Training runs in `split` have several micro-batches per step, so a buffer that counts forward passes differs
+    by more than rounding. The noise of buffers is therefore measured with `whole` only.
     """
     others = [*whole, *split]
     compared = _well_conditioned(dtype, base, others)
@@ -137,7 +137,7 @@ def _well_conditioned(dtype: Exact, base: Record, others: Sequence[Record]) -> d
 
 
 def _is_noise(gradient: Tensor, varied: Sequence[Tensor], condition: float) -> Tensor:
-    """Return a mask of the gradient elements that are not well above the noise, without exact zeros in all runs."""
+    """Return a mask of the gradient elements that are not well above the noise, except those that are always 0."""
     spread = torch.stack([(each - gradient).abs() for each in varied]).amax(0)
     touched = (gradient != 0) | (spread != 0)
     return touched & (gradient.abs() <= condition * spread.max())
@@ -172,12 +172,12 @@ later steps with FSDP2. One process uses autocast; FSDP2 casts parameters, so no
 measured multiple was 2 for FSDP2 in the first step. In the third step it was up to 6 for FSDP2 and 5.3 for other plans,
 because Adam turns the rounding of a small gradient into a full update."""
 _LEAST_WHOLE, _LEAST_ONE, _LEAST_UPDATE = 0.015, 0.2, 0.15
-"""Smallest limits of the full gradient and its norm, of the gradient of a parameter, and of the full update. Correct
-plans with compression, which one process does not round, differed by up to 0.004, 0.05 and 0.02; Adam amplifies
-rounding."""
+"""Smallest limits of the full gradient and its norm, of the gradient of a parameter, and of the full update. One
+process does not compress gradients, so correct plans with compression differed by up to 0.004, 0.05 and 0.02; Adam
+amplifies rounding."""
 _SMALL_GRADIENT = 0.03
-"""A gradient below this fraction of the largest is compared relative to it, because it is rounding of cancelled
-terms."""
+"""A gradient with a norm below this fraction of the largest norm is compared relative to that fraction, because small
+gradients are mostly rounding errors of terms that cancel."""
 _WIDEST = 0.5
 """Largest useful limit; a value with a larger limit is dominated by rounding in one process and is not compared."""
 
@@ -252,7 +252,7 @@ def _whole_gap(
 
 
 def _parameter_gaps(step: int, found: Tensors, usual: Tensors, wanted: Tensors, times: float) -> Iterator[Gap]:
-    """Yield the relative L2 distance of each gradient; small gradients are relative to the largest."""
+    """Yield the relative L2 distance of each gradient; `_SMALL_GRADIENT` sets the smallest scale."""
     least = _SMALL_GRADIENT * max(float(value.double().norm()) for value in wanted.values())
     for name in wanted:
         limit = max(_LEAST_ONE, times * _one_distance(usual.get(name), wanted[name], least))

@@ -89,7 +89,7 @@ def job_name(source: JobReference | Job) -> str:
 class PreparedData:
     """The job's data, limited so that the last step but one is partial and the evaluation ends with a partial batch.
 
-    The number of rows of a partial step is not divisible, so that errors in counts, padding and empty ranks show. The
+    A partial step has an odd number of rows if possible, so that errors in counts, padding and empty ranks show. The
     partial step ends the epoch. The full step after it, the first of the next epoch, shows whether optimizer,
     statistics, normalizer and data position are still correct. With two steps, the last is partial; a single step is
     full. A stream, or a dataset that ends earlier, is unchanged.
@@ -122,7 +122,7 @@ class PreparedData:
 
 
 class PreparedModel:
-    """Builds the model for `verify`; `silenced` is whether a dropout of the model or its adapters was set to 0."""
+    """Builds the model for `verify`; `silenced` is True if a dropout of the model or its adapters was set to 0."""
 
     def __init__(self, job: Job, preparation: Preparation) -> None:
         self._make = job.model

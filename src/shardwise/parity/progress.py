@@ -1,7 +1,7 @@
 """Detects hangs of the ranks of a plan: a rank without progress for too long writes its location and exits.
 
 The limit is derived from the longest measured pause between two progress marks of training in one process. Ranks share
-the processors and wait for each other, but a pause ten times longer than this accounts for is a hang. Compilers and
+the processors and wait for each other; a pause that is ten times longer than this explains is a hang. Compilers and
 some engines pause while they build, and in the first step of each kind (full, partial, evaluation), so the limit is
 longer there. Afterwards a rank may pause twice as long as its own longest pause, because recompilation takes no longer
 than the first compilation. Time in which a rank was runnable but had no core, or which the hypervisor used, is not
@@ -35,10 +35,10 @@ LEAST_S = 15.0
 _TIMES, _TIMES_OWN = 10, 2
 """Limit of a pause as a multiple of the longest pause of one process, and of the longest pause of the rank."""
 _GRACE_S = 1.0
-"""Seconds from the first hanging rank to the stop, in which the other ranks write their locations."""
+"""Seconds between the report of a hanging rank and its exit, in which the other ranks write their locations."""
 _EXIT_CODE = 70
 SAVE_S = 60.0
-"""Longest pause in a save in seconds, in which a rank waits for the previous checkpoint and for disks."""
+"""Longest pause during a save in seconds; a rank waits for the previous checkpoint and for disks."""
 
 
 class Stuck(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,7 +174,7 @@ class _Cores:
         self._read_at = time.monotonic()
 
     def lacked_s(self) -> float:
-        """Return the largest time since the last call in which a rank was runnable but had no core."""
+        """Return how long, since the last call, a rank was runnable but had no core; the maximum over ranks."""
         now, at = self._read(), time.monotonic()
         before, passed_s = self._before, at - self._read_at
         self._before, self._read_at = now, at

@@ -1,4 +1,4 @@
-"""Proposes tensor-parallel rules for a job without rules from a run of its model, and verifies them."""
+"""Runs the model of a job that has no tensor-parallel rules, proposes rules for it, and verifies them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The reference of `verify`: the user's model trained in plain PyTorch, in one process.
 
 The model is the result of `Job.model` under the job's seed, the optimizer is built by the job's factory, and the loop
-is forward, loss sum over count, backward, clipping and optimizer step. It shares no code with plans that could hide an
+is forward, loss sum over count, backward, clipping and optimizer step. It shares with plans no code that could hide an
 error: no meta device, no transforms, no wrappers, no padding. Four properties of the job apply here as well: the
-samples of each batch, the learning rate schedule, counter-based dropout masks, and that a non-finite gradient skips the
-step. `Job.model` does not create LoRA adapters, nor weights that are initialized by parameter name or loaded from a
+samples of each batch, the learning rate schedule, counter-based dropout masks, and skipping a step with a non-finite
+gradient. `Job.model` does not create LoRA adapters, nor weights that are initialized by parameter name or loaded from a
 file; for these, the reference starts from the same values as the plan.
 """
 
@@ -53,7 +53,7 @@ class PlainTraining:
     """A training loop in plain PyTorch on the CPU."""
 
     def __init__(self, job: Job, plan: Plan, world: World, *, before_update: Callable[[], None]) -> None:
-        """Build the training for a one-rank `plan` in fp32 or fp64; `before_update` is called before each clipping."""
+        """Build the loop for a one-rank `plan` in fp32 or fp64; `before_update` is called before each clipping."""
         check_fit(job, plan, world)
         self.feed, self.length = make_feed(job, plan, world, None, 0, fill=False)
         check_schedule(job.schedule, self.length.num_steps)

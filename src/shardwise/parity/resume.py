@@ -1,4 +1,4 @@
-"""Verifies exact resume: kills a training, resumes it, also on other ranks, and compares with an uninterrupted run."""
+"""Verifies exact resume: kills a run, resumes it, also on other ranks, and compares it with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KINDS: tuple[Kind, ...] = ("parameter", "buffer")
 
 
 def verify_resume(runner: ParityRunner, name: str, plan: Plan, names: Sequence[str], precision: Exact) -> PlanVerdict:
-    """Train `plan` uninterrupted, then killed and resumed twice, and compare; the last segment uses other ranks.
+    """Compare an uninterrupted run of `plan` with one that is killed and resumed twice, the last time on other ranks.
 
     Each segment runs on newly forked ranks, the last one under the next of `names`. This process runs no tensor ops.
     """
@@ -246,7 +246,7 @@ class Divergence:
 
 
 def find_divergence(whole: Segment, segments: Sequence[Segment], limit: float, *, drawn_by: str) -> Divergence | None:
-    """Return the first divergence of the segments of a killed training from the uninterrupted run, or None.
+    """Return the first divergence of the segments of a killed run from the uninterrupted run, or None.
 
     `segments` are in order, from the first to the last step. `drawn_by` is the name of the module that samples random
     numbers although dropout modules are set to 0; empty if no module does.

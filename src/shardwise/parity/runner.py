@@ -1,4 +1,4 @@
-"""Runs training runs of a job on forked ranks, caches training runs in one process, and measures rounding noise."""
+"""Executes training runs of a job on forked ranks, caches training runs in one process, and measures rounding noise."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _PRELOAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A recorded training: the recordings of its ranks, and the folder with its full tensors."""
+    """A recorded training run: the recordings of its ranks, and the folder with its full tensors."""
 
     folder: Path
     traced: list[Traced]
@@ -66,7 +66,7 @@ class Record:
 
 @dataclass(kw_only=True)
 class ParityRunner:
-    """Runs training runs of a job; caches training runs in one process, with which many plans are compared."""
+    """Executes training runs of a job; caches training runs in one process, with which many plans are compared."""
 
     preparation: Preparation
     batch_size: int
@@ -184,7 +184,7 @@ class ParityRunner:
         return requested, ()
 
     def compare(self, record: Record, expected: Record, limits: Limits) -> Comparison:
-        """Compare a recorded training with training in one process."""
+        """Compare a recorded training run with training in one process."""
         return self.in_fork(lambda: compare(record, expected, limits))
 
     def compare_with_one(self, record: Record, expected: Record, dtype: Exact) -> tuple[Comparison, Limits]:

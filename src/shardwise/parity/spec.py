@@ -51,11 +51,11 @@ class VerifySpec(Spec, frozen=True, kw_only=True):
     settings: Annotated[tuple[str, ...], option("--set", metavar="KEY=VALUE")] = ()
     """Override a field of the job or of every plan."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
-    """Time limit of each training in seconds."""
+    """Time limit of each training run in seconds."""
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of each training."""
+        """Number of steps of each training run."""
         return self.steps or (RESUMED_STEPS if self.resume else STEPS)
 
 
@@ -295,7 +295,7 @@ def named_plans(plans: str | Sequence[str], settings: Mapping[str, str]) -> list
         return [name + more for name in parse_plans(plans if isinstance(plans, str) else ",".join(plans))]
     if settings:
         raise InputError(
-            f"--set {next(iter(settings))} sets a field of the plan, which cannot be combined with --plans all",
+            f"--set {next(iter(settings))} sets a field of the plan and cannot be combined with --plans all",
             code="cli.option-not-applicable",
             fix="list the plans, as in --plans ddp,zero3",
         )

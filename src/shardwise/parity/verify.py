@@ -87,8 +87,8 @@ def verify_job(
 ) -> VerifyReport:
     """Compare each plan with one process and return the report; `job` replaces the job file.
 
-    With `--plans all`, a plan that does not support the job is not a failure. With `spec.resume`, each plan is killed
-    and resumed, also on other ranks by the next plan, and compared with an uninterrupted run of the same plan.
+    With `--plans all`, a plan that does not support the job is not a failure. With `spec.resume`, a run of
+    each plan is killed and resumed, also on other ranks under the next plan, and compared with an uninterrupted run.
     """
     source, plan_settings = job_source(spec, job)
     named = named_plans(spec.plans, plan_settings)
@@ -171,7 +171,7 @@ def _facts(job: Job) -> tuple[int, Masks, Framework]:
 def verify_plan(
     runner: ParityRunner, name: str, nproc: int, precision: Exact, *, resumed_as: Sequence[str] | None = None
 ) -> PlanVerdict:
-    """Train under a plan and return the verdict, also on errors; with `resumed_as` (all plans), verify exact resume."""
+    """Train under a plan and return the verdict, also on errors; if `resumed_as` lists plans, verify exact resume."""
     try:
         plan = settle_plan(name, batch_size=runner.batch_size, nproc=nproc, framework=runner.framework)
         require_supported(plan)

@@ -49,7 +49,7 @@ class PlanSpec(Spec, frozen=True, kw_only=True):
     precision: Literal["bf16", "fp16", "fp32", "fp64"] | None = None
     """Compute dtype."""
     engine: Literal["torch", "deepspeed"] = "torch"
-    """Engine; deepspeed also predicts its ZeRO stages and offloads, and chooses one."""
+    """Engine; with deepspeed, the planner also predicts DeepSpeed's ZeRO stages and offloads, and chooses one."""
     lora: Annotated[PositiveInt | None, option("--lora", metavar="RANK")] = None
     """Fine-tune a published model with LoRA adapters."""
     catalogue: Path | None = None

@@ -45,7 +45,7 @@ class LocalDevice:
     engine: Framework = "torch"
     """The framework of the job's model."""
     default_reason: str = "auto: the simplest, on a CPU"
-    """Reason if "auto" is ddp without a search."""
+    """Reason to report if "auto" resolves to ddp without a search."""
 
 
 def settle(
@@ -122,7 +122,7 @@ def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:
 
 
 def _value(key: str, text: str) -> Any:
-    """Return the value of a --set option; "none" is a choice of most plan fields, not None."""
+    """Return the value of a --set option; "none" stays a string, since it is a choice of several plan fields."""
     if key == "precision":
         return Precision(compute=text)  # type: ignore[arg-type]
     return "none" if text == "none" else literal(text)

@@ -73,7 +73,7 @@ def fill_pipeline(batch_size: int | None, layout: Layout) -> int:
 
 
 def refit_batch(batch_size: int, *, dp: int, largest_micro_batch: int) -> BatchSplit:
-    """Split the same global batch over another number of data-parallel ranks, with at most `largest_micro_batch`."""
+    """Split a global batch over another number of data-parallel ranks; micro_batch is at most `largest_micro_batch`."""
     per_rank = _divide(batch_size, dp, f"{dp} data-parallel ranks")
     for micro_batch in range(min(largest_micro_batch, per_rank), 0, -1):
         if per_rank % micro_batch == 0:

@@ -92,7 +92,7 @@ class Precision:
 
     parameter: DType = "fp32"
     compute: DType = "fp32"
-    """Dtype of forward, loss and backward. Below fp32 it is autocast's, in which sharded weights are all-gathered."""
+    """Dtype of forward, loss and backward; below fp32, also of autocast and of all-gathers of sharded weights."""
     reduce: DType = "fp32"
     """Dtype in which gradients are reduced over ranks."""
     optimizer: DType = "fp32"
@@ -165,7 +165,7 @@ class Plan:
     layout: Layout = field(default_factory=Layout)
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also parameters. 0 if and only if shard = 1 (except
-    with cp, whose ranks are shards too)."""
+    with cp, over which states can be sharded, too)."""
     micro_batch: int = 1
     """Samples per forward pass on each data-parallel rank."""
     accumulation: int = 1
@@ -183,7 +183,7 @@ class Plan:
     sequence_parallel: bool = False
     """Shard activations along the sequence between tensor-parallel layers; used if layout.tp > 1."""
     batch_norm: Literal["sync", "local"] = "sync"
-    """Batch statistics over all data-parallel ranks (equal to a single process), or over the rows of each rank."""
+    """Batch-norm statistics over all data-parallel ranks (as in a single process), or over the rows of each rank."""
     engine: Literal["torch", "deepspeed", "mlx"] = "torch"
     precision: Precision = field(default_factory=Precision)
     offload: Offload = field(default_factory=Offload)

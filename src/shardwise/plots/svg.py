@@ -224,7 +224,7 @@ def _line(frame: _Frame, line: _Line, plot: Plot) -> list[str]:
 
 
 def _label_heights(frame: _Frame, lines: list[_Line]) -> dict[_Line, float]:
-    """Return the y position of the label of each line; empty if there is one line or the lines end too close."""
+    """Return the y position of the label of each line; empty if there is one line or the line ends are too close."""
     visible = sorted((line for line in lines if line.runs), key=lambda line: frame.at(line.end)[1])
     ends = [frame.at(line.end)[1] for line in visible]
     heights = _spread(ends, frame.top, frame.bottom + 6)
@@ -359,7 +359,7 @@ def _timeline(timeline: Gantt, colours: Mapping[str, str], width: float) -> tupl
 
 
 def _merge_short_spans(spans: Sequence[GanttSpan], least: float) -> list[GanttSpan]:
-    """Merge a span shorter than `least` with the previous one of its row and kind if the gap is shorter, too."""
+    """Merge a span with the previous one of its row and kind if the span and the gap are both shorter than `least`."""
     merged: list[GanttSpan] = []
     for span in sorted(spans, key=lambda span: (span.row, span.start)):
         if merged and span.end - span.start < least:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _INTERVAL_S = 0.5
 _FIRST_DUMP_S, _LONGEST_S = 5.0, 300.0
-"""A dump of the 2000 entries that torch keeps takes 30 ms, so the interval between dumps of arrivals doubles."""
+"""A dump of the 2000 entries that torch keeps takes 30 ms, so the interval doubles after each dump of arrivals."""
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"}
 
 

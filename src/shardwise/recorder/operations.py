@@ -219,7 +219,7 @@ class Sites:
         return kind
 
     def kind_of(self, file: str) -> int:
-        """Return the owner of a file; wrappers of the standard library, recorder and launcher count as TORCH."""
+        """Return the owner of a file; recorder, launcher and wrappers in the standard library count as TORCH."""
         if file.startswith((self._torch, "<", f"{_PACKAGE}/recorder", f"{_PACKAGE}/launcher")):
             return TORCH
         if file.startswith(_PACKAGE):

@@ -310,7 +310,7 @@ def record_functional(recorder: CollectiveRecorder, module: ModuleType) -> None:
 
 
 def _wrap(recorder: CollectiveRecorder, module: ModuleType, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper that records when a functional collective is issued; the flight recorder has its completion.
+    """Return a wrapper that records when a functional collective is issued; the flight recorder records its completion.
 
     While torch.compile traces it, the wrapper records nothing and adds nothing to the graph.
     """

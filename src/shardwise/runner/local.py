@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _DDP = frozenset({"DistributedDataParallel", "DDP"})
 _DYNAMO_USERS = _DDP | {"fully_shard", "FullyShardedDataParallel", "compile"}
 PRELOAD = ("torch", DYNAMO)
-"""Modules that every rank of a job imports: torch, and Dynamo for the first DDP (800 modules, 1.5 s)."""
+"""Modules that every rank of a job imports: torch, and Dynamo, which the first DDP imports (800 modules, 1.5 s)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ def open_run(spec: TrainSpec, reference: JobReference) -> RunDirectory:
     known = msgspec.json.decode(run.job.read_bytes(), type=JobReference)
     if (known.path, known.attribute) != (reference.path, reference.attribute):
         raise InputError(
-            f"run directory {run.path} is of the job {known.path}:{known.attribute}",
+            f"run directory {run.path} belongs to the job {known.path}:{known.attribute}",
             code="run.other-job",
             fix="choose another directory with --run-dir",
         )

@@ -1,6 +1,7 @@
 """Observers of running ranks, and the report of `train`: the result of a run, or why it failed or stopped.
 
-Observers show the progress of rank 0, copy output, mirror events to experiment trackers, and run the guards.
+Observers show the progress of rank 0, copy output, mirror events to experiment trackers, and detect hangs and
+replica drift.
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ class TrainReport(Report, frozen=True, kw_only=True):
     result: TrainResult | None = None
     """Metrics and steps; None if the run failed, was stopped, or was submitted to other machines."""
     failure: str = ""
-    """The failed rank, its traceback and the fix, or the command that resumes a stopped training."""
+    """The failed rank, its traceback and the fix, or the command that resumes a stopped run."""
     traceback: str = ""
     """Traceback of an input error on a rank, for --debug."""
 
@@ -249,7 +250,7 @@ class TrainReport(Report, frozen=True, kw_only=True):
             raise InputError(
                 f"no trained weights are available: {self.failure or 'the ranks did not run on this machine'}",
                 code="train.no-weights",
-                fix="run train again, until it completes on this machine",
+                fix="run train on this machine until it completes",
             )
         weights: dict[str, Tensor] = torch.load(self.weights, map_location="cpu", weights_only=True)
         return weights

@@ -140,7 +140,7 @@ def forwarded_variables(environ: Mapping[str, str], given: Sequence[str]) -> dic
 
 
 def _check_equal_slots(hosts: Sequence[HostSpec], default: int) -> None:
-    """Raise LaunchError if hosts have different numbers of ranks: every node derives the world size from its own."""
+    """Raise LaunchError if hosts differ in their number of ranks, from which every node computes the world size."""
     slots = [host.slots or default for host in hosts]
     for host, num_ranks in zip(hosts, slots, strict=True):
         if num_ranks != slots[0]:
@@ -197,7 +197,7 @@ def _on_kubernetes(spec: LaunchSpec | TrainSpec, text: str, grace_s: float) -> i
 
 
 def _with_run_on_volume(spec: TrainSpec, cluster: PodsSpec) -> TrainSpec:
-    """Return the spec with a run directory on a volume, from which new pods resume; print a note if there is none."""
+    """Return the spec with a run directory on a volume, from which new pods resume; print a note without a volume."""
     writable = [volume.path for volume in cluster.volumes if not volume.is_read_only]
     if spec.run_dir is None and not writable:
         echo_error("note: the run directory and its checkpoints are lost with the pod; add volume=CLAIM:/PATH")

@@ -56,7 +56,7 @@ class Call:
 
     @property
     def channel(self) -> tuple[GroupKey, str]:
-        """The process group and channel that number this call."""
+        """The process group and channel in which this call is numbered."""
         return self.group, self.what.channel
 
     @property
@@ -246,7 +246,7 @@ _BACKWARD = "_engine_run_backward"
 
 @dataclass(frozen=True, kw_only=True)
 class LastCalls:
-    """The last calls of one rank when it ended."""
+    """The last calls of one rank before it exited."""
 
     inside: tuple[Call, ...] = ()
     """Incomplete calls; calls with a waiting thread come first."""

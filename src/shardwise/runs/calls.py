@@ -41,18 +41,18 @@ SEPARATE_STEPS, LEFT_WORLD = 11, 12
 """Fields of the header; times are nanoseconds since the epoch, and 0 means none."""
 NUMBERS, WHAT, ENTERED, WAITED, LEFT = range(5)
 """Fields of a call. WHAT packs four numbers: the table positions of group, operation and source line, and whether
-backward was running. Times before ENTERED belong to an earlier call and are ignored, so that a new call need not clear
-them: every word that is written costs a cache miss after a training step."""
+backward was running. Times earlier than the value of ENTERED belong to an earlier call and are ignored, so that a new
+call need not clear them: every word that is written costs a cache miss after a training step."""
 RELEASED = 1
-"""Value of WAITED for a call that runs asynchronously, with no thread waiting in it."""
+"""Value of WAITED for a call that runs asynchronously, with no thread waiting for it."""
 ENOUGH_SEPARATE_STEPS = 20
-"""Maximum count of optimizer steps without a process group, which is more than the warm-up steps of a script."""
+"""Number of optimizer steps without a process group after which counting stops; more than a script's warm-up steps."""
 PLACE_BITS = 20
 BACKWARD_BIT = 1 << 3 * PLACE_BITS
 NUMBER_BITS = 24
 """Calls are numbered from 1 across all channels; the low bits of this number are stored below the sequence number."""
 STARTUP_GROUP = "start of the world"
-"""Name of the group that numbers the calls that create process groups."""
+"""Name of the group in which the calls that create process groups are numbered."""
 
 
 class GroupKey(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +70,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     channel: str
-    """Calls are numbered per channel: empty for a collective, "functional" for one of torch's functional collectives;
+    """Channel in which the call is numbered: empty for a collective, "functional" for torch's functional collectives;
     for point-to-point messages the sender, the receiver and the tag: "0>1:0"."""
     match: str
     """The arguments that must be equal on all members: reduce operation, root, dtypes, numbers of elements."""
@@ -119,7 +119,7 @@ class CallRing:
         partial.rename(path)  # processes that have mapped the ring of an earlier attempt can still read it
 
     def intern(self, value: msgspec.Struct | str) -> int:
-        """Return the position of a value in the table, which is added if it is new; 0 if the table is full."""
+        """Return the position of a value in the table, adding the value if it is new; 0 if the table is full."""
         place = self._known.get(value)
         if place is not None:
             return place

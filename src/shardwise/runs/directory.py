@@ -43,7 +43,7 @@ class RunDirectory:
 
     @property
     def environment(self) -> Path:
-        """Environment variables of the run, by allow-list (JSON)."""
+        """Environment variables of the run that are on the allow-list (JSON)."""
         return self.path / "environment.json"
 
     @property
@@ -240,7 +240,7 @@ def _make(path: Path, *, exist_ok: bool) -> RunDirectory:
 
 
 _PROBE_BYTES = 1 << 16
-"""Size of the write probe: about the traceback that a failing rank writes to its log and its error file."""
+"""Size of the write probe: about that of the traceback that a failing rank writes to its log and its error file."""
 
 
 def write_error(folder: Path) -> OSError | None:
@@ -282,7 +282,7 @@ def make_listener_folder() -> str:
 
 
 def use_listener_folder(path: str) -> None:
-    """Use the socket folder of another process, which removes it, in this process and its workers."""
+    """Use another process's socket folder in this process and its workers; the other process removes the folder."""
     with contextlib.suppress(AttributeError):  # `get_temp_dir` reads this setting, which has no public name
         process.current_process()._config["tempdir"] = path  # type: ignore[attr-defined]  # noqa: SLF001
 

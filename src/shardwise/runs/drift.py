@@ -108,9 +108,9 @@ class DriftEvidence:
     unsteady_gradient: frozenset[int] = _NO_RANKS
     """Ranks on which repeating the step gave a different gradient."""
     unsteady_update: frozenset[int] = _NO_RANKS
-    """Ranks on which repeating the optimizer step gave a different value."""
+    """Ranks on which the optimizer step gave a different value for equal inputs."""
     is_step_cleared: bool = False
-    """Whether the step is known not to be the cause, unless a field above shows that it is: the step was repeated, or
+    """Whether the step is ruled out as the cause if no field above shows a cause: the step was repeated, or
     the replicas were equal after the previous step and differed at the start of this one."""
 
 

@@ -54,7 +54,7 @@ class History:
 
 
 Line = tuple[str, str] | None
-"""Text and mood of an event; None for an event that is not shown."""
+"""Text of an event and its severity, `Entry.mood`; None for an event that is not shown."""
 
 
 def _start(event: dict[str, Any]) -> Line:
@@ -223,7 +223,7 @@ class TrainingState:
         self.seconds_per_step += weight * (seconds_per_step - self.seconds_per_step)
 
     def _rewind(self, first: int) -> None:
-        """Drop the steps after `first`, which a restart repeats; keep logged values, which may be repeated already."""
+        """Drop the steps after `first`, which a restart repeats; keep logged values, since they may already be new."""
         for name, curve in self.curves.items():
             if not name.startswith("log/"):
                 curve.truncate(first + 1)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PLAIN_S = 5.0
 """Seconds between lines without a terminal."""
 _UNWRAPPED = 10_000
-"""Columns without a terminal: no line is wrapped, so that grep finds it."""
+"""Width in columns without a terminal: no line is wrapped, so that grep finds whole lines."""
 
 
 class ProgressView:

@@ -87,7 +87,7 @@ class RunState:
     """The state of one run, updated by `refresh` from the files that ranks and launchers write."""
 
     def __init__(self, run: RunDirectory, *, listener: Listener | None = None, all_ranks: bool = False) -> None:
-        """Pass every event to `listener`; `all_ranks` reads the complete events files of all ranks."""
+        """Pass every event to `listener`; with `all_ranks`, read the complete events files of all ranks."""
         self.run = run
         self.identity = ""
         """Changes when the state is reset, so that clients discard their copy of the state."""

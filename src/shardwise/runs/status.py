@@ -161,7 +161,7 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     state: str = "running"
     """"running", "done", "failed", "stopped" or "gone"."""
     message: str = msgspec.field(default="", name="words")
-    """The error or exit code of a rank that failed; `words` in JSON."""
+    """The error or exit code of a rank that failed; the key is `words` in JSON."""
 
 
 class CheckpointStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,7 +181,7 @@ class CheckpointTable:
         self._sizes: dict[str, int] = {}
 
     def statuses(self, saves: Iterable[CheckpointStatus]) -> Iterator[CheckpointStatus]:
-        """Yield the saves, newest first; complete checkpoints that still exist have a size."""
+        """Yield the checkpoints, newest first; complete checkpoints that still exist have a size."""
         existing: dict[int, int] = {}
         with contextlib.suppress(OSError):
             for folder in self._folder.iterdir():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
 _FLIGHT_RECORDERS = {"": "_dump_fr_trace", "nccl ": "_dump_nccl_trace"}
-"""Group name prefix -> private function: one for NCCL, if torch was built with it, and one for all other backends."""
+"""Group name prefix -> private function that dumps the records: one for NCCL (if built), one for all other backends."""
 _FLIGHT_VERSION = "2."
 
 
@@ -73,7 +73,7 @@ def clear_dtensor_caches() -> None:
     """Clear DTensor's caches of sharding propagation; does nothing if DTensor is not imported.
 
     Meshes of the same ranks compare equal. Without this, a rank would get cached results on the mesh of an earlier
-    world, whose process groups are closed, or which has the coordinate of another rank if this process was forked.
+    world. The process groups of that mesh are closed, or, after a fork, it has the coordinate of another rank.
     """
     api = sys.modules.get("torch.distributed.tensor")
     if api is None:
@@ -188,7 +188,7 @@ def gathered_parameter(record: Any) -> nn.Parameter | None:
 def gather_without_forward(unit: Any, *, has_gradient: bool) -> Tensor:
     """Run the pre- and post-forward hooks of an FSDP2 module without its forward. Communicates as its forward does.
 
-    Returns an output from which backward can start; it all-gathers the parameters and reduces the gradients of the
+    Returns an output; backward from this output all-gathers the parameters and reduces the gradients of the
     module. With `has_gradient`, the input requires a gradient and FSDP2 reduces when backward reaches it; otherwise
     FSDP2 reduces at the end of backward.
     """

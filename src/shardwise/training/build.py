@@ -97,8 +97,8 @@ def build_step(
     before they are clipped. `first_step` is the step at which the data starts. `mark(phase, step)` is called on the
     host at the start of data, forward, backward and optimizer. Without `report_loss`, steps do not reduce the loss, and
     a report contains only this rank's share. `resume` is a run directory, a directory of checkpoints or one checkpoint:
-    the step resumes from the newest intact one, saved at any world size and strategy, or starts from scratch if there
-    is none.
+    the step resumes from the newest intact one, saved at any world size under any strategy, or starts from scratch if
+    there is none.
     """
     plan = with_engine(plan, job.engine)
     engine = engine_for(job, plan)
@@ -131,7 +131,7 @@ class BuildContext:
     report_loss: bool
 
     def step_context(self, job: Job, plan: Plan, world: World, *, fill: bool) -> StepContext:
-        """Return the step's data, length and hooks. Communicates to create the group of data-parallel ranks.
+        """Return the step's data, training length and hooks. Communicates to create the group of data-parallel ranks.
 
         `fill` sets whether short micro-batches are padded by repeating rows.
         """

@@ -59,7 +59,7 @@ class CallbackContext(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def loss(self) -> float:
-        """Mean loss of the last step over the global batch; reading it synchronizes with the device, not with ranks."""
+        """Mean loss of the last step over the global batch; reading it synchronizes with the device only."""
         return math.nan if self.report is None else float(self.report.loss)
 
     @property
@@ -212,7 +212,7 @@ _MOST_BATCHES = 1000
 
 
 class Evaluations:
-    """Evaluates the test split: at the start, every `Job.evaluate_every` steps or epoch, and after the last step."""
+    """Evaluates the test split: at the start, every `Job.evaluate_every` steps or each epoch, and at the end."""
 
     def __init__(
         self, job: Job, dataset: Dataset[Any] | None, callbacks: Callbacks, events: EventLog, stop: StopRequest
@@ -239,8 +239,8 @@ class Evaluations:
     def before_first_step(self, step: Step) -> bool:
         """Evaluate if `Job.evaluate_at_start` requests it or an evaluation is pending. Communicates over the world.
 
-        Otherwise metrics without state are tried on a micro-batch per rank, so that one that raises does it here.
-        Returns whether the checkpoint of this step has to be saved: the evaluation was interrupted, now or before.
+        Otherwise metrics without state are tried on a micro-batch per rank, so that a metric that fails raises here.
+        Returns whether this step must be saved, because its evaluation was interrupted now or before the resume.
         """
         was_pending = self._callbacks.has_pending_evaluation and self._dataset is not None
         self._callbacks.has_pending_evaluation = was_pending
@@ -279,8 +279,8 @@ class Evaluations:
     def _until_stopped(self, batches: Iterator[MicroBatch], number: int, world: World) -> Iterator[MicroBatch]:
         """Yield this rank's batches until all ranks have finished theirs, or any rank received a stop signal.
 
-        The ranks agree about once per second, after the same number of batches. Ranks may have different numbers of
-        batches: one that has no more takes part until all have finished. Communicates over the world.
+        All ranks synchronize about once per second, after equal numbers of batches. Ranks may have different numbers of
+        batches; a rank without further batches participates until all have finished. Communicates over the world.
         """
         size, num_batches = 1, 0
         began = reported = time.perf_counter()

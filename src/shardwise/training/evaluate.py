@@ -127,7 +127,7 @@ class Length:
     """Steps between synchronizations of the replicas."""
 
     def syncs_after(self, number: int) -> bool:
-        """Return whether replicas synchronize after `number` steps: every `sync_every` and at the end of an epoch.
+        """Return whether replicas synchronize after `number` steps: every `sync_every` steps and at epoch ends.
 
         Steps are counted within the epoch, so only the last round of an epoch is shorter.
         """
@@ -135,7 +135,7 @@ class Length:
         return step_in_epoch % self.sync_every == 0 or number == self.num_steps
 
     def is_due(self, number: int, every: int) -> bool:
-        """Return whether an action with the interval `every` is due after `number` steps, at least 1; 0 disables it.
+        """Return whether an action with the interval `every` is due after `number` steps; False if either is 0.
 
         An interval that ends between two synchronizations of the replicas is due at the next synchronization.
         """

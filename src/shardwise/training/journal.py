@@ -124,7 +124,7 @@ class Curves:
         self._last = report
 
     def evaluation(self, values: dict[str, float]) -> None:
-        """Write the result of `evaluate` after the last step."""
+        """Write a result of `evaluate`, as evaluated after the last step that was added."""
         if self._last is not None:
             epoch = self._last.cursor.epoch
             self._events.write("evaluation", step=self._last.number + 1, epoch=epoch, values=values)
@@ -177,8 +177,8 @@ class Window:
     def publish(self, world: World, *, stop: bool = False) -> dict[str, Any]:
         """Return the steps of the window with global losses and start a new window. Communicates over the world.
 
-        `stop` on any rank sets "stop" on every rank. Losses stay on the device until here, which costs one device
-        synchronization and one small all-reduce per window.
+        `stop` on any rank sets "stop" on every rank. Losses stay on the device until this call, which costs one
+        device synchronization and one small all-reduce per window.
         """
         reports = self._reports
         sums = torch.stack([report.loss_sum for report in reports]).double().cpu()  # synchronizes with the device
@@ -282,7 +282,7 @@ def start_report(job: Job, plan: Plan, world: World, step: Step) -> dict[str, An
 
 
 def _precision(job: Job, plan: Plan, world: World, step: Step) -> str:
-    """Describe the plan's precision, or the dtypes of a model that was built in others. Communicates over the world."""
+    """Describe the plan's precision, or the model's dtypes if they differ from it. Communicates over the world."""
     dtypes: set[torch.dtype] = set()
     if engine_named(plan.engine).uses_fsdp:  # other engines convert the model
         for _, parameter in step.named_parameters():

@@ -132,8 +132,8 @@ def dataloader(
     or pp group receive the same share. It defaults to the batch size of the DataLoader, or to the plan's micro-batch on
     every rank. Each iteration reads one epoch, in an order that depends only on (seed, epoch); `state_dict` and
     `load_state_dict` resume within an epoch at any number of ranks. `drop_last` applies to a last batch that cannot be
-    divided evenly: True drops it, False yields it (then back-propagate `loss * loader.scale`), None raises. With
-    `accumulation`, so many batches are one update: back-propagate `loss * loader.scale`, and call `optimizer.step()` if
+    divided evenly: True drops it, False yields it (then back-propagate `loss * loader.scale`), None raises. An
+    update uses `accumulation` batches: back-propagate `loss * loader.scale`, and call `optimizer.step()` only if
     `loader.is_update`. With `evaluate`, every sample is read once, in order, and every rank receives the same number of
     batches. The other options of a DataLoader apply unchanged. An IterableDataset defines its own order.
     """

@@ -170,7 +170,7 @@ def check_job(job: Job, plan: Plan) -> None:
         )
     if job.masks == "keyed" and (not engine.has_keyed_dropout or plan.compile != "none"):
         raise PlanError(
-            f"keyed dropout masks are not supported by engine {plan.engine} with compile = {plan.compile}",
+            f"counter-based dropout is not supported by engine {plan.engine} with compile = {plan.compile}",
             code="support.keyed-masks-engine",
             fix="pass --set engine=torch --set compile=none, or --set masks=drawn",
         )

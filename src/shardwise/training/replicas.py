@@ -53,7 +53,7 @@ class Replicas:
             self._check(step, None)
 
     def after(self, step: Step, batch: StepBatch, *, is_due: bool) -> None:
-        """Compare replicas after a step if `is_due` or the interval ends. Communicates over the world; every rank."""
+        """Compare replicas after a step if `is_due` or the interval ends. Communicates; call on every rank."""
         length, number = step.length, step.number
         if not self._is_on or not length.syncs_after(number):
             return
@@ -125,7 +125,7 @@ class Replicas:
 
 
 def _evidence(by_rank: Mapping[int, tuple[Repeated, int, int]], copies: Copies) -> DriftEvidence:
-    """Compare the repeated step over ranks; values are (repeated runs, batch fingerprint, settings fingerprint)."""
+    """Compare the repeated step over ranks; a rank's value is (runs, batch fingerprint, settings fingerprint)."""
     gradients: dict[int, int | None] = {}
     samples: set[int] = set()
     settings: set[int] = set()
@@ -190,7 +190,7 @@ def _are_equal(totals: Sequence[Mapping[Axes, int]], groups: Mapping[Axes, Seque
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated:
-    """Fingerprints of one tensor in two runs of the same step; the second update uses the gradients of the first."""
+    """Fingerprints of one tensor in two runs of the same step; the second run uses the gradients of the first."""
 
     gradients: tuple[int, int] | None
     """Fingerprints of the tensor's reduced gradient on this rank; None for a buffer or without a gradient."""
@@ -261,6 +261,6 @@ def _rewound(step: Step) -> Iterator[Callable[[], None]]:
 
 
 def _value_fingerprint(step: Step, name: str) -> list[int]:
-    """Return the fingerprint of this rank's shard of a tensor in a list, or [0] if this rank does not own it."""
+    """Return a list with the fingerprint of this rank's shard of a tensor, or [0] if this rank does not own it."""
     value = {**step.buffers(), **dict(step.named_parameters())}.get(name)
     return fingerprints([local(value.detach())]) if value is not None else [0]

@@ -136,7 +136,7 @@ class Saving:
     def save(self, step: Step, evaluation: dict[str, float]) -> None:
         """Start an asynchronous save of the current state. Communicates over the world; call on every rank.
 
-        If this save or the previous one fails, raises with `must_save`, and logs the error otherwise.
+        If this save or the previous one fails, raises the error if `must_save` is set, and logs it otherwise.
         """
         if step.number == self._last_saved:
             return
@@ -294,7 +294,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StoppedError(ShardwiseError):
-    """Raised after a stop signal, when the state is saved; --resume continues from it."""
+    """Raised after a stop signal, when the last save has ended; --resume continues from the newest checkpoint."""
 
     exit_code = PREEMPTED
 

@@ -61,7 +61,7 @@ class TrainSpec(Spec, frozen=True, kw_only=True):
     nproc: Annotated[PositiveInt | None, option("--nproc", "--nproc-per-node")] = None
     """Processes to start on this node (default: 1)."""
     plan: str = "auto"
-    """auto, a preset, a product such as dp2.tp2, or a .toml file."""
+    """auto, a preset, a product of axes such as dp2.tp2, or a .toml file."""
     settings: Annotated[tuple[str, ...], option("--set", metavar="KEY=VALUE")] = ()
     """Override a field of the job or the plan."""
     run_dir: Path | None = None

@@ -260,7 +260,7 @@ def _check_target(target: Path, to: Kind, config: Path | None) -> None:
 
 
 def _config_files(spec: ConvertSpec) -> dict[str, Path]:
-    """Return the config files for a Hugging Face directory: those of --config, or of the run that has the source."""
+    """Return the config files for a Hugging Face directory: from --config, or from the run that contains the source."""
     if spec.config is not None and spec.config.is_file():
         return {CONFIG: spec.config}
     runs = [RunDirectory(path) for path in (spec.source, *spec.source.parents[:2])]

@@ -202,7 +202,7 @@ def _stage_1_2(model: Mapping[str, Any], ranks: list[dict[str, Any]]) -> ZeroFil
     """Parse stages 1 and 2: each group is a flat tensor over all ranks, and each rank maps its slice to parameters."""
     if "param_slice_mappings" not in ranks[0]:
         raise InputError(
-            "the checkpoint was saved by a DeepSpeed before 0.8, which does not store the parameter slices",
+            "the checkpoint was saved by a DeepSpeed version before 0.8, which does not store the parameter slices",
             code="checkpoint.deepspeed-too-old",
             fix="load and save it with a newer DeepSpeed",
         )

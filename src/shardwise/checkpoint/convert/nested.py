@@ -77,7 +77,7 @@ def parse_state(
 ) -> ParsedState:
     """Parse a nested state dict; `value_of` is called only for values that are needed.
 
-    Unsupported keys are listed in `left_out`. `same` maps each tensor that shares its memory to an earlier tensor.
+    Unsupported keys are listed in `left_out`. `same` maps a tensor to an earlier tensor that shares its memory.
     """
     inner_keys = {key: _inner(key) for key in (*forms, *values)}
     has_model = any(inner[0] in MODELS and len(inner) > 1 for inner in inner_keys.values())
@@ -197,7 +197,7 @@ def _optimizer_entry(inner: Key, part: str) -> Key | None:
     """Return the last two keys of an entry in the `part` of an optimizer state dict; None for any other entry.
 
     They are a parameter and a state key for "state", and a group and an option for "param_groups". State dicts that
-    torch flattened have one key "PART.PARAMETER.KEY", in which a group is the name of a parameter.
+    torch flattened have one key "PART.PARAMETER.KEY": the options of a group are stored for each of its parameters.
     """
     if inner[0] not in OPTIMIZERS or len(inner) < 2:
         return None
@@ -261,7 +261,8 @@ def _numbered(
 ) -> dict[str | int, str] | None:
     """Return the name of each numbered parameter, or None if the names are unknown.
 
-    The groups may list the names; otherwise, if there is a single group and all shapes match, the weights are in order.
+    The groups may list the names. Otherwise, numbers follow the order of the weights, which is accepted only if there
+    is a single group and all shapes match.
     """
     named: dict[str | int, str] = {}
     for group in groups:

@@ -115,7 +115,7 @@ def _walk(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
 
 
 def _shared(tensors: Mapping[Key, Tensor]) -> dict[Key, Key]:
-    """Map the tensors that share the memory of an earlier tensor to it; torch.save preserves sharing."""
+    """Map each tensor that shares memory with an earlier tensor to that tensor; torch.save preserves sharing."""
     first: dict[tuple[Any, ...], Key] = {}
     shared = {}
     for key, tensor in tensors.items():

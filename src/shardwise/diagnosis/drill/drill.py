@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _SCRIPT_STEP = 4
 _SLOW_S = 10.0
-"""Total sleep of a slow rank: stragglers are measured over 5 s, and the first steps are uneven."""
+"""Total sleep of a slow rank: longer than the 5 s window of the straggler check, since the first steps are uneven."""
 _SCRIPT_SLEEP_S = 0.2
 _MISMATCH_SLEEP_S = 3.0
 """Sleep after a mismatch, so that the guard, which checks once per second, runs before a short job ends."""
@@ -55,7 +55,7 @@ _EXIT_TIMEOUT_S = 2.0
 
 @spec_function(DrillSpec)
 def doctor_drill(spec: DrillSpec) -> DrillReport:
-    """Inject faults into the ranks, links, checkpoints and disk of your job; check that each is reported and survived.
+    """Inject faults into the ranks, links, checkpoints and disk of your job; check detection and recovery.
 
     The temporary directory of the runs is kept if a drill failed.
     """

@@ -35,7 +35,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     rank: int
     step: int
-    """Optimizer steps since the process started after which the fault is injected."""
+    """Number of optimizer steps in the process after which the fault is injected."""
     mark: str
     """File written when the fault is injected. Its existence disables the fault in restarted processes."""
     checkpoints: str = ""
@@ -57,7 +57,7 @@ class FaultMark(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     step: int
     saved: int = 0
-    """Step of the newest checkpoint at that time; 0 if there was none."""
+    """Step of the newest checkpoint when the fault was injected; 0 if there was none."""
     file: str = ""
     """Name of the damaged checkpoint; empty for other faults."""
 
@@ -204,7 +204,7 @@ _ACTIONS: dict[Kind, Callable[[Fault, int, int], None]] = {
 
 
 def _wait_for_checkpoint(fault: Fault) -> int:
-    """Wait until the checkpoint before the fault is published; return the newest checkpoint's step, 0 for none."""
+    """Wait for the checkpoint that must precede the fault; return the step of the newest checkpoint, 0 for none."""
     if not fault.saved:
         return 0
     deadline = time.monotonic() + _CHECKPOINT_TIMEOUT_S

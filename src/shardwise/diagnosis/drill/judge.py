@@ -1,4 +1,4 @@
-"""The result of a drill: the reported verdict, its delay, and whether the run recovered; pure functions."""
+"""The result of a drill: the reported verdict, the time to detection, and whether the run recovered; pure functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardwise.diagnosis.run.facts import Event
 
 LOSS_LIMIT = 1e-5
-"""Relative tolerance between the losses with and without the fault, for reordered floating-point sums."""
+"""Relative tolerance between the losses with and without the fault, since floating-point sums may be reordered."""
 _SIGNS: Mapping[Kind, str] = {
     "kill": r"(?P<who>rank {rank}) failed first: SIGKILL",
     "freeze": r"waits? in .*; (?P<who>rank {rank}) is stopped by a signal",
@@ -46,7 +46,7 @@ _CONTINUES: tuple[Kind, ...] = ("freeze", "slow", "disk")
 
 @dataclass(frozen=True, kw_only=True)
 class DrillEvidence:
-    """The events and remaining state of a run with an injected fault."""
+    """The events of a run with an injected fault, and its processes and checkpoints after the run."""
 
     mark: FaultMark | None
     """The record of the fault; None if the fault was never injected."""
@@ -117,7 +117,7 @@ def _in_seconds(seconds: float | None) -> str:
 
 @dataclass(frozen=True)
 class _EventsAfterFault:
-    """The events of a drilled run since the fault."""
+    """The events of a run since the fault was injected."""
 
     events: Sequence[Event]
     mark: FaultMark
@@ -238,7 +238,7 @@ def _restart_text(resumed: int | None) -> str:
 
 
 def _recovery_seconds(after: _EventsAfterFault, *, is_job: bool) -> float | None:
-    """Return the seconds until the last started ranks published a later step; for a script, until it ended."""
+    """Return the seconds until the most recently started ranks published a later step; for a script, until it ended."""
     if not is_job:
         return next((event.at - after.mark.at for event in after.after("finish")), None)
     restarted_at = max((event.at for event in after.after("attempt")), default=after.mark.at)

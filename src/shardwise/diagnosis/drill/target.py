@@ -1,4 +1,4 @@
-"""The program under test of a drill, a job or a script, and the entry point of its ranks, which arms the fault."""
+"""The program that a drill tests, a job or a script, and the entry point of its ranks, which arms the fault."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardwise.runs import RunDirectory
 
 SAVES = 5
-"""Checkpoints per run: two before the fault, one that a full disk fails, one that reports it, one after."""
+"""Checkpoints per run: two before the fault, one that fails on a full disk, one that reports the failure, one after."""
 _STEPS = 40
 
 
@@ -170,7 +170,7 @@ def drill_target(fault: Fault, target: Script | Module) -> Module:
 
 
 def main() -> None:
-    """Run the rank described by the environment with the request on the command line."""
+    """Run the rank that the environment variables describe; the request is the command-line argument."""
     request = msgspec.json.decode(sys.argv[1], type=DrillRequest)
     arm(request.fault, identify().rank)
     exec(set_main(request.target), sys.modules["__main__"].__dict__)  # noqa: S102 - running the script is the job

@@ -1,1 +1,1 @@
-"""The live guard: hangs, mismatched collectives, stragglers, replica drift and partitions while ranks run."""
+"""The live guard: detects hangs, mismatched collectives, stragglers, replica drift and network partitions."""

@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 _POLL_S = 1.0
 _POLLS_PER_LIMIT = 8
 _SAMPLE_FRACTION = 0.25
-"""Fraction of the hang limit between two stack samples of a missing rank, until the hang is reported."""
+"""Interval between stack samples of a missing rank before a hang is reported, as a fraction of the hang limit."""
 _WINDOW_S, _TORCH_WINDOW_S = 5.0, 0.5
-"""Windows in seconds over which stragglers are detected; torch's flight recorder keeps only the most recent calls."""
+"""Windows in seconds for straggler detection; the second is shorter, since torch's flight recorder keeps few calls."""
 _STACKS_S = 0.3
-"""Seconds in which ranks write their stacks after a request."""
+"""Seconds that ranks have for writing their stacks after a request."""
 RANKS_CONTINUE = "the ranks that waited continue"
 """The note that withdraws a hang verdict."""
 
 
 class Guard:
-    """Detects hangs, mismatched collectives and stragglers in running ranks, in about 1 ms per second for 8 ranks."""
+    """Detects hangs, mismatched collectives and stragglers in running ranks; uses about 1 ms per second for 8 ranks."""
 
     def __init__(
         self, run: RunDirectory, limits: HangSpec, report: Callable[[str], None], exchange: Exchange | None = None

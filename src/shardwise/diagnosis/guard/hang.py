@@ -20,9 +20,9 @@ late. In either case, a note names the rank after the hang limit."""
 KNOWN_S = 300.0
 """Minimum limit for a rank in a known long activity: the time of a compilation does not depend on the hang limit."""
 _MIN_CORES = 0.1
-"""CPU cores above which a rank is computing; a sleeping rank uses hundredths of a core."""
+"""Number of CPU cores in use above which a rank counts as computing; a sleeping rank uses hundredths of a core."""
 _MIN_BYTES_PER_S = 1 << 14
-"""Bytes per second above which a rank is reading or writing; a progress bar or a log prints less."""
+"""Bytes per second above which a rank counts as doing I/O; a progress bar or a log prints less."""
 _PHASES = {"save": "saves a checkpoint", "evaluate": "evaluates", "start": "starts", "end": "ends"}
 
 
@@ -57,7 +57,7 @@ class RankStatus:
     progress: tuple[RankProgress, ...] = ()
     newest: Call | None = None
     quiet_s: float = 0.0
-    """Seconds since the last sign of progress: a call issued or completed, a batch received."""
+    """Seconds since the last sign of progress: a call issued or completed, or a batch received."""
     first_batch: bool = False
     """Whether the rank is loading its first batch."""
     loads: bool = False
@@ -92,7 +92,7 @@ class RankStatus:
 
 
 def _is_busy(doing: Activity) -> bool:
-    """Return whether a rank makes progress. A data loader that polls its workers moves without progress."""
+    """Return whether a rank makes progress. Polling a data loader's workers changes the stack without progress."""
     if doing.cores >= _MIN_CORES or doing.bytes_per_s >= _MIN_BYTES_PER_S:
         return True
     return doing.is_moving and doing.kind != DATA

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _MAX_CALLS, _MAX_CALLS_NODES = 512, 8192
-"""Calls stored per channel for ranks that are behind: by one poll on one node, by the polls of two nodes otherwise."""
+"""Maximum calls stored per channel, on one node and on several: ranks lag by one poll, or by the polls of two nodes."""
 
 
 class CallComparison:
@@ -54,7 +54,7 @@ class CallComparison:
     def findings(self, *, last: bool = False) -> list[str]:
         """Return new mismatches as sentences; `last` is True if no more calls will arrive.
 
-        A difference is reported when all members have issued the call, or one poll later.
+        A difference is reported once all members have issued the call, at the latest one poll after it was found.
         """
         found = []
         for channel, number in list(self._suspects.items()):
@@ -82,10 +82,10 @@ class CallComparison:
 
 
 _MIN_SHIFTED = 8
-"""Consecutive calls that must match those of another rank, shifted by one or more, to report a skipped call."""
+"""Number of consecutive calls that must match the shifted calls of another rank before a skipped call is reported."""
 _MAX_SHIFT = 4
 _MIN_CROSSED = 3
-"""Times that two ranks must have issued two calls in opposite order, without exception, to report it."""
+"""Number of times, without exception, that two ranks must issue two calls in opposite order before it is reported."""
 
 
 def describe_order(numbers: dict[int, dict[int, Call]]) -> str:

@@ -44,7 +44,7 @@ class CallRun(msgspec.Struct, frozen=True, tag="calls"):
 
 
 class CallReporters:
-    """Selects one rank per node to report each channel; its node compares the other ranks with it."""
+    """Selects one rank per node to report each channel; the node compares its other ranks with this rank."""
 
     def __init__(self) -> None:
         self._ranks: dict[tuple[GroupKey, str], int] = {}
@@ -118,7 +118,7 @@ class ActivityRequest(msgspec.Struct, frozen=True, tag="missed"):
 
 
 class RelayedVerdict(msgspec.Struct, frozen=True, tag="told"):
-    """A verdict of node 0, on which every node stores the stacks of its ranks."""
+    """A verdict of node 0; a node that receives it stores the stacks of its ranks."""
 
     text: str
 
@@ -192,7 +192,7 @@ class PeerGuards:
         return [links for at, links in self._links.values() if now - at <= self._fresh_s]
 
     def share_calls(self, news: Mapping[int, Iterable[Call]]) -> None:
-        """Send the new calls of this node's ranks that involve other nodes to node 0."""
+        """Send node 0 the new calls of this node's ranks that involve other nodes."""
         if not self.decides:
             for run in self._reporters.runs(news):
                 self._send(run)

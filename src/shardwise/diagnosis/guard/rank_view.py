@@ -27,7 +27,7 @@ _SAMPLES = 16
 _MAX_BYTES = 1 << 22
 """Maximum size of the file of stack samples; it is truncated beyond that."""
 _PULSE_S = 1.8
-"""Age of a rank's heartbeat, which a thread updates twice a second, above which its threads cannot run."""
+"""Age of a heartbeat above which the threads of a rank cannot run; a thread updates the heartbeat twice a second."""
 _SETTLED_S = 1.0
 """Seconds without progress after which torch's flight recorder is read; its data is up to 0.5 s old."""
 
@@ -121,7 +121,7 @@ class RankView:
         )
 
     def request_stacks(self) -> bool:
-        """Request the stacks of all threads, which are written shortly after; return False if the rank cannot."""
+        """Request the stacks of all threads, written shortly after; return False if the rank cannot write them."""
         if self._requested_at >= 0:
             return True
         path = self._run.stack_samples(self.rank)

@@ -1,4 +1,4 @@
-"""Replica drift of any script, from recorded fingerprints, and network partitions, from TCP connections of ranks."""
+"""Detects replica drift of any script from recorded fingerprints, and network partitions from TCP sockets of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.5
 _MAX_OPEN = 64
-"""Maximum number of steps that wait for fingerprints of ranks that are behind or have ended."""
+"""Maximum number of steps that are kept while fingerprints of ranks that are behind or have ended are missing."""
 
 Check = dict[str, Any]
 
@@ -139,7 +139,7 @@ def _prints(checks: Mapping[int, Check], tensors: Mapping[int, Check], what: str
 
 
 _MIN_RETRANSMITS = 3
-"""Retransmissions of the same data that count as unanswered: 1.4 s without an answer at the shortest intervals."""
+"""Number of retransmissions after which data counts as unanswered: 1.4 s without answer at the shortest intervals."""
 _STATES, _RETRANSMITS = ("01", "02"), "01"
 """Values in /proc/net/tcp: established or connecting, and a pending retransmission timer."""
 _INODE = re.compile(r"socket:\[(\d+)\]")
@@ -164,7 +164,7 @@ class Connection(msgspec.Struct, frozen=True):
 
 
 def read_links(node: int, address: str, pids: Iterable[int]) -> Links:
-    """Return the state of the ranks' TCP connections; all are answered if the kernel reports no retransmissions."""
+    """Return the state of the ranks' TCP connections; all count as answered if the kernel reports no retransmits."""
     found: list[Connection] = []
     for pid in pids:
         inodes = _sockets(pid)

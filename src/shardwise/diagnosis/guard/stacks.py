@@ -45,7 +45,7 @@ class Sample:
     cpu_s: float
     at: float
     io_bytes: int = 0
-    """Bytes read and written to files, pipes and terminals, without sockets."""
+    """Bytes read from and written to files, pipes and terminals, but not sockets."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MIN_CALLS = 10
 _MIN_SHARE, _MIN_SHARE_OF_LAG = 0.2, 0.7
-"""A rank is slow if other ranks wait for it this share of the time, and it causes this share of all waiting."""
+"""Minimum share of the time that other ranks wait for a slow rank, and minimum share of all waiting that it causes."""
 _OUTLIERS = 3
 """Number of longest lags per window that are ignored, such as a first batch, a checkpoint or an evaluation."""
 _MAX_OPEN = 2048
@@ -104,7 +104,7 @@ class Skew:
         return core_load.explains(self._core_load, rank, lag_s, by_data=by_data)
 
     def _waits_for_data(self, rank: int, share: float, data_s: Mapping[int, float], now: float) -> bool:
-        """Return whether a rank is late for `share` of the time because it waits longer for data than other ranks."""
+        """Return whether longer waits for data explain over half of a rank's lag, which is `share` of the time."""
         waited = {other: seconds - self._data.get(other, 0.0) for other, seconds in data_s.items()}
         own_s = waited.pop(rank, 0.0)
         median_s = statistics.median(waited.values()) if waited else 0.0
@@ -124,7 +124,7 @@ class Skew:
 
 
 def _typical_max(lags: list[float]) -> float:
-    """Return the longest lag without outliers; most calls in a step of a slow rank have no lag."""
+    """Return the longest lag without outliers, not the median: most calls in a step of a slow rank have no lag."""
     return sorted(lags)[-1 - _OUTLIERS] if len(lags) > _OUTLIERS else 0.0
 
 
@@ -138,11 +138,11 @@ def _typical_sum(lags: list[float]) -> float:
 
 
 _MIN_EXPLAINED = 0.5
-"""Fraction of a rank's lag that missing CPU time must cover for the rank not to be reported."""
+"""A rank is not reported if missing CPU time explains at least this fraction of its lag."""
 _OVERSUBSCRIBED = 1.5
 """Runnable threads per core above which data loading is slow on all ranks."""
 _STEAL = 8
-"""Index of the stolen time in the first line of /proc/stat."""
+"""Index of the steal time in the first line of /proc/stat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ class CoreLoad:
 
 
 def read_core_load(pids: Mapping[int, int]) -> CoreLoad:
-    """Return the load of the CPU cores for processes by rank; zeros if the kernel does not report it."""
+    """Return the load of the CPU cores, given the process id of each rank; zeros if the kernel does not report it."""
     return CoreLoad(
         queued_s={rank: _queued_s(pid) for rank, pid in pids.items()},
         stolen_s=_stolen_s(),

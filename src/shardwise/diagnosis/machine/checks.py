@@ -130,7 +130,7 @@ _SMALL_SHM = GIB
 _SMALL_MEMORY, _LITTLE_MEMORY = GIB, 4 * GIB
 """Host memory below which a check fails or warns; a rank needs about 0.5 GiB before its first tensor."""
 _FEW_FILES, _SOME_FILES = 512, 4096
-"""Open files below which a check fails or warns; ranks, data loaders and sockets of one launch count."""
+"""Limits on open files below which a check fails or warns; ranks, data loaders and sockets all need open files."""
 _FEW_PROCESSES = 1024
 _SMALL_DISK, _LITTLE_DISK = GIB, 20 * GIB
 _SLOW_DISK = 20e6

@@ -192,7 +192,7 @@ def _check_reverse(found: NetFacts, hosts: Sequence[str], owner: Mapping[str, st
 
 
 def _name_resolvers(found: NetFacts, host: str, places: Sequence[str]) -> str:
-    """Return the hosts that cannot resolve `host` as text."""
+    """Return, as text, the hosts that cannot resolve `host`."""
     others = set(found.lookups) - {host}
     return "all other hosts" if others and others <= set(places) else name_few(places)
 
@@ -233,7 +233,7 @@ def diagnose(found: NetFacts) -> list[Verdict]:
 
 
 def good_hosts(found: NetFacts) -> tuple[str, ...]:
-    """Return the hosts that respond, have the most common versions, and all reach each other.
+    """Return the hosts that respond, have the most common versions and all directories, and reach each other.
 
     Hosts with the most broken links are removed first.
     """
@@ -256,7 +256,7 @@ def good_hosts(found: NetFacts) -> tuple[str, ...]:
 def launch_lines(found: NetFacts, typed: Mapping[str, str]) -> list[str]:
     """Return the launch command, and the variables for launchers that do not select an interface.
 
-    The result is empty if no two hosts work together. `typed` is the form of each host for --hosts.
+    The result is empty if no two hosts work together. `typed` contains each host as written in --hosts.
     """
     hosts = good_hosts(found)
     if found.route is None or len(hosts) < min(2, len(found.hosts)):

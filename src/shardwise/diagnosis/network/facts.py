@@ -302,7 +302,7 @@ ANSWER_S = 10.0
 
 
 def probe_command() -> str:
-    """Return the shell command of the probe, whose source code is the first line of its stdin."""
+    """Return the shell command that runs the probe; it reads the probe's source code from the first line of stdin."""
     python = shlex.quote(sys.executable)
     boot = "import json; exec(json.loads(open(0, 'rb', buffering=0, closefd=False).readline()))"
     line = f"test -x {python} || exit {NO_PYTHON}; exec {python} -P -c {shlex.quote(boot)}"

@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 
 
 _MAX_COLUMNS = 8
-"""Number of hosts whose table of links fits a terminal."""
+"""Maximum number of hosts for which the table of links fits into a terminal."""
 _LOGIN_S = 20.0
 _MARGIN_S = 3.0
 _STREAM_S = 0.3
 """Duration of the TCP stream that measures the bandwidth of a link."""
 _CLOCK_ROUNDS = 5
 _MAX_REPEATS = 2
-"""Maximum repetitions for links that appear slow, because disturbances only add time. One repetition is enough if all
-of them are still slow."""
+"""Maximum number of repeated measurements of links that appear slow, because disturbances only add time. Repetition
+ends early if all repeated links are still slow."""
 _PACKETS = (8900, 4000, 1500, 1450, 1400, 1280, 576)
-"""Packet sizes tried below the MTU of the interfaces; tunnels use 50 to 100 bytes."""
+"""Packet sizes that are tried below the MTU of the interfaces; tunnel headers take 50 to 100 bytes."""
 
 
 class NetSpec(Spec, frozen=True, kw_only=True):
@@ -285,7 +285,7 @@ class _Examination:
     def _paths(self, route: Route, pairs: set[Pair]) -> tuple[PathFacts, ...]:
         """Find the largest packet that arrives; repeat for pairs with losses, because datagrams may be lost by chance.
 
-        Stops after a round in which no datagram arrived.
+        Stops if no datagram arrived in the first round.
         """
         best: dict[Pair, PathFacts] = {}
         todo = pairs

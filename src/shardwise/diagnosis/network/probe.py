@@ -1,8 +1,8 @@
 """The probe of `doctor net`: a stand-alone program that runs temporarily on every host and answers requests.
 
 It imports nothing from shardwise, because it reports whether shardwise is installed: its source code is sent over
-stdin. Requests and replies are JSON objects, one per line. The probe exits, and removes its ports and files, at the end
-of stdin, after some seconds without a request, or on a signal.
+stdin. Requests and replies are JSON objects, one per line. The probe exits, closes its ports
+and removes its files at the end of stdin, after some seconds without a request, or on a signal.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MARK = b"shardwise-probe "
-"""Prefix of every line of a probe; the login shell may print other lines before it starts."""
+"""Prefix of every line of a probe; the login shell may print other lines before the probe starts."""
 SILENCE_S = 8.0
 """Seconds without a message after which a probe exits; `doctor net` sends a message every second."""
 LOOKUP_S = 5.0
 REACH_S = 3.0
 GREETING_BYTES = WORD_BYTES = 32
 _ROUNDS, _ROUNDS_S = 100, 0.5
-"""Maximum number and time of the round trips that measure the latency."""
+"""Maximum number and total seconds of the round trips that measure the latency."""
 _CHUNK = 1 << 18
 _MAX_BYTES = 1 << 30
 _STEP_S, _TRIES = 0.3, 3

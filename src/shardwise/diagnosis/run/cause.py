@@ -42,12 +42,12 @@ _REQUESTED_STOPS: dict[Kind, str] = {
     "interrupted": "by Ctrl-C or a signal",
 }
 _WAITING = re.compile(r"\bwaits? in ")
-"""Part of every hang verdict; other verdicts are on mismatched collectives and on replicas that differ."""
+"""Text in every hang verdict; other verdicts report mismatched collectives or replicas that differ."""
 _OUT_OF_MEMORY = ("device memory", "host memory")
 
 
 def state_of(facts: RunFacts) -> State:
-    """Return the state of a run: "lost" if its launcher ended without a message, "silent" if it cannot be checked."""
+    """Return the state: "lost" if a launcher ended without a message, "silent" without recent events or local ranks."""
     launchers = facts.last_launchers
     states = [launcher.finished for launcher in launchers if launcher.finished]
     for state in ("failed", "stopped", "finished"):
@@ -152,7 +152,7 @@ def _why_too(cause: RankExit, others: Sequence[Failure]) -> str:
 
 
 def _hang_verdict(facts: RunFacts) -> str:
-    """Return the guard's verdict for which the launcher stopped the ranks; empty if they ended for another reason."""
+    """Return the guard's verdict that made the launcher stop the ranks; empty if they ended for another reason."""
     texts = []
     for event in facts.events:
         if event.kind == "verdict":

@@ -175,7 +175,7 @@ def _train_argv(facts: RunFacts, job: Mapping[str, Any], nproc: int) -> list[str
 
 
 def _relative(path: str) -> str:
-    """Return a path relative to the current directory if it is below it."""
+    """Return a path below the current directory as a relative path; other paths are unchanged."""
     directory = Path.cwd()
     return str(Path(path).relative_to(directory)) if Path(path).is_relative_to(directory) else path
 

@@ -99,7 +99,7 @@ class RunFacts:
 
     @property
     def last_launchers(self) -> tuple[LauncherFacts, ...]:
-        """The launchers of the last round: node 0 decides, and may have continued after it lost a node."""
+        """The launchers in the last world that node 0 recorded: node 0 may have continued after it lost a node."""
         for hub in self.launchers:
             if hub.node == 0 and hub.world_size:
                 world = (hub.nodes, hub.world_size)
@@ -121,7 +121,7 @@ def read_run(path: Path) -> RunFacts:
         )
     if not (path / "events").is_dir() and not (path / "logs").is_dir():
         raise InputError(
-            f"{path} has no folder events or logs", code="run.not-a-run", fix="pass a run directory from ls -d runs/*"
+            f"{path} has neither events/ nor logs/", code="run.not-a-run", fix="pass a run directory from ls -d runs/*"
         )
     run, now = RunDirectory(path), time.time()
     events: list[Event] = []

@@ -136,7 +136,7 @@ def kind_of(transport: str) -> str:
 
 
 def check_transports(log: NcclLog, hosts: Mapping[int, str]) -> list[Verdict]:
-    """Return the transport of each pair of ranks, and warnings about pairs that use TCP or an avoidable network.
+    """Return the transport of each pair of ranks, and warnings about pairs that use TCP, or a network within a host.
 
     `hosts` is the host of each rank. Ranks in pairs are those of the first communicator, which are the global ranks.
     """

@@ -1,4 +1,4 @@
-"""Builds a DeepSpeedStep from a Job and a Plan: parameters are materialized, then `deepspeed.initialize` wraps them.
+"""Builds a DeepSpeedStep from a Job and a Plan: materializes parameters, then calls `deepspeed.initialize`.
 
 The meta model is materialized unit by unit. In ZeRO stage 3, `deepspeed.zero.Init` partitions each unit before the
 next one is materialized, so no rank ever stores the whole model. The optimizer is the job's own torch optimizer.
@@ -104,7 +104,7 @@ def _build(
 
 
 def engine_config(job: Job, plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Return the plan's DeepSpeed configuration, adapted to the device, that leaves torch's operators unpatched."""
+    """Return the plan's DeepSpeed configuration, adapted to the device; it leaves torch's operators unpatched."""
     config = copy.deepcopy(deepspeed_config(plan, clip_norm=job.clip_norm, nvme_path=plan.offload.folder or None))
     zero = config["zero_optimization"]
     zero["memory_efficient_linear"] = False  # it replaces torch.nn.functional.linear for the whole process
@@ -166,7 +166,7 @@ def _make_optimizer(
 ) -> tuple[Any, tuple[tuple[str, ...], ...]]:
     """Return the job's optimizer and the parameter names of each of its groups.
 
-    The factory gets placeholders of the full shapes, which it may inspect: partitioned parameters are flat.
+    The factory may inspect shapes, so it receives placeholders of the full shapes: partitioned parameters are flat.
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trained:
@@ -188,7 +188,7 @@ def _make_optimizer(
 def _gradient_norm(
     engine: Any, named: list[tuple[str, nn.Parameter]], plan: Plan, place: MeshContext
 ) -> GradNorm | None:
-    """Return the norm of unsharded gradients for stage 0, for which DeepSpeed's engine computes none."""
+    """Return the GradNorm for stage 0, in which DeepSpeed computes no norm; None for other stages."""
     if engine.zero_optimization_stage():
         return None
     trained = [parameter for _, parameter in named if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""Translates a plan into a DeepSpeed JSON configuration that sets every value DeepSpeed would otherwise default."""
+"""Translates a plan into a DeepSpeed JSON configuration that sets every plan value for which DeepSpeed has a key."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NO_COMMUNICATION_KEY = ("find_unused_parameters", "static_graph", "gradient_as_
 
 
 def deepspeed_config(plan: Plan, *, clip_norm: float | None, nvme_path: str | None = None) -> dict[str, Any]:
-    """Return the configuration for `deepspeed.initialize` that trains `plan`; does not import DeepSpeed.
+    """Return the configuration of `plan` for `deepspeed.initialize`; does not import DeepSpeed.
 
-    `clip_norm` is the job's; `nvme_path` is the folder for offload to nvme if the plan sets none.
+    `clip_norm` is the value of the job; `nvme_path` is the folder for offload to nvme if the plan sets none.
     """
     require_expressible(plan)
     nvme_path = plan.offload.folder or nvme_path
@@ -94,7 +94,8 @@ def require_expressible(plan: Plan) -> None:
         )
     if plan.communication.compression != "none":
         raise PlanError(
-            f"plan compression = {plan.communication.compression!r} compresses DDP's buckets, but DeepSpeed has none",
+            f"plan compression = {plan.communication.compression!r} compresses DDP's buckets, which"
+            " DeepSpeed does not use",
             code="support.compression-without-ddp",
             fix='set compression = "none", and set precision.reduce to bf16 to send fewer bytes',
         )
@@ -132,7 +133,7 @@ def left_out(plan: Plan) -> tuple[str, ...]:
 
 
 def bucket_elements(bucket_mb: float, dtype: DType) -> int:
-    """Return the number of gradient elements of `dtype` in a bucket, at least 1: DeepSpeed counts elements."""
+    """Return the bucket size as a number of gradient elements of `dtype`, DeepSpeed's unit; at least 1."""
     return max(1, round(bucket_mb * MIB / ELEMENT_BYTES[dtype]))
 
 

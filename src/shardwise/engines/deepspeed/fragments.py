@@ -50,13 +50,13 @@ class Fragments(Protocol):
         """
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return the full gradient, between backward and update; communicates over data-parallel ranks."""
+        """Return the full gradient; call between backward and update. Communicates over data-parallel ranks."""
 
     def state_of(self, parameter: nn.Parameter) -> State:
-        """Return the optimizer's own state dictionary of the tensor that contains a parameter."""
+        """Return the optimizer's own state dictionary for the tensor that contains a parameter."""
 
     def group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Return the optimizer's parameter group of a parameter."""
+        """Return the optimizer's parameter group that contains a parameter."""
 
     def publish(self) -> None:
         """Copy the written fp32 values into the model; communicates over data-parallel ranks."""

@@ -192,13 +192,13 @@ class _ConfigFile:
                 self.ignored.append(full)
 
     def ignored_notes(self) -> list[str]:
-        """Return one sentence on the keys that do not affect the trained numbers, if there are any."""
+        """Return one sentence on the keys that do not affect training results, if there are any."""
         if not self.ignored:
             return []
-        return [f"ignored, because they do not affect the trained numbers: {', '.join(self.ignored)}"]
+        return [f"ignored, because they do not affect training results: {', '.join(self.ignored)}"]
 
     def value(self, section: dict[str, Any], key: str, default: Any) -> Any:
-        """Return a value, with `default` and a note in place of "auto"."""
+        """Return a value; for "auto", add a note and return `default`."""
         given = section.get(key, default)
         if given != AUTO:
             return given
@@ -315,7 +315,7 @@ def _ranks(origin: str, batch: int | None, micro: int | None, accumulation: int 
 
 
 def _offload(file: _ConfigFile, zero: dict[str, Any], stage: int) -> Offload:
-    """Return the offload devices, from the current keys or from `cpu_offload`, which they replaced."""
+    """Return the offload devices, from the current keys or from the older `cpu_offload` keys."""
     devices, folders = {}, set()
     for name, old, least in (("offload_param", "cpu_offload_param", 3), ("offload_optimizer", "cpu_offload", 1)):
         device = file.value(zero[name], "device", "none")

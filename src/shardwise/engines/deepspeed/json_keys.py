@@ -1,4 +1,4 @@
-"""The keys of DeepSpeed's JSON: plan fields, job fields, keys that do not affect the numbers, unsupported keys."""
+"""The keys of DeepSpeed's JSON: plan fields, job fields, keys that do not affect results, unsupported keys."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ IGNORED = {
         "synchronize_checkpoint_boundary", "profile",
     },
 }  # fmt: skip
-"""Keys by section that do not affect the trained numbers and have no field in a plan."""
+"""Keys by section that do not affect training results and have no field in a plan."""
 
 REFUSED = {
     "": {
@@ -82,7 +82,7 @@ REFUSED = {
     },
     "offload_optimizer": {"super_offload", "cpuadam_cores_perc"},
 }  # fmt: skip
-"""Keys by section that affect the trained numbers and that a plan cannot express; accepted only while disabled."""
+"""Keys by section that affect training results and that a plan cannot express; accepted only while disabled."""
 
 
 def known(section: str) -> set[str]:

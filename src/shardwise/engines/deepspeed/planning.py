@@ -46,11 +46,11 @@ _SPECS = {
     "deepspeed zero3 offload": _Spec(3, optimizer="cpu"),
     "deepspeed infinity": _Spec(3, parameters="cpu", optimizer="cpu"),
 }
-"""Settings of each form by its name, the simplest first."""
+"""ZeRO stage and offload of each configuration (form) by its name, the simplest first."""
 
 
 def deepspeed_forms(question: Question) -> tuple[EngineForm, ...]:
-    """Return DeepSpeed's forms on the question's cluster, the simplest first; each shards over all ranks or none."""
+    """Return DeepSpeed's configurations for a search, the simplest first; each shards over all ranks or none."""
     times = question.time_model()
     return tuple(_form(question, times, name, spec) for name, spec in _SPECS.items())
 
@@ -83,7 +83,7 @@ def _form(question: Question, times: TimeModel, name: str, spec: _Spec) -> Engin
 
 
 def _refusal(question: Question, spec: _Spec) -> str:
-    """Return why no plan of a form can run on the cluster, apart from memory; empty if a plan can run."""
+    """Return the reason, other than memory, why a configuration cannot run on the cluster; empty if it can."""
     devices = question.cluster.num_devices
     if question.precision.compute not in DTYPES:
         return f"DeepSpeed does not compute in {question.precision.compute}"
@@ -97,7 +97,7 @@ def _refusal(question: Question, spec: _Spec) -> str:
 
 
 def _plans(question: Question, spec: _Spec) -> Iterator[Plan]:
-    """Yield the plans of a form by micro-batch and recompute, the simplest first."""
+    """Yield the plans of a configuration by micro-batch and recompute, the simplest first."""
     devices = question.cluster.num_devices
     layout = Layout(shard=devices) if spec.stage and devices > 1 else Layout(replicate=devices)
     for recompute in ("none", "full"):
@@ -284,7 +284,7 @@ def kept_numel(numel: float) -> float:
 
 
 def deepspeed_time(times: TimeModel, shape: ModelShape, plan: Plan) -> Time:
-    """Return the time of one optimizer step under DeepSpeed; `shape` is the model's form for this plan."""
+    """Return the time of one optimizer step under DeepSpeed; `shape` describes the model under this plan."""
     found = [(share, times.predict(shape, native)) for share, native in _alike(shape, plan)]
     parts: dict[str, float] = {}
     for share, time in found:

@@ -77,7 +77,7 @@ class DeepSpeedState:
         return found
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return full gradients, between backward and update; communicates over data-parallel ranks."""
+        """Return full gradients; call between backward and update. Communicates over data-parallel ranks."""
         return {name: self._fragments.gradient(parameter) for name, parameter in self._named}
 
     def load_targets(self, saved: Forms, *, values: bool) -> LocalState:
@@ -177,7 +177,7 @@ class DeepSpeedState:
         return torch.zeros(self._shapes[name].numel(), device=self._ranks.device)
 
     def _gather(self, name: str, parameter: nn.Parameter, key: str) -> Tensor:
-        """Return a flat whole value, or state if `key` names one; communicates over data-parallel ranks."""
+        """Return the full flat values of a parameter, or of its state `key`; communicates over data-parallel ranks."""
         whole = self._zeros(name)
         with self._fragments.open(parameter) as fragment:
             if fragment is not None:

@@ -85,7 +85,7 @@ class DeepSpeedStep(PlainStep):
         return LocalState(values, targets.states, self.saved_buffers(), self.update.state())
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return full gradients, between backward and update; communicates over data-parallel ranks."""
+        """Return full gradients; call between backward and update. Communicates over data-parallel ranks."""
         return self._state.gradients()
 
     def _accumulate(self, micro_batches: list[MicroBatch], weight: float | Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class EngineUpdate:
         return Updated(norm, 0.0 if self._engine.was_step_applied() else 1.0)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the fp16 loss scale and its steps without overflow; {} in other dtypes."""
+        """Return the fp16 loss scale and the number of steps since the last overflow; {} in other dtypes."""
         return self._scale.read() if self._scale is not None else {}
 
     def refresh(self) -> None:

@@ -1,4 +1,4 @@
-"""Conversion between torch tensors and MLX arrays, torch's names and layouts of parameters, synchronized batch norm."""
+"""Conversion between torch tensors and MLX arrays, torch's parameter names and layouts, and synchronized batch norm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WIDE = {torch.float64: mx.float64}
 def to_mlx(tensor: Tensor, floating: mx.Dtype | None = None) -> mx.array:
     """Return a copy of a host tensor as an MLX array; takes 2 us for a small tensor.
 
-    A floating-point tensor is cast to `floating` unless it is None: MLX promotes results to the wider of two dtypes,
+    A floating-point tensor is cast to `floating` if that is set: MLX promotes results to the wider of two dtypes,
     and has no float64 on a GPU.
     """
     if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16
@@ -167,7 +167,7 @@ class MlxBatchNorm(nn.BatchNorm):  # type: ignore[misc]  # MLX's classes are unt
     group: mx.distributed.Group | None = None
     name: str = "a batch norm"
     real: mx.array | None = None
-    """Whether the next input is real and not padding, a bool array; None means real. Set by `counting`."""
+    """Bool array: whether the next input is real data and not padding; None means real. Set by `counting`."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """Normalize x [batch, ..., channels]; in training, communicates over `group`."""
@@ -188,7 +188,7 @@ class MlxBatchNorm(nn.BatchNorm):  # type: ignore[misc]  # MLX's classes are unt
         return output  # type: ignore[no-any-return]
 
     def _track(self, mean: mx.array, spread: mx.array, count: mx.array) -> None:
-        """Update the running statistics unless no rank has a row; uses the unbiased variance, as MLX does."""
+        """Update the running statistics if any rank has a row; uses the unbiased variance, as MLX does."""
         momentum = self.momentum * (count > 0).astype(count.dtype)
         unbiased = spread / mx.maximum(count - 1, 1)
         for name, found in (("running_mean", mean), ("running_var", unbiased)):

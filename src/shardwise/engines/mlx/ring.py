@@ -52,7 +52,7 @@ class Endpoint:
 
 
 Ring = tuple[tuple[Endpoint, ...], ...]
-"""By rank, the endpoints at which it accepts the connections of the previous rank, one or several."""
+"""For each rank, one or several endpoints at which it accepts connections from the previous rank."""
 
 
 def join_group(world: World, *, note: Callable[[str], None] = lambda _: None) -> mx.distributed.Group | None:
@@ -60,7 +60,7 @@ def join_group(world: World, *, note: Callable[[str], None] = lambda _: None) ->
 
     The addresses come from MLX_HOSTFILE if it is set; otherwise each rank uses a free port on an address that other
     ranks can reach. Raises on every rank if a host is unreachable. MLX keeps one ring per process: a second call
-    returns the same group. In a world of backend mpi the group is MLX's over MPI, if MLX could initialize MPI; if not,
+    returns the same group. With backend mpi, the group communicates over MPI if MLX could initialize MPI; if not,
     `note` is called with a message and the ring is used.
     """
     if world.size == 1:

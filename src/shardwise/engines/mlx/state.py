@@ -108,7 +108,7 @@ class MlxState:
         return {**dict(self._read(self._form.statistics)), **counts}
 
     def common_buffers(self, *, broadcast: bool) -> dict[str, Tensor]:  # noqa: ARG002 - MLX broadcasts no buffers
-        """Return the running statistics if they are synchronized and so equal on all ranks."""
+        """Return the running statistics if they are synchronized and so equal on all ranks, else {}."""
         return self.buffers() if any(norm.group is not None for norm in self._norms) else {}
 
     def tied(self) -> dict[str, str]:

@@ -93,7 +93,7 @@ def _synchronize_batch_norms(model: nn.Module, group: mx.distributed.Group | Non
 
 
 def _make_model(job: Job, plan: Plan) -> nn.Module:
-    """Return the job's model, evaluated, in the plan's parameter dtype; raise if it is not an MLX module of fp32."""
+    """Return the job's model, evaluated, in the plan's parameter dtype; raise if it is no MLX module or is 16-bit."""
     seed_generators(job.seed)
     mx.random.seed(job.seed)
     model: object = job.model()

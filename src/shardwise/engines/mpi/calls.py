@@ -31,7 +31,7 @@ class MpiCall:
     methods: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     """Methods of a communicator, each of which returns a request, with their arguments."""
     following: list[Callable[[MpiCall], None]] = field(default_factory=list)
-    """Functions that run when these requests are complete and add methods to a second call; empty for one call."""
+    """Functions that run when these requests are complete and add methods to a second call; empty if there is none."""
     after: list[Callable[[], Any]] = field(default_factory=list)
     """Functions on the tensors that run, in this order, when all requests are complete."""
     outputs: list[Tensor] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Calls:
         return call
 
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Sequence[Tensor]]], reduce_op: Any) -> MpiCall:
-        """Reduce `inputs` of each (output, inputs), one tensor or one per rank, and keep this rank's shard."""
+        """For each pair, reduce the inputs (one tensor or one per rank) and write this rank's shard to the output."""
         call = MpiCall("reduce_scatter", outputs=[output for output, _ in pairs])
         for output, inputs in pairs:
             _check_parts(output, inputs, self._rank, self._size)
@@ -126,7 +126,7 @@ class Calls:
         return call
 
     def all_gather(self, pairs: Sequence[tuple[Sequence[Tensor], Tensor]]) -> MpiCall:
-        """Gather every rank's input of each (outputs, input) into `outputs`, one tensor or one per rank."""
+        """For each pair, gather every rank's input into the outputs (one tensor or one per rank)."""
         call = MpiCall("all_gather", outputs=[output for outputs, _ in pairs for output in outputs])
         for outputs, given in pairs:
             _check_parts(given, outputs, self._rank, self._size)
@@ -214,7 +214,7 @@ class Calls:
         return [memory, getattr(self._mpi, datatype or datatype_of(flat))]
 
     def _parts(self, flat: Tensor, counts: list[int]) -> list[Any]:
-        """Return mpi4py's buffer specification for `flat`, split into one part per rank."""
+        """Return mpi4py's buffer specification for `flat`, split into one slice per rank."""
         memory, datatype = self._buffer(flat)
         return [memory, (counts, list(accumulate(counts, initial=0))[:-1]), datatype]
 
@@ -301,7 +301,7 @@ def _flat_output(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _without_overlap(flat: Tensor, other: Tensor) -> Tensor:
     """Return `flat`, or a copy if it overlaps `other`: MPI must not read and write the same memory.
 
-    FSDP2 gathers into a tensor that contains its own shard.
+    FSDP2 gathers into a tensor that contains this rank's own shard.
     """
     start, other_start = flat.data_ptr(), other.data_ptr()
     end, other_end = start + flat.numel() * flat.element_size(), other_start + other.numel() * other.element_size()
@@ -322,7 +322,7 @@ def _copy_back(call: MpiCall, flat: Tensor, tensor: Tensor) -> None:
 
 
 LARGE_BYTES = 1 << 20
-"""Minimum size of a tensor that is reduced by messages: at 256 kB they were not faster than MPI."""
+"""Minimum size of a tensor for reduction by messages: at 256 kB they were not faster than MPI's own reduction."""
 MOST_RANKS = 16
 """Maximum group size for reduction by messages: every rank exchanges messages with all other ranks at once."""
 _NUM_TAGS = 1 << 14

@@ -1,9 +1,9 @@
 """Progress of pending MPI operations: which thread tests them, how often, and their timeouts.
 
 MPI moves data only inside its own calls, so pending requests must be tested again and again. A thread that waits for a
-work tests it itself; while no thread waits, a background thread tests all works, so that communication overlaps with
-computation. One lock serializes all calls: MPI need not support concurrent threads, and libraries that do are not
-faster with them.
+Work object tests its requests; while no thread waits, a background thread tests all requests, so that communication
+overlaps with computation. One lock serializes all calls: MPI need not support concurrent threads, and libraries that
+do are not faster with them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STOP_S = 1.0
 
 
 class MpiProgress:
-    """Serializes all MPI calls of a process and owns its pending works and the background thread."""
+    """Serializes all MPI calls of a process and owns its pending Work objects and the background thread."""
 
     def __init__(self, mpi: Any) -> None:
         self.mpi = mpi
@@ -57,7 +57,7 @@ class MpiProgress:
         self._open[id(work)] = work
 
     def run_in_background(self) -> None:
-        """Make the background thread test pending works, for callers that do not wait at once."""
+        """Make the background thread test pending operations, for callers that do not wait at once."""
         self._changed_at = time.monotonic()
         with self.lock:
             if self._thread is None:
@@ -83,7 +83,7 @@ class MpiProgress:
         return self._thread is None or not self._thread.is_alive()
 
     def advance_on_thread(self) -> None:
-        """Advance all pending works if called on the background thread: callbacks of futures run there and may wait."""
+        """On the background thread, advance all pending operations: callbacks of futures run there and may wait."""
         if threading.current_thread() is not self._thread:
             return
         if self._stopped:

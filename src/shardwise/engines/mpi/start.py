@@ -1,7 +1,7 @@
 """Starts worlds over MPI: rendezvous of the ranks, process groups, and an exit that never waits for failed ranks.
 
-MPI_Finalize waits for all ranks. So a rank that failed first waits a short time for the others to exit as well, and
-otherwise aborts the whole job.
+MPI_Finalize waits for all ranks. A failed rank therefore gives the others a short time to exit as well; if they do
+not, it aborts the whole job.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def write_end(log: LaunchLog, launched: Launched) -> None:
 
 @contextlib.contextmanager
 def starter_for(spec: LocalLaunch, environ: Mapping[str, str], note: Callable[[str], None]) -> Iterator[Starter]:
-    """Yield the starter of the ranks: by fork if that is safe, else as new interpreters, with a note."""
+    """Yield a starter that forks ranks if that is safe, else starts new interpreters; `note` receives the reason."""
     if not sys.platform.startswith("linux"):
         yield PlainStarter()
         return
@@ -175,7 +175,7 @@ def _attempt(
 
 @dataclass(frozen=True, kw_only=True)
 class NodeAssignment:
-    """The ranks of this node in the world of one attempt, and the address of its store."""
+    """The ranks of this node in the world of one attempt, and the address of the attempt's store."""
 
     world_size: int
     store_host: str
@@ -258,10 +258,10 @@ def find_failure(run: RunDirectory, rank: int, returncode: int) -> Failure | Non
 
 
 def describe_lost(starter: Starter, store: RankProcess | None) -> str:
-    """Return a description of the fork parent or the store after one of them exited; empty while both run.
+    """Return how the fork parent or the store exited, as text; empty while both run.
 
     A killed fork parent also ends the store. The store is polled first, so that a fork parent that exits between the
-    two polls is still reported as the cause. `store` is None if it runs on a different node.
+    two polls is still reported as the cause. `store` is None if the store runs on a different node.
     """
     returncode = store.poll() if store is not None else None
     store_end = "" if returncode is None else f"the store of this attempt ended with {describe_exit(returncode)}"

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class ForkParent:
-    """Forks processes for one supervisor until it closes the socket, then kills all of them."""
+    """Forks processes for one supervisor; when the supervisor closes the socket, kills all of them."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel: MessageStream[Order] = MessageStream(channel, Order)
@@ -97,7 +97,7 @@ class ForkParent:
                             return child
 
     def _fork(self, order: Order) -> Callable[[], None] | None:
-        """Fork a process for one request; return its function in the child and None in the parent."""
+        """Fork a process for one request; return the function to run in the child and None in the parent."""
         if isinstance(order, StartRank) and not self._listener_folder:
             with contextlib.suppress(OSError):  # a full disk: ranks that need the directory report it
                 self._listener_folder = make_listener_folder()

@@ -1,4 +1,4 @@
-"""Run a function on ranks of this host, forked, as new processes or by mpirun, and the entry point of such a rank."""
+"""Runs a function on forked, new or mpirun-started processes of this host; contains the entry point of these ranks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def write_result(call: Callable[[], Any], rank: int, folder: Path) -> None:
 
 
 def picklable(error: BaseException) -> bytes:
-    """Pickle an exception, or a RankFailedError with its message if it cannot be unpickled."""
+    """Pickle an exception, or a RankFailedError with its message if the exception cannot be pickled and unpickled."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)  # noqa: S301 - our own bytes: some exceptions pickle but do not unpickle
@@ -136,7 +136,7 @@ def _read_stacks(folder: Path, rank: int) -> str:
 
 
 def raise_failure(cause: RankExit, path: Path) -> NoReturn:
-    """Raise the pickled exception at `path` with the rank's traceback as a note, or an error with its exit code."""
+    """Raise the pickled exception at `path` with the traceback as a note, or an error with the rank's exit code."""
     if cause.failure is None or not path.exists():
         raise RankFailedError(
             f"rank {cause.rank} ended with {describe_exit(cause.returncode)}", code="launch.rank-exited"
@@ -151,7 +151,8 @@ def launch_function(call: Callable[[], Any], nproc: Any, *, fork: bool) -> list[
 
     Ranks have torchrun's environment variables, so `call` can use `sw.world()` or `init_process_group()`. With `fork`,
     they are forked from this process if that is safe, else from a new process (a notebook has threads), to which `call`
-    is sent with cloudpickle; without, each is a new interpreter. The exception of the first rank that failed is raised.
+    is sent with cloudpickle; without `fork`, each rank is a new interpreter. The exception of the first failed rank is
+    raised.
     """
     if not isinstance(nproc, int) or nproc < 1:
         raise LaunchError(
@@ -163,9 +164,9 @@ def launch_function(call: Callable[[], Any], nproc: Any, *, fork: bool) -> list[
 
 
 def _is_fork_safe() -> bool:
-    """Return whether this process has one thread, no CUDA context and no process group, so that forks of it work.
+    """Return whether this process has one thread, no CUDA context and no process group, so that it can be forked.
 
-    MLX is excluded because it computes in a native thread, without which a forked child waits without limit.
+    A process that imported MLX is not safe: MLX computes in a native thread, for which a forked child waits forever.
     """
     if not sys.platform.startswith("linux") or threading.active_count() > 1 or "mlx.core" in sys.modules:
         return False
@@ -357,8 +358,8 @@ def main(folder: Path, *, by_mpirun: bool) -> None:
 def _exit_with(parent: int) -> None:
     """Start a thread that exits this process when `parent` exits, because a killed mpirun cannot stop its ranks.
 
-    PR_SET_PDEATHSIG is not suitable: it is sent when the thread that started this process ends, and Open MPI starts
-    ranks from short-lived threads.
+    PR_SET_PDEATHSIG is not suitable: its signal is sent when the thread that started this process ends, and Open MPI
+    starts ranks from short-lived threads.
     """
     if not hasattr(os, "pidfd_open"):
         return

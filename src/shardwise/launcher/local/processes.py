@@ -33,7 +33,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class RankProcess:
-    """The process of one rank, which leads a process group, and its exit code."""
+    """The process of one rank, which leads a Unix process group, and its exit code."""
 
     def __init__(self, rank: int, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
         self.rank = rank
@@ -66,7 +66,7 @@ class RankProcess:
 def start_program(
     rank: int, argv: Sequence[str], environ: Mapping[str, str], *, stdout: Path | None, stderr: Path | None
 ) -> RankProcess:
-    """Start a program as one rank in a new process group; append its output to files, or to the terminal if None."""
+    """Start a program as one rank in a new Unix process group; append output to files, or use the terminal if None."""
     with contextlib.ExitStack() as files:
         out, err = (None if path is None else files.enter_context(path.open("ab")) for path in (stdout, stderr))
         popen = subprocess.Popen(
@@ -132,7 +132,7 @@ def die_with_parent(parent_pid: int) -> None:
 def set_title(name: str, rank: int) -> None:
     """Show this process as `NAME [rank N]` in ps, py-spy and nvidia-smi, and as `rankN NAME` in top (Linux only).
 
-    The command line that ps shows is the memory of the arguments with which this process was started.
+    ps reads a command line from the memory of the process's arguments, which this function overwrites.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -190,18 +190,18 @@ def _descendants(pid: int) -> list[int]:
 
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""torch's directory of compiled graphs and kernels for all ranks of a host. Its default is in /tmp, which reboots and
-some clusters clear."""
+"""Variable with torch's cache directory of compiled graphs and kernels, which all ranks of a host share. The default is
+in /tmp, which is cleared at a reboot and on some clusters."""
 _ELF = struct.Struct("<4s36xQ10xHH2x")
-"""The ELF magic, and offset, entry size and length of the section table, which is at the end of the file."""
+"""The ELF magic, and the offset, entry size and number of entries of the section table at the end of the file."""
 _LINKED_S = 60.0
-"""Age in seconds below which a library may still be written by a linker."""
+"""Seconds after the last modification of a library during which a linker may still be writing it."""
 
 
 def compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variable that places a rank's compiled graphs in the user's cache directory.
+    """Return the environment variable that sets torch's compile cache to a folder in the user's cache directory.
 
-    Empty if the user has set it or the directory is not writable. Truncated libraries, left by a run that was killed
+    Empty if the user has set it or the folder is not writable. Truncated libraries, left by a run that was killed
     while it linked them, are removed: torch would load them, and every later run would fail with "file too short".
     """
     folder = cache_directory(environ) / "compiled"
@@ -216,7 +216,7 @@ def compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_truncated(library: Path) -> bool:
-    """Return whether a library ends before its section table and was not modified for _LINKED_S."""
+    """Return whether a library ends before its section table and was not modified within _LINKED_S seconds."""
     about = library.stat()
     if time.time() - about.st_mtime < _LINKED_S:
         return False

@@ -28,7 +28,7 @@ SETTLE_S = 0.5
 GRACE_S = 30.0
 """Seconds from a stop request to SIGKILL."""
 FAILURE_GRACE_S = 5.0
-"""Seconds from SIGTERM to SIGKILL after a failure; shorter, because a checkpoint needs the rank that failed."""
+"""Seconds from SIGTERM to SIGKILL after a failure; shorter, because no checkpoint is saved without the failed rank."""
 _FORWARDED: Mapping[int, signal.Signals] = {signal.SIGUSR1: signal.SIGUSR1}
 """Signals that are forwarded to ranks unchanged; others become SIGTERM, so that Ctrl-C does not print N tracebacks."""
 
@@ -66,7 +66,7 @@ class Outcome:
     timed_out: tuple[int, ...] = ()
     """Ranks that were still running at the time limit."""
     lost: str = ""
-    """Description of a required process or node that was lost; empty if the ranks were not stopped for that."""
+    """Description of a required process or node whose loss stopped the ranks; empty if none was lost."""
     by_verdict: bool = False
     """Whether `lost` is the verdict of an observer that stopped the ranks; a restart may then succeed."""
     out_of_memory: bool = False

@@ -1,7 +1,7 @@
 """The hub: a process on node 0 to which every node of a run is connected.
 
 Nodes report events of their ranks, the roster (`roster.py`, without I/O) decides, and the hub sends the decisions. It
-is a separate process so that heartbeats continue while a launcher is busy. A silent node is lost after `lost_s`.
+is a separate process so that heartbeats continue while a launcher is busy. A node silent for `lost_s` counts as lost.
 An unauthenticated connection is limited to UNAUTHENTICATED_BYTES and _GREETING_S.
 """
 
@@ -52,7 +52,7 @@ _GREETING_S = 5.0
 _MAX_UNAUTHENTICATED = 256
 """Maximum number of concurrent unauthenticated connections."""
 _CLOSE_S = 3.0
-"""Seconds for the nodes to receive the end of the run."""
+"""Seconds for the nodes to receive the final message and disconnect."""
 HUB = -3
 """Rank number that represents the process of the hub."""
 
@@ -104,7 +104,7 @@ class Hub:
         """The node addresses that were sent to node 0."""
 
     def serve(self) -> None:
-        """Serve until the run is over and all nodes have disconnected, or _CLOSE_S later."""
+        """Serve until the run is over and all nodes have disconnected, or until _CLOSE_S after the end of the run."""
         self._listener.settimeout(0)
         next_beat, close_by = 0.0, None
         while close_by is None or (self._peers and time.monotonic() < close_by):

@@ -41,7 +41,7 @@ class RoundStatus:
     broken: str = ""
     """Description of a required process that exited; empty if none did."""
     verdict: str = ""
-    """The verdict of an observer for which the ranks were stopped."""
+    """The verdict of the observer that stopped the ranks; empty if none did."""
     num_nodes: int
     """Number of nodes available for the next round."""
     had_joined: bool = True
@@ -105,7 +105,7 @@ def decide_round(status: RoundStatus, limits: NodeLimits, restarts: int) -> Next
 
 
 def _after_loss(status: RoundStatus, limits: NodeLimits, restarts: int) -> NextRound | EndRun:
-    """Decide after a lost node or process; a lost node explains other failures and does not count as a restart."""
+    """Decide what follows a lost node or process; a lost node explains other failures without counting as a restart."""
     if not status.gone:
         return EndRun(failed=True, lost=status.broken)
     if not status.had_joined:

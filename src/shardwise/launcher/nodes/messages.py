@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PROTOCOL = 2
 """Version of the messages between nodes; nodes with a different version are rejected."""
 LOST_S = 5.0
-"""Seconds of silence after which a node is lost: five heartbeats, so that a retransmitted packet does not count."""
+"""Seconds of silence after which a node is lost: five heartbeats, so that one retransmitted packet is tolerated."""
 UNAUTHENTICATED_BYTES = 1 << 12
 """Maximum message size of a peer that is not authenticated."""
 AUTHENTICATED_BYTES = 1 << 24
@@ -48,7 +48,7 @@ class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
 
 
 class Proof(msgspec.Struct, frozen=True, tag="proof"):
-    """The response to a challenge, which requires the secret, with a challenge for the peer."""
+    """The response to a challenge, signed with the secret, and a challenge for the peer."""
 
     mac: str
     nonce: str = ""
@@ -87,7 +87,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The hub's acceptance of a node: its node number, and node 0's run directory and limit of silence."""
+    """The hub's acceptance of a node: its node number, node 0's run directory, and the heartbeat timeout."""
 
     node: int
     run: str

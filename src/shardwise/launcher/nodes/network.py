@@ -205,7 +205,7 @@ class StoreFilter:
 
     @contextlib.contextmanager
     def opened(self, listener: socket.socket, note: Callable[[str], None]) -> Iterator[socket.socket]:
-        """Yield `listener`, restricted to the nodes that have joined and, until `close`, to those that join later."""
+        """Yield `listener`, restricted to nodes that have joined; until `close`, nodes that join later are added."""
         with listener:
             self._listener = listener
             if not admit_only(listener, self._admitted):

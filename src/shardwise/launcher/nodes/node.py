@@ -235,7 +235,7 @@ class NodesSpec(NodeLimits):
     secret: str = ""
     """Secret with which the nodes authenticate each other; if empty, the run id."""
     local_addr: str = ""
-    """Address at which other nodes reach this one; if empty, the address of the route to `host`."""
+    """Address at which other nodes reach this one; if empty, the source address of the route to `host`."""
 
     @property
     def shared_secret(self) -> str:

@@ -64,7 +64,7 @@ def find_here(hosts: Sequence[HostSpec]) -> list[bool]:
 
 
 def query_hosts(sessions: Sequence[Session], hub: Sessions, target: Target) -> dict[Session, Facts]:
-    """Return the facts of all hosts; raise LaunchError if a host does not respond, differs or lacks the target."""
+    """Return the facts of all hosts; raise LaunchError if a host does not respond, has other versions or no target."""
     replies = hub.query([(session, Look(target)) for session in sessions], _FACTS_TIMEOUT_S)
     _raise_if_any([explain_end(session) for session in sessions if session not in replies])
     facts = {session: reply for session, reply in replies.items() if isinstance(reply, Facts)}
@@ -224,7 +224,7 @@ def _ssh_settings(host: HostSpec) -> dict[str, str]:
 
 
 def _is_here(settings: Mapping[str, str], host: HostSpec) -> bool:
-    """Return whether a host is this machine with this user; a different port (a container) or a proxy is remote."""
+    """Return whether a host is this machine with this user; another port (a container) or a proxy means remote."""
     name = settings.get("hostname", host.name)
     port = int(settings.get("port", host.port or _DEFAULT_PORT))
     user = settings.get("user", host.user or getpass.getuser())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SSH_FAILED = 255
 _TOGETHER_S = 10.0
-"""Seconds after too few hosts remain at which this process stops the rest; nodes detect a lost node within 5 s."""
+"""Seconds from the time at which too few hosts remain until this process stops them; nodes detect a loss within 5 s."""
 _MARGIN_S = 5.0
 
 
@@ -197,6 +197,6 @@ def _number(text: str, what: str, most: int) -> int | None:
         return None
     if not re.fullmatch(r"[0-9]+", text) or not 1 <= int(text) <= most:
         raise LaunchError(
-            f"{what} must be in 1 to {most}, got {text!r}", code="launch.host-number-invalid", fix=f"set 1 to {most}"
+            f"{what} must be from 1 to {most}, got {text!r}", code="launch.host-number-invalid", fix=f"set 1 to {most}"
         )
     return int(text)

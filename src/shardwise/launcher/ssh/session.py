@@ -120,7 +120,7 @@ class Session:
 
 
 class Sessions:
-    """All sessions of one launch, as a context that closes them.
+    """All sessions of one launch, as a context manager that closes them.
 
     A separate thread sends heartbeats and signals, because displaying output may block on a pager or a stopped
     terminal, and the guards would treat the silence as the exit of the launcher.

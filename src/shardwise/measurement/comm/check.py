@@ -121,7 +121,7 @@ def _input_of(collective: Collective) -> Tensor:
 
 
 def _expected(collective: Collective) -> list[tuple[Tensor, Tensor, int, float]]:
-    """Return slices of the received tensor, each with its expected period, the offset in it, and the tolerance."""
+    """Return slices of the received tensor, each with its expected period, the offset into it, and the tolerance."""
     spec, ranks, rank, count = collective.spec, collective.ranks, collective.rank, collective.count
     received = collective.received
     if KINDS[spec.name].reduces:

@@ -40,7 +40,7 @@ class Ceiling(msgspec.Struct, frozen=True, kw_only=True):
     alone: float
     """Bandwidth while a single rank sends, as in broadcast."""
     source: str = msgspec.field(name="words")
-    """How the bandwidth was obtained; `words` in JSON."""
+    """How the bandwidth was obtained; the JSON key is `words`."""
     is_measured: bool
 
 

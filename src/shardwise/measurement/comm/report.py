@@ -300,7 +300,7 @@ class _Sweep:
         return cells
 
     def _need_s(self, case: CollectiveSpec, group: str, mode: str) -> float:
-        """Return the estimated minimum seconds of a cell, from its next smaller size; 0 for the smallest."""
+        """Return the minimum seconds of a cell, estimated from the last row of its collective, group and mode, or 0."""
         alike = [row for row in self.rows if (row.collective, row.group, row.mode) == (case.name, group, mode)]
         if not alike or not alike[-1].size:
             return 0.0

@@ -34,7 +34,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     wrong: int | None
     """Number of wrong elements; None if the backend does not support the case."""
     reason: str = msgspec.field(default="", name="words")
-    """The backend's error for an unsupported case; `words` in JSON."""
+    """The backend's error for an unsupported case; the JSON key is `words`."""
 
     @property
     def case(self) -> tuple[str, str, str]:
@@ -148,7 +148,7 @@ def missing_text(checks: Iterable[Check], backend: str) -> str:
 def _all_missing(
     checked: dict[tuple[str, str], list[bool]], missing: set[tuple[str, str]], *, operation: str = "", dtype: str = ""
 ) -> bool:
-    """Whether every checked case with an operation, or with a dtype, is missing."""
+    """Whether every checked case with an operation, or with a dtype, is unsupported."""
     cases = [case for case in checked if (operation and case[0] == operation) or (dtype and case[1] == dtype)]
     return bool(cases) and missing.issuperset(cases)
 

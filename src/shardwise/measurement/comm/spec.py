@@ -26,9 +26,9 @@ class CollectiveKind:
     """Properties of a collective that define its columns in the table."""
 
     traffic: Literal["twice", "others", "whole", "none"]
-    """Traffic of one rank's link: twice the other ranks' shards, the other ranks' shards, the whole tensor, nothing."""
+    """Traffic of one rank's link: twice the other ranks' shards, the other ranks' shards, the whole tensor or 0."""
     is_split: bool = False
-    """Whether ranks have shards of the tensor, whose elements `count` counts; otherwise it works in place."""
+    """Whether each rank has a shard of the tensor, and `count` counts its elements; otherwise calls are in place."""
     sends_whole: bool = True
     receives_whole: bool = True
     reduces: bool = False
@@ -106,7 +106,7 @@ def buffer_bytes(name: str, size: int, ranks: int) -> int:
 
 
 def bus_factor(name: str, ranks: int) -> float:
-    """Return busbw / algbw: the minimum share of `size` that passes the link of the busiest rank."""
+    """Return busbw / algbw: the minimum traffic of the busiest rank's link as a multiple of `size`."""
     others = (ranks - 1) / ranks
     return {"twice": 2 * others, "others": others, "whole": 1.0, "none": 0.0}[KINDS[name].traffic]
 
@@ -132,12 +132,12 @@ class SweepSettings:
     dtypes: tuple[str, ...] = ("float32",)
     operations: tuple[str, ...] = ("SUM",)
     checked_dtypes: tuple[str, ...] = tuple(TYPES)
-    """dtypes that are checked once on small tensors, in `checked_operations`."""
+    """dtypes that are checked once on small tensors, with each of `checked_operations`."""
     checked_operations: tuple[str, ...] = tuple(OPERATIONS)
     named: tuple[str, ...] = ()
-    """Operations and dtypes that were requested by name: an unsupported one is refused."""
+    """Operations and dtypes that were requested by name: an unsupported one raises an error."""
     groups: tuple[str, ...] = ("world",)
-    """world, node (ranks of one node), across (ranks with one local rank), or an axis of `layout`."""
+    """world, node (ranks of one node), across (ranks with the same local rank), or an axis of `layout`."""
     layout: Layout | None = None
     root: int = 0
     """Root as a rank of its group."""

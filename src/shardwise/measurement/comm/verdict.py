@@ -1,4 +1,4 @@
-"""Verdicts on the speed of collectives against their links: fits of latency and bandwidth, and the report."""
+"""Verdicts on the speed of collectives relative to their links: fits of latency and bandwidth, and the report."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     Point = tuple[float, float]
 
 GOOD_OF_LISTED, GOOD_OF_MEASURED = 0.8, 0.5
-"""Minimum share of the ceiling for a good collective. The share is lower for a measured ceiling, since TCP streams do
-not copy and reduce on the same cores as collectives do."""
+"""Minimum share of the ceiling for a good collective. The share is lower for a measured ceiling: collectives also copy
+and reduce on the CPU cores, and the measured TCP streams do not."""
 LARGE = 1 << 20
 """Minimum size in bytes at which a collective is limited by bandwidth, not by latency."""
 
@@ -51,14 +51,14 @@ class SeriesVerdict(msgspec.Struct, frozen=True, kw_only=True):
     fit: AlphaBeta | None
     """Fit to the minimum of each size, since noise only adds time; None for fewer than three sizes."""
     held_out: float | None
-    """Mean relative error on every second size of a fit to the others."""
+    """Mean relative error of a fit to every second size, evaluated on the other sizes."""
     best_busbw: float
     """GB/s."""
     share: float | None
     """Share of the ceiling; None without a ceiling or without a large size."""
     is_good: bool | None
     text: str = msgspec.field(name="words")
-    """The verdict as text; `words` in JSON."""
+    """The verdict as text; the JSON key is `words`."""
 
     @property
     def series(self) -> tuple[str | int, ...]:
@@ -216,7 +216,7 @@ def fit_knee(points: Sequence[Point]) -> AlphaBeta:
 
 
 def held_out_error(points: Sequence[Point]) -> float | None:
-    """Return the mean relative error on every second size of a fit to the others; None for fewer than five sizes."""
+    """Return the mean relative error of a fit to every second size, on the others; None for fewer than five sizes."""
     ordered = sorted(points)
     if len(ordered) < 5:
         return None

@@ -1,7 +1,7 @@
 """Compute time of each part of a model on one device, by class of operator.
 
 Matrix products and attention run at the measured or catalogued rate for their shape, all other operators at memory
-bandwidth; each operator also costs host time for its launch, which shows where the device is faster than the host.
+bandwidth; each operator also takes host time for its launch, which adds time where the device waits for the host.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Assumptions:
     matmul_dtype: str | None = None
     """Dtype of the matrix products of blocks if it is not the compute dtype (fp8)."""
     quantized_backward: float = 1.0
-    """Rate of the products of backward in `matmul_dtype`, as a fraction of the forward rate."""
+    """Rate of the backward matrix products in `matmul_dtype`, as a fraction of the forward rate."""
     quantized_bytes: float = 0.0
     """Bytes moved per element of inputs and output gradients to cast them to `matmul_dtype`."""
     gather_bytes: float | None = None
-    """Bytes per parameter of an all-gather of shards if its dtype is not the compute dtype (fp8)."""
+    """Bytes per parameter that an all-gather of shards sends if its dtype is not the compute dtype (fp8)."""
     attention_speed: float = 1.0
-    """Rate of the attention kernel in use, as a fraction of the measured kernel's."""
+    """Rate of the attention kernel in use, as a fraction of the measured kernel's rate."""
     overlapped_tensor: float = 0.0
     """Fraction of tensor-parallel communication that overlaps with adjacent matrix products (async TP)."""
 
 
 class Seconds(NamedTuple):
-    """Time of one pass over one part, by class."""
+    """Time of one forward or backward pass of one part, by class of operator."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -61,7 +61,7 @@ class Seconds(NamedTuple):
     doubt: float = 0.0
     """Uncertainty of the total, in seconds."""
     host: float = 0.0
-    """Host time of all launches; it overlaps with a GPU and adds to the time of a CPU."""
+    """Host time of all launches; it overlaps with the kernels of a GPU, and adds to the time on a CPU."""
 
     @property
     def total(self) -> float:
@@ -153,7 +153,7 @@ class ComputeModel:
         return Seconds(memory=moved / self.calibration.memory_bandwidth.value)
 
     def _products(self, matmul: Matmul, samples: int, tp: int, dtype: str) -> tuple[float, float, float]:
-        """Return seconds of a product, of its input's gradient and of its weight's; 0 for that of a frozen weight."""
+        """Return seconds of a product, of its input gradient and of its weight gradient (0 for a frozen weight)."""
         rows = matmul.rows * samples
         inner = max(1, matmul.inner // tp) if matmul.split == "inner" else matmul.inner
         columns = max(1, matmul.columns // tp) if matmul.split == "columns" else matmul.columns

@@ -2,7 +2,7 @@
 
 The idea: a step is a list of tasks on a compute stream and a communication stream; a task starts when its stream is
 free and the tasks that it depends on have ended. Communication that compute waits for is exposed. A pipeline is
-simulated for the first rounds of micro-batches only, since every further round takes as long as the busiest rank. The
+simulated for the first rounds of micro-batches only, since every further round adds the busiest rank's time. The
 invariant: the order of actions is that of torch's schedule of the same name (`plans/pipeline.py`), so bubbles follow
 from the order alone. References: Narayanan et al. 2021 (interleaved 1F1B), Qi et al. 2023 (zero bubble), Zhao et al.
 2023 (FSDP).
@@ -203,10 +203,11 @@ def pipeline_spans(
 
 
 def pipeline_floor(busy: Sequence[float], stage_seconds: Sequence[float], micro_batches: int) -> float:
-    """Return a lower bound of the time of all schedules that do not split backward.
+    """Return a lower bound of the pipeline's time under any schedule that does not split backward.
 
-    A rank starts after the earlier stages have run the forward of the first micro-batch, and they still run the
-    backward of the last one after it; `busy` is seconds of one micro-batch by rank, `stage_seconds` by stage.
+    A rank starts after the forward pass of the first micro-batch on all earlier stages, and these stages run the
+    backward pass of the last micro-batch after the rank has finished. `busy` is seconds of one micro-batch by rank,
+    `stage_seconds` by stage.
     """
     before = floor = 0.0
     for rank, seconds in enumerate(busy):
@@ -278,7 +279,7 @@ def forward_tasks(units: Sequence[WorkUnit], *, prefetch: int, gathers: bool) ->
 
 
 def backward_tasks(units: Sequence[WorkUnit], *, prefetch: int, gathers: bool, reduces: bool) -> list[Task]:
-    """Return the tasks of a backward pass, which issues the next unit's gather before the reduce of this one."""
+    """Return the tasks of a backward pass, which issues the next unit's gather before the current unit's reduce."""
     tasks: list[Task] = []
     computed: list[int] = []
     waiting: Task | None = None

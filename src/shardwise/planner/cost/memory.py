@@ -59,7 +59,7 @@ class Memory:
     peak: float
     """Peak of allocated memory."""
     reserved: float
-    """Memory that the allocator reserves for it on the device."""
+    """Memory that the allocator reserves on the device at this peak."""
     outside: float
     """Memory of context, libraries and communicators, which bypass the allocator."""
     phase: str
@@ -157,7 +157,7 @@ def _gathered_forward(own: RankState, index: int) -> float:
     """Return the bytes of gathered parameters in a part's forward.
 
     They are the root, the block twice (all-gather buffer and its copy), and the block before it, which is not yet
-    freed. ZeRO-2 keeps all blocks so far.
+    freed. ZeRO-2 keeps all blocks that were gathered so far.
     """
     share = own.shares[index]
     blocks = [done for done in own.shares[:index] if done.part.kind == "block"]
@@ -218,7 +218,7 @@ def _plain_gradients(own: RankState, index: int, position: int, moment: Moment) 
 
 
 def _outside_buckets(own: RankState, index: int, position: int) -> float:
-    """Return the bytes of accumulated gradients that DDP's buckets do not have yet, in the last micro-batch."""
+    """Return the bytes of accumulated gradients that are not yet in DDP's buckets in the last micro-batch."""
     if own.plan.accumulation == 1 or own.plan.gradient_sync == "every":
         return 0.0
     return own.parameter_bytes * (add_up(own.shares[:index], "trained") + position * own.shares[index].trained)
@@ -283,7 +283,7 @@ def _update(own: RankState, rest: Mapping[str, float]) -> tuple[str, dict[str, f
 
 
 def _gather_buffers(own: RankState) -> float:
-    """Return the bytes of ZeRO-1's bucketed all-gather: own rows twice, the rows of all ranks, one reordered weight."""
+    """Return the bytes of ZeRO-1's bucketed all-gather: this rank's rows twice, all ranks' rows, a reordered weight."""
     weights = [weight for share in own.shares for weight in share.part.weights]
     largest = own.parameter_bytes * max((weight.numel for weight in weights if weight.trained), default=0)
     bucket = max(largest, min(float(BUCKET), own.parameter_bytes * own.total("trained")))

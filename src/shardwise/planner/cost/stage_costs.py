@@ -54,7 +54,7 @@ class Wires:
         return full * self.seconds(name, BUCKET_BYTES, layout, *axes) + self.seconds(name, rest, layout, *axes)
 
     def figure(self, layout: Layout) -> tuple[float, str]:
-        """Return uncertainty and origin of the times of collectives along the first used axes: dp, cp, tp, pp."""
+        """Return uncertainty and origin of collective times along the first of dp, cp, tp, pp with a degree above 1."""
         degrees = {("replicate", "shard"): layout.replicate * layout.shard, ("cp",): layout.cp}
         degrees |= {("tp",): layout.tp, ("pp",): layout.pp}
         axes = next((axes for axes, degree in degrees.items() if degree > 1), ("tp",))

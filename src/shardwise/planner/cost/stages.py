@@ -118,7 +118,7 @@ class Share(NamedTuple):
     unit_trained: float
     """Number of elements in the input of a reduce-scatter over the shard axis."""
     narrow: float
-    """Number of parameters stored in the compute dtype; under sharding, of those in this rank's shard."""
+    """Number of parameters stored in the compute dtype; under sharding, only those in this rank's shard."""
 
 
 def _share(part: Part, count: int, plan: Plan) -> Share:

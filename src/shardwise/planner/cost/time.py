@@ -57,9 +57,9 @@ class Time:
     parts: Mapping[str, float]
     """Seconds by part of the step; they sum to `seconds`. Communication counts only where compute waits for it."""
     uncertainty: float
-    """Fraction of `seconds`, either way."""
+    """Uncertainty as a fraction of `seconds`, in both directions."""
     samples_per_second: float
-    """Over the whole world."""
+    """Samples per second over all ranks."""
     tokens_per_second_per_device: float | None
     """None where samples are not sequences."""
     mfu: float
@@ -154,7 +154,7 @@ class TimeModel:
         parts["memory"] -= number * cost.busy
 
     def _add_pass(self, parts: dict[str, float], run: Pass, times: int) -> None:
-        """Add a pass that runs `times`, with all compute in "memory"; the caller subtracts the other parts."""
+        """Add `times` runs of a pass with all compute in "memory"; the caller subtracts compute counted before."""
         sent = run.gathering + run.reducing
         for name, share in (("gather", run.gathering), ("reduce", run.reducing)):
             parts[name] += times * run.exposed * share / sent if sent else 0.0
@@ -259,7 +259,7 @@ class TimeModel:
 def training_flops(part: Part) -> float:
     """Return the model FLOPs per sample of forward and backward, without recompute.
 
-    As in model FLOPs utilization (PaLM, appendix B), backward counts twice forward, for attention too, although a
+    As in model FLOPs utilization (PaLM, appendix B), backward counts as twice forward, for attention too, although a
     fused kernel recomputes its scores there. Frozen weights have no gradient.
     """
     products = sum((3.0 if item.trained else 2.0) * item.flops for item in part.work.matmuls)
@@ -267,7 +267,7 @@ def training_flops(part: Part) -> float:
 
 
 def _compute_parts(costs: Sequence[StageCost], micro_batches: int) -> dict[str, float]:
-    """Return seconds of a step by part on the rank of these stages; parts that the caller adds start at 0."""
+    """Return seconds of a step by part on the rank that runs these stages; parts that the caller adds start at 0."""
     parts = dict.fromkeys(
         ("matmul", "attention", "memory", "launch", "recompute", "tensor", "context", "batch norm"), 0.0
     )

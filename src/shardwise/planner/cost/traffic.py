@@ -25,7 +25,7 @@ _SMALL_BANDWIDTH = 0.25
 _TREE_BANDWIDTH = 0.9
 """Fraction of the ring's bus bandwidth that trees reach (NCCL, src/graph/tuning.cc)."""
 _MULTICAST_BANDWIDTH = 0.68
-"""Fraction of the link bandwidth that reductions inside the switch reach: 275 GB/s of tensor on eight H100, whose links
+"""Fraction of the link bandwidth that reductions inside the switch reach: 275 GB/s of data on eight H100, whose links
 would carry 450 x 8 / 9 (NCCL's authors, NVIDIA/nccl-tests issue 212)."""
 
 _PEERS_AT_ONCE = 8
@@ -34,11 +34,11 @@ _PEERS_AT_ONCE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Number of ranks and nodes of one group; all groups along the same axes have the same placement."""
+    """Number of ranks and nodes of one group; one placement represents all groups along the same axes."""
 
     ranks: int
     nodes: int
-    """Nodes that the group spans, the maximum where groups differ."""
+    """Nodes that the group spans: the maximum over the groups if they differ."""
 
     @property
     def per_node(self) -> int:

@@ -112,7 +112,7 @@ def _norm(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
 
 
 def _attention(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
-    """Record attention with the references of the module's frame, where views keep the output of qkv alive."""
+    """Record attention with the references that the module's forward keeps: views keep the output of qkv alive."""
     width, kv_width = config.width, config.kv_heads * config.head_width
     bias = config.family == "gpt2"
     rows = width + 2 * kv_width
@@ -234,7 +234,7 @@ def published(name: str, *, compute: DType, gathered: bool, length: int | None =
 
     `length` is tokens per sample (None: the model's context; T5's labels are a quarter as long), or an image's side
     in pixels. `lora` is the rank of adapters on every matrix of the blocks; all other weights are frozen, and stored
-    in `compute` if that is half precision, as a checkpoint for fine-tuning is loaded.
+    in `compute` if that is half precision, which is how checkpoints are loaded for fine-tuning.
     """
     is_narrow = lora > 0 and compute in {"bf16", "fp16"}
     shape = _published(name, length, {"compute": compute, "gathered": gathered or is_narrow, "lora": lora})

@@ -1,4 +1,4 @@
-"""The forms of a model that plans train: weights cast or gathered, context parallelism, a fused loss."""
+"""The forms in which plans train a model: weights cast or gathered, context parallelism, a fused loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Model:
     gathered: ModelShape
 
     def for_plan(self, plan: Plan) -> ModelShape:
-        """Return the form that a plan trains; plans that share it get the same object."""
+        """Return the form in which a plan trains the model; plans with the same form get the same object."""
         layout = plan.layout
         shape = self.sliced(layout.cp, layout.tp, gathered=plan.zero >= 2)
         if not plan.fused_loss or shape.head is None:
@@ -45,7 +45,7 @@ class Model:
 
     @cached_property
     def _forms(self) -> dict[tuple[str, int, int, int], ModelShape]:
-        """Cache of forms. Costs are cached by the identity of parts, so that the parts must stay alive."""
+        """Cache of forms. Costs are cached by the identity of parts, so the parts must stay alive."""
         return {}
 
 
@@ -54,16 +54,16 @@ class Model:
 
 
 EXCHANGES = 2
-"""All-to-alls of one attention in forward: queries, keys and values together, then the result."""
+"""All-to-alls of one attention layer in forward: queries, keys and values together, then the result."""
 COPIES = 4
-"""Reads and writes of each byte around an all-to-all: one copy reorders it to send, another after it arrives."""
+"""Reads and writes of each byte around an all-to-all: one copy reorders it before sending, one after receiving."""
 EXCHANGE_KERNELS = 8
 
 
 def split_context(shape: ModelShape, cp: int, tp: int) -> ModelShape:
     """Return a model on one of `cp` slices of its tokens; attention runs on all tokens of 1/cp of the heads.
 
-    `tp` splits heads first; key and value heads are repeated where fewer of them than slices are left.
+    `tp` splits heads first; key and value heads are repeated if their number per rank is not divisible by `cp`.
     """
     width = ELEMENT_BYTES[shape.compute]
     parts = tuple(_sliced(part, cp, tp, width) for part in shape.parts)
@@ -95,12 +95,12 @@ def _repeats(item: AttentionWork, cp: int, tp: int) -> int:
 
 
 def _result(item: AttentionWork, cp: int, width: int) -> float:
-    """Return the bytes per sample of an attention's result on one rank."""
+    """Return the bytes per sample of an attention layer's result on one rank."""
     return item.count * item.heads * item.head_width * item.queries * width / cp
 
 
 def _exchanged(item: AttentionWork, cp: int, tp: int, width: int) -> float:
-    """Return the bytes per sample that one rank sends in the all-to-alls of an attention."""
+    """Return the bytes per sample that one rank sends in the all-to-alls of an attention layer."""
     keys = item.count * item.kv_heads * _repeats(item, cp, tp) * item.head_width * item.keys * width / cp
     return 2 * _result(item, cp, width) + 2 * keys
 
@@ -128,7 +128,7 @@ def _per_token(moved: Amount, cp: int) -> Amount:
 
 
 def _footprint(kept: Footprint, share: float, more: Amount, policy: Recompute) -> Footprint:
-    """Return a share of the activations, with `more` for the all-to-alls, which recompute does not save."""
+    """Return a share of the activations, with `more` for the all-to-alls, which is saved only without recompute."""
     saved = kept.saved * share
     return Footprint(
         saved=saved + more if policy == "none" else saved,
@@ -203,7 +203,7 @@ def _fused(part: Part, head: Head, shape: ModelShape, samples: int, tp: int) -> 
 
 
 def _backward(head: Head, cast: Amount) -> tuple[Moment, ...]:
-    """Return the moments of backward: the head's weight gradient with FSDP's `cast`, then those of earlier modules."""
+    """Return the moments of backward: the head's weight gradient with FSDP's `cast`, then earlier modules' moments."""
     # The elements of the whole weight, since `memory._fresh` divides by tp.
     numel = head.vocab_size * head.width if head.trained else 0
     first = Moment(resident=head.before.saved + cast, gradients=numel)

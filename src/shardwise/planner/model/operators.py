@@ -103,7 +103,7 @@ def multiply(tape: Tape, a: Value, b: Value) -> Value:
 
 
 def multiply_rows(tape: Tape, x: Value, rows: Value) -> Value:
-    """Record a product with one factor per row, both saved; a factor's gradient is the sum of a full-size product."""
+    """Record a product with one factor per row; both are saved, and a factor's gradient sums a full-size product."""
     width = max(x.width, rows.width)
     num_copies = 1 if x.width == width else 2
     temporaries = x.elements * (num_copies * width)
@@ -131,7 +131,7 @@ def scale(tape: Tape, x: Value, factor: Storage | None, width: int) -> Value:
 
 
 def depend(tape: Tape, x: Value, other: Value, *, keeps: bool) -> Value:
-    """Return x, whose backward also reaches `other`, an output that later parts use and save if `keeps`."""
+    """Return x such that backward also reaches `other`, an output that later parts use, and save if `keeps`."""
     saved = [other.storage] if keeps else []
     return tape.apply([x, other], x.elements, x.width, saved=saved, place=x.storage, free=True, passes_on=FIRST)
 
@@ -155,7 +155,7 @@ def add_number(tape: Tape, x: Value) -> Value:
 
 
 def power(tape: Tape, x: Value) -> Value:
-    """Record an integer power in fp32; backward computes a lower power and its multiple."""
+    """Record an integer power in fp32; backward computes the next lower power and scales it."""
     x = cast(tape, x, max(x.width, WIDE))
     return tape.apply([x], x.elements, x.width, saved=[x.storage], temporaries=x.size * 2)
 
@@ -217,7 +217,7 @@ def mean(tape: Tape, x: Value, elements: Amount) -> Value:
 
 
 def narrow(tape: Tape, x: Value, elements: Amount) -> Value:
-    """Record a narrow view of x; its gradient is as large as x, zero elsewhere."""
+    """Record a narrow view of x; backward allocates a gradient as large as x, which is zero outside the view."""
     return tape.apply([x], elements, x.width, place=x.storage, free=True)
 
 
@@ -238,7 +238,7 @@ def join(tape: Tape, a: Value, b: Value) -> Value:
 
 
 def attend(tape: Tape, q: Value, k: Value, v: Value, attention: AttentionWork, *, bias: Value | None = None) -> Value:
-    """Record fused scaled dot-product attention in the compute dtype, which saves q, k, v, its result and log-sums.
+    """Record fused scaled dot-product attention in the compute dtype, which saves q, k, v, its result and logsumexp.
 
     Backward accumulates q's gradient in fp32, and computes that of a broadcast `bias` for every sample.
     """
@@ -262,7 +262,7 @@ def attend(tape: Tape, q: Value, k: Value, v: Value, attention: AttentionWork, *
 
 
 def embed(tape: Tape, elements: Amount, numel: int, indices: Storage | None = None) -> Value:
-    """Record an embedding, which saves its indices (None: part of the batch); its gradient has the table's size."""
+    """Record an embedding, which saves its indices (None: they are in the batch); the gradient is a dense table."""
     return tape.apply([], elements, tape.weight_width, saved=[indices], numel=0 if tape.frozen else numel)
 
 

@@ -15,10 +15,10 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class Amount:
-    """Bytes that grow with the samples of a micro-batch, in terms that tensor parallelism splits or replicates."""
+    """Bytes as a linear function of the number of samples, in terms that tensor parallelism splits or replicates."""
 
     fixed: float = 0.0
-    """Independent of the micro-batch."""
+    """Independent of the number of samples."""
     whole: float = 0.0
     """Per sample, replicated on every rank of a tensor-parallel group."""
     stream: float = 0.0
@@ -51,7 +51,7 @@ class Weight:
 
     name: str
     rows: int
-    """Its first dimension, along which ranks shard it; 1 for a scalar."""
+    """Size of its first dimension, along which ranks shard it; 1 for a scalar."""
     numel: int
     split: bool = False
     """Whether tensor parallelism splits it."""
@@ -139,11 +139,11 @@ class Moment:
     """One moment of a part's backward pass."""
 
     resident: Amount
-    """Allocations then: the remaining saved activations, temporaries, gradients of activations."""
+    """Allocations at this moment: the remaining saved activations, temporaries, gradients of activations."""
     gradients: float = 0.0
-    """Elements (not bytes) of its weight gradients computed so far; a tensor-parallel rank has 1/tp of them."""
+    """Elements (not bytes) of the part's weight gradients so far; a tensor-parallel rank has 1/tp of them."""
     on_gpu: bool = False
-    """Whether it occurs on GPUs only, on which a library allocates a workspace."""
+    """Whether it occurs on GPUs only, where a library allocates a workspace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,11 +167,11 @@ class Part:
     name: str
     kind: Literal["first", "block", "last"]
     count: int = 1
-    """Number of equal instances in a row."""
+    """Number of equal consecutive instances."""
     weights: tuple[Weight, ...]
     work: Work
     footprints: Mapping[Recompute, Footprint]
-    """Memory by recompute policy; equal for parts outside the blocks, which are never recomputed."""
+    """Memory by recompute policy; equal under all policies for parts outside the blocks, which are never recomputed."""
     output: Amount
     """Its output, which a pipeline sends to the next stage."""
     tp_exchanged: Amount = field(default_factory=Amount)
@@ -183,7 +183,7 @@ class Part:
 
     @cached_property
     def numel(self) -> int:
-        """Parameters of one instance."""
+        """Number of parameters of one instance."""
         return sum(weight.numel for weight in self.weights)
 
 
@@ -231,7 +231,7 @@ class ModelShape:
 
     @cached_property
     def numel(self) -> int:
-        """Parameters of the whole model; tied ones count once."""
+        """Number of parameters of the whole model; tied ones count once."""
         total = 0
         for part in self.parts:
             total += part.count * sum(weight.numel for weight in part.weights if not weight.tied)

@@ -334,7 +334,7 @@ def resnet_shape(
 
 
 def _blocks(num_blocks: tuple[int, ...], side: int, *, bottleneck: bool) -> Iterator[tuple[str, ResidualShape, int]]:
-    """Yield the first block of each stage, then one that represents all its others."""
+    """Yield the first block of each stage, then one that represents all other blocks of the stage."""
     channels = WIDTHS[0]
     for stage, (width, number) in enumerate(zip(WIDTHS, num_blocks, strict=True)):
         out_side = side if stage == 0 else _half(side)

@@ -82,7 +82,7 @@ class Node:
     numel: int = 0
     """Elements of the weights whose gradient it computes."""
     casts_weights: bool = False
-    """Whether that gradient arrives in the compute dtype and is cast."""
+    """Whether the weight gradient arrives in the compute dtype and is cast."""
     moves: bool = False
     """Whether memory bandwidth bounds its time, unlike that of views and matrix products."""
     flattens: bool = False
@@ -112,7 +112,7 @@ class Tape:
     live: Amount = NOTHING
     """Allocated bytes."""
     gradients: float = 0.0
-    """Elements of weight gradients so far; one in the compute dtype counts by its share of fp32 bytes."""
+    """Elements of weight gradients so far, in units of fp32 elements: an element in bf16 counts as half."""
     moments: list[Moment] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     matmuls: list[Matmul] = field(default_factory=list)

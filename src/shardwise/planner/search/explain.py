@@ -171,7 +171,7 @@ def _uneven(question: Question) -> str:
 
 
 class _Saving(NamedTuple):
-    """A change that lowers a peak: whether it applies, the kinds of memory, the fraction that it saves, its text."""
+    """A change that lowers a peak: whether it applies, the memory kinds and fraction that it saves, its text."""
 
     is_open: bool
     lowers: tuple[str, ...]
@@ -286,7 +286,7 @@ def _verdict(answer: Answer, best: Candidate) -> str:
 
 
 def smallest_cluster(question: Question, batch_size: int | None = None) -> tuple[Cluster, str] | None:
-    """Return the smallest cluster of these devices on which the model fits, with the family; None up to LARGEST.
+    """Return the smallest cluster of up to LARGEST such devices on which the model fits, with the family, or None.
 
     With `batch_size` None, the batch grows with the devices.
     """
@@ -309,11 +309,11 @@ def smallest_cluster(question: Question, batch_size: int | None = None) -> tuple
 
 
 ROUND = 25
-"""Steps between synchronizations in the offer of low communication."""
+"""Steps between synchronizations for which `rounds_gain` predicts the saving."""
 
 
 def compile_gain(answer: Answer) -> float:
-    """Return the fraction of the best plan's step that compiling blocks would save; 0 if it cannot."""
+    """Return the fraction of the best plan's step that compiling blocks would save; 0 if not applicable."""
     best = answer.best
     if best is None or best.plan.compile != "none" or SCHEDULES[best.plan.pipeline.schedule].splits_backward:
         return 0.0
@@ -321,7 +321,7 @@ def compile_gain(answer: Answer) -> float:
 
 
 def capture_gain(answer: Answer) -> float:
-    """Return the fraction of a step that capture as one CUDA graph would save, with equal shapes; 0 if it cannot."""
+    """Return the fraction of a step that CUDA graph capture would save, with equal shapes; 0 if not applicable."""
     best = answer.best
     if best is None or best.plan.layout.world_size > 1 or answer.question.cluster.device.kind == "cpu":
         return 0.0
@@ -329,7 +329,7 @@ def capture_gain(answer: Answer) -> float:
 
 
 def rounds_gain(answer: Answer) -> float:
-    """Return the fraction of a step that synchronizing replicas every ROUND steps would save; 0 if it cannot.
+    """Return the fraction of a step that synchronizing replicas every ROUND steps would save; 0 if not applicable.
 
     This changes the results of the training.
     """

@@ -295,7 +295,7 @@ def _rendered(table: Table) -> str:
 
 
 _NUM_PARTS = 8
-"""Kinds of memory with a separate color; the others share one, as does memory outside tensors."""
+"""Number of kinds of memory with their own color; the others share one, and memory outside tensors has its own."""
 _REST, _OUTSIDE = "other", "allocator and context"
 _KINDS = {"F": "forward", "B": "backward", "reduce": "reduce, sum", "sum": "reduce, sum"}
 """Start of a span's label -> kind of work, where the two differ."""

@@ -89,7 +89,7 @@ class Question:
         return HOST_FILL * self.cluster.node.host_memory_bytes / self.cluster.devices_per_node
 
     def has_capacity(self, memory: Memory) -> bool:
-        """Whether a plan of this memory fits on device and host."""
+        """Whether a plan that needs this memory fits on device and host."""
         return memory.total <= self.capacity and memory.host <= self.host_capacity
 
     def memory_of(self, plan: Plan) -> Memory:

@@ -1,7 +1,7 @@
 """A ledger of one pass on meta tensors: the live bytes after each operator, and the work of each operator.
 
 The idea: a TorchDispatchMode sees every operator and weak references report when a storage is freed, so forward and
-backward on meta tensors yield the timeline of live bytes without allocating any. The invariant: each storage counts
+backward on meta tensors yield the timeline of live bytes without allocations. The invariant: each storage counts
 once, views are free, and every storage has a tag for what tensor parallelism does with it (replicated, residual
 stream, split), which follows from the tags of the operator's inputs.
 """
@@ -169,7 +169,7 @@ class Ledger(TorchDispatchMode):
     def _tag_of(self, name: str, read: Iterable[Tensor]) -> Tag:
         """Return the tag of an operator's results, given the tensors that it reads.
 
-        A split matrix turns replicated activations into split ones and the reverse, in forward and backward.
+        A split matrix turns replicated activations into split ones and vice versa, in forward and backward.
         """
         tags = {self._tags.get(_key(tensor), "stream") for tensor in read}
         if tags and tags <= _WEIGHTS:

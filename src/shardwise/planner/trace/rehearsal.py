@@ -38,7 +38,7 @@ TP_DEGREES = (2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class TracedModel:
-    """A job's model on the meta device, with its blocks, tensor rules and samples."""
+    """A job's model on the meta device, with its blocks, tensor-parallel styles and samples."""
 
     job: Job
     model: nn.Module
@@ -93,7 +93,7 @@ class TracedModel:
         return (self.job.collate or default_collate)(list(self.samples[:samples]))
 
     def tag_weights(self, ledger: Ledger) -> None:
-        """Tag parameters, split by tensor parallelism or not, and buffers as weights in a ledger."""
+        """Tag parameters and buffers as weights in a ledger; tensor parallelism may split parameters."""
         for name, parameter in self.model.named_parameters():
             ledger.tag_weight(parameter, split=is_split(self.model, name, self.styles))
             parameter.grad = None
@@ -140,7 +140,7 @@ class BlockCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     reads: frozenset[str]
-    """Weights outside the blocks that its arguments were computed from, not through other blocks."""
+    """Weights outside the blocks from which its arguments were computed without another block in between."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -214,7 +214,7 @@ def _counted(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def _tokens(subject: TracedModel) -> int | None:
-    """Return the tokens of a sample: its length, or the count of its loss where tensors differ in length."""
+    """Return the tokens of a sample: its length, or its Loss.count if its tensors differ in length."""
     if isinstance(subject.job.loss.count, str):
         return None
     return length_of(subject.batch(SAMPLES[0])) or max(1, int(subject.job.loss.count_of(subject.batch(1), 1)))
@@ -224,7 +224,7 @@ def _tokens(subject: TracedModel) -> int | None:
 
 
 VERSION = 7
-"""Version of cached descriptions: increase it when tracing changes, since the fingerprint covers modules only."""
+"""Version of cached descriptions: increase it when tracing changes, since the fingerprint does not cover its code."""
 _BASES = {object, nn.Module}
 
 
@@ -291,7 +291,7 @@ def length_of(batch: Any) -> int | None:
 
 
 def context_degrees(subject: TracedModel, heads: int) -> tuple[int, ...]:
-    """Return the context-parallel degrees that the job's model of `heads` heads, its loss and its samples support."""
+    """Return the context-parallel degrees that the job's model with `heads` heads, its loss and its samples support."""
     fits = [cp for cp in CP_DEGREES if heads and heads % cp == 0]
     return (1, *(cp for cp in fits if _is_sliceable(subject, cp)))
 

@@ -1,1 +1,1 @@
-"""The first folder on PYTHONPATH of a new interpreter, for its `sitecustomize`."""
+"""The folder that is first on PYTHONPATH of a new interpreter, which imports `sitecustomize` from it."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardwise.training.step.step import StepParts
 
 WARM_UP = 2
-"""Uncaptured full steps, which create optimizer states and compile kernels; the next step checks for host syncs."""
+"""Number of uncaptured full steps, which create optimizer states and compile kernels; another checks for host syncs."""
 
 NUM_SAMPLED = 8
 """Number of batches whose shapes are compared before training."""
@@ -139,7 +139,7 @@ class _Recording:
 class CapturedStep(PlainStep):
     """Runs full steps as one CUDA graph after a few warm-up steps; continues uncaptured if the capture fails.
 
-    Short steps and batches of another shape than the first full one are not captured.
+    Short steps and batches whose shapes differ from those of the first full batch are not captured.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class CapturedStep(PlainStep):
         return self._replay(self._recording, batch)
 
     def _is_recordable(self, batch: StepBatch) -> bool:
-        """Return whether a batch is full and has the shape of the first full one; notes the first other shape."""
+        """Return whether a batch is full and has the shape of the first full one; reports the first other shape."""
         if [each.rows for each in batch.micro_batches] != self._rows:
             return False  # the short step at the end of an epoch
         form = _form([each.batch for each in batch.micro_batches])
@@ -184,7 +184,7 @@ class CapturedStep(PlainStep):
         return form == self._form
 
     def _warm(self, batch: StepBatch) -> StepReport:
-        """Run an uncaptured step; the last one checks for host syncs, which a graph cannot contain."""
+        """Run a warm-up step; the last one checks for host syncs, which a graph cannot contain."""
         if self._num_warm <= WARM_UP:
             return PlainStep.__call__(self, batch)
         with host_syncs() as locations:

@@ -49,7 +49,7 @@ class CompiledRegion:
         self._compiled: Callable[..., Tensor] | None = torch.compile(function)
 
     def __call__(self, model: nn.Module, batch: Any, whole_batch: Any) -> Tensor:
-        """Return the loss sum of `batch`; `whole_batch` has all tokens of its rows if ranks have slices of them."""
+        """Return the loss sum of `batch`; under context parallelism, `whole_batch` has all tokens of its rows."""
         loss_batch = batch if self._job.loss.by_row else whole_batch
         arguments: tuple[Any, ...] = (model, batch, loss_batch)
         if not self.is_whole:

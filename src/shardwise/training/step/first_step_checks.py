@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _MOST_LOGITS = 2**28
-"""Number of logits of a row above which its loss, in fp32, is not computed a second time."""
+"""Maximum number of logits per row for which the loss is computed a second time, in fp32."""
 _WHOLE_BYTES = 2**20
 """Largest output in bytes whose rows are all duplicated; logits may take gigabytes, so larger outputs use one row."""
 
@@ -73,7 +73,7 @@ class LossCheck:
 
     @torch.no_grad()
     def _check_count(self, output: Any, batch: Any, rows: int) -> None:
-        """Report a Loss.count that is not the number of labels over which a model that returns logits averages."""
+        """Report a Loss.count that differs from the number of labels over which the model averages its own loss."""
         mean, logits = getattr(output, "loss", None), getattr(output, "logits", None)
         if type(mean) is not Tensor or type(logits) is not Tensor or not isinstance(batch, Mapping):
             return

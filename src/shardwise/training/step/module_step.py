@@ -58,7 +58,7 @@ class ModuleStep:
         return found
 
     def common_buffers(self, *, broadcast: bool) -> dict[str, Tensor]:
-        """Return the buffers that are equal on all ranks; `broadcast`: DDP broadcasts the other buffers in forward."""
+        """Return the buffers that are equal on all ranks; if `broadcast`, without those that DDP broadcasts."""
         synced: set[int] = set()
         per_rank: set[int] = set()  # batch statistics of one rank differ by design
         for module in self.model.modules():
@@ -252,7 +252,7 @@ def adapter_facts(model: nn.Module) -> dict[str, Any] | None:
 
 
 def user_module(model: nn.Module) -> nn.Module:
-    """Return the user's module from which `model` was built: unwrapped from DDP and, with pp, of the first stage."""
+    """Return the user's module inside `model`, without DDP's wrapper; with pp, that of this rank's first stage."""
     module = unwrap(stages_of(model)[0])
     found: nn.Module = vars(module).get("_user_module", module)
     return found

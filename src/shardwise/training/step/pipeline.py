@@ -79,7 +79,7 @@ class PipelineStep(OptimizerStep):
             stage.connect()
 
     def __call__(self, batch: StepBatch) -> StepReport:
-        """Train on one global batch. Communicates over the pp group and the gradient sync; call on every rank."""
+        """Train on one global batch. Communicates over the pp group and in the gradient sync; call on every rank."""
         self._begin()
         for check in self._batch_checks:
             check(batch)
@@ -114,7 +114,7 @@ class PipelineStep(OptimizerStep):
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of this rank's parameters at full size, except tied copies of the first stage's."""
+        """Number of elements of this rank's parameters at full size, without copies of tied first-stage weights."""
         return sum(each.numel() for _, each in self.named_parameters() if id(each) not in self._copies)
 
     def measure(self, micro_batch: MicroBatch, measures: Mapping[str, Metric]) -> dict[str, float]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _PROBED_ROWS = 2
-"""Rows of the forward pass that checks the loss before a compiled region runs."""
+"""Number of rows in the forward pass that checks the loss before a compiled region runs."""
 
 
 # The base class: the components of a step, its learning rate, and the update at its end.
@@ -91,7 +91,7 @@ class OptimizerStep(ModuleStep):
         return {name: each.grad for name, each in self.named_parameters() if each.grad is not None}
 
     def _keyed(self, module: nn.Module, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Return the context of a forward pass of `module` that keys dropout masks by this micro-batch's samples."""
+        """Return the context in which counter-based dropout of `module` uses the sample indices of this micro-batch."""
         if self._masks is None:
             return NOTHING
         keys = None if micro_batch.positions is None else micro_batch.positions.keys()
@@ -219,7 +219,7 @@ class PlainStep(OptimizerStep):
         return loss.detach()
 
     def _full_loss_sum(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the loss sum of a micro-batch without padding rows, by the compiled region if the plan has one."""
+        """Return the loss sum of a micro-batch without padding rows; the compiled region, if any, computes it."""
         region = self._region
         if region is None:
             return self._loss_sum(micro_batch)
@@ -233,7 +233,7 @@ class PlainStep(OptimizerStep):
         return region(self._trained, micro_batch.batch, micro_batch.unsharded)
 
     def _loss_sum(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the loss sum of a micro-batch without padding rows; checks the first ones.
+        """Return the loss sum of a micro-batch without padding rows; checks the loss of the first micro-batches.
 
         The logits, which are gigabytes for a large vocabulary, are freed on return.
         """
@@ -252,7 +252,7 @@ class PlainStep(OptimizerStep):
         return loss
 
     def _backpropagate(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Back-propagate a loss sum with its weight; a CUDA graph passes the weight as a tensor it updates in place."""
+        """Back-propagate a loss sum with its weight; for a CUDA graph, the weight is a tensor at a fixed address."""
         if isinstance(weight, torch.Tensor):
             self._weight, self._gradient = None, weight.to(loss.dtype)
         elif weight != self._weight:

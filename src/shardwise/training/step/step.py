@@ -155,20 +155,20 @@ class StepReport(msgspec.Struct, frozen=True, gc=False):
     """1.0 if the step was skipped on all ranks because the gradient was not finite; else 0.0."""
 
     reduced: LossSum | None = None
-    """The asynchronous reduction of the loss; None if the world has one rank."""
+    """The asynchronous reduction of the loss; None in a world of one rank, or if losses are not reported per step."""
 
     @property
     def loss(self) -> float:
         """Mean loss over the global batch, equal on every rank under every plan.
 
-        Every step reduces it together with its gradients. Reading it synchronizes with the device but does not
-        communicate, so a single rank may read it.
+        Every step starts its reduction over ranks after the update. Reading the loss synchronizes with the device but
+        does not communicate, so a single rank may read it.
         """
         return float(self.loss_share) if self.reduced is None else self.reduced.read()
 
     @property
     def loss_share(self) -> Tensor:
-        """This rank's share of the loss: the sum over all ranks, which `loss` returns, is the mean over the batch."""
+        """This rank's share of the loss; the shares of all ranks add up to the mean loss, which `loss` returns."""
         return self.loss_sum / (self.denominator or 1)  # a denominator of 0 implies a sum of 0
 
 
@@ -268,7 +268,7 @@ class Step(Protocol):
         """Return the buffers that this rank owns, by name."""
 
     def common_buffers(self, *, broadcast: bool) -> dict[str, Tensor]:
-        """Return the buffers that are equal on all ranks; `broadcast`: DDP broadcasts the other buffers in forward."""
+        """Return the buffers that are equal on all ranks; if `broadcast`, without those that DDP broadcasts."""
 
     def tied(self) -> dict[str, str]:
         """Return a map from each alias of a tied parameter to the name under which it is saved."""

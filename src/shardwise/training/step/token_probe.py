@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardwise.data.feed import StepBatch
 
 _LENGTH = 13
-"""Tokens of the probe: enough for windows of 6 tokens on both sides of the changed one."""
+"""Number of tokens in the probe: enough for windows of 6 tokens on both sides of the changed one."""
 _CLOSE = 1e-2
 """Tolerance relative to the largest value: rounding changes a token by less, mixing changes it by more."""
 
