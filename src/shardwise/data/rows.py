@@ -217,9 +217,9 @@ def check_token_loss(job: Job) -> None:
     for name, measure in {"loss": job.loss, **job.metrics}.items():
         if isinstance(measure.count, str):
             raise PlanError(
-                f"context parallelism requires a {name} that counts tokens, but the job's {name} counts samples",
+                f"context parallelism requires a per-token {name}, but the job's {name} is per sample",
                 code="support.cp-loss-by-sample",
-                fix=f"use a {name} per token such as sw.losses.token_cross_entropy, or set cp=1",
+                fix=f"use a per-token {name} such as sw.losses.token_cross_entropy, or set cp=1",
             )
     if job.masks == "keyed":
         raise PlanError(

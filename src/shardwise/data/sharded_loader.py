@@ -63,8 +63,10 @@ class DataRank:
     group: dist.ProcessGroup | None = None
     """Host process group of the data-parallel ranks; None for a single data-parallel rank."""
 
-    def sum(self, value: float) -> float:
-        """Return the sum of `value` over the data-parallel ranks, in its type. Communicates over the group."""
+    def sum(self, value: float | torch.Tensor) -> float:
+        """Return the sum of a number over the data-parallel ranks, in its type. Communicates over the group."""
+        if isinstance(value, torch.Tensor):
+            value = value.item()
         if self.group is None:
             return value
         total = torch.tensor(value, dtype=torch.float64)
@@ -157,11 +159,11 @@ class ShardedLoader:
             yield self._rank.to_device(step.batches[0])
         self._position = Cursor(seed=first.seed, epoch=first.epoch + 1)
 
-    def sum(self, value: float) -> float:
+    def sum(self, value: float | torch.Tensor) -> float:
         """Return the sum of `value` over the data-parallel ranks. Communicates; call on every rank."""
         return self._rank.sum(value)
 
-    def mean(self, value: float) -> float:
+    def mean(self, value: float | torch.Tensor) -> float:
         """Return the unweighted mean of `value` over the data-parallel ranks. Communicates; call on every rank.
 
         Ranks may have different numbers of rows: the mean of `loss * scale` is the mean loss over their samples.
@@ -316,11 +318,11 @@ class EvaluationLoader:
         """Return the number of batches, which is equal on every rank."""
         return len(self._batches)
 
-    def sum(self, value: float) -> float:
+    def sum(self, value: float | torch.Tensor) -> float:
         """Return the sum of `value` over the data-parallel ranks. Communicates; call on every rank."""
         return self._rank.sum(value)
 
-    def mean(self, value: float) -> float:
+    def mean(self, value: float | torch.Tensor) -> float:
         """Return the mean over all samples of the dataset, where `value` is the sum over this rank's samples.
 
         Communicates; call on every rank. `test.mean(correct)` is the accuracy.

@@ -199,7 +199,7 @@ class Catalogue:
         if _normalized(name) not in names:
             close = difflib.get_close_matches(_normalized(name), names, n=1)
             # All names would fill a screen, and most users look for a device.
-            fix = f"{nearest(close[0] if close else name, close or self.devices)} (this machine: this or 2xthis)"
+            fix = f"{nearest(close[0] if close else name, close or self.devices)} (this machine: 'this' or '2xthis')"
             raise HardwareError(f"device or node {name!r} is unknown", code="hardware.unknown-device", fix=fix)
         return names[_normalized(name)]
 

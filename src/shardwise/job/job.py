@@ -105,7 +105,7 @@ class Job:
     forward: Callable[[nn.Module, Any], Any] = call_model
     """(model, batch) -> output."""
     weights: str | None = None
-    """Path of a torch state dict with the initial weights."""
+    """Path of the initial weights: a state dict, a safetensors file, a Hugging Face folder, or a run directory."""
     schedule: Schedule = field(default_factory=Constant)
     clip_norm: float | None = None
     """Maximum total norm of all gradients; None disables clipping."""

@@ -257,7 +257,7 @@ def _check_ranks(spec: P2pSpec) -> None:
     gpus = len(probe_gpus()) if spec.place.device != "cpu" else 0
     if 0 < gpus < nproc and spec.place.backend != "gloo":
         raise InputError(
-            f"--nproc {nproc} with NCCL needs a GPU for each rank, but {gpus} are visible",
+            f"--nproc {nproc} with NCCL needs a GPU for each rank (number of visible GPUs: {gpus})",
             code="launch.nproc-exceeds-gpus",
             fix="add --backend gloo, with which ranks may share a GPU, or --device cpu",
         )

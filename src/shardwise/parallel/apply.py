@@ -53,7 +53,7 @@ def norm_batches(module: nn.Module, plan: Plan, context: MeshContext, _: MetaMod
         raise JobError(
             f"custom batch norm classes cannot be synchronized over ranks: {', '.join(foreign)}",
             code="support.batch-norm-class",
-            fix="use torch.nn.BatchNorm, or pass --set batch_norm=local",
+            fix="use torch.nn.BatchNorm1d, BatchNorm2d or BatchNorm3d, or pass --set batch_norm=local",
         )
     replaced = replace_batch_norms(module, context.dp_group if plan.batch_norm == "sync" else None)
     every = plan.communication.sync_every

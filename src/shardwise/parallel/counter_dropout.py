@@ -84,7 +84,7 @@ class CounterDropout(nn.Dropout):
         rows = self.keys.shape[1]
         if value.ndim == 0 or value.shape[0] % rows or (self.channels or value.ndim) != value.ndim:
             raise JobError(
-                f"{self.name} received shape {list(value.shape)}, but masks='keyed' requires a dim 0 of {rows} rows",
+                f"{self.name} received shape {list(value.shape)}, but masks='keyed' requires {rows} rows in dim 0",
                 code="support.keyed-masks-rows-first",
                 fix=f"move the batch dimension to the front, {DEFAULT_FIX}",
             )

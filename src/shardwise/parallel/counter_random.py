@@ -129,7 +129,7 @@ class CounterRandom:
         rows = self.keys.shape[1]
         if not shape or shape[0] % rows:
             raise JobError(
-                f"{name} calls {operator} with shape {list(shape)}, but masks='keyed' requires a dim 0 of {rows} rows",
+                f"{name} calls {operator} with shape {list(shape)}, but masks='keyed' requires {rows} rows in dim 0",
                 code="support.keyed-draws-rows-first",
                 fix=f"sample a tensor of shape [rows, ...], {DEFAULT_FIX}",
             )

@@ -188,6 +188,15 @@ def _registrations(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 
 def open_weights(path: Path) -> Mapping[str, Tensor]:
     """Return a mapping of the tensors in a file or directory by name; each tensor is read on access."""
+    if (path / "weights.pt").is_file():
+        path = path / "weights.pt"  # a run directory
+    is_checkpoint = (path / "manifest.json").is_file() or (path.parent.name == "checkpoints" and path.is_file())
+    if is_checkpoint:
+        raise JobError(
+            f"Job.weights {path} is a training checkpoint, which also has optimizer states",
+            code="model.weights-checkpoint",
+            fix=f"run shardwise checkpoint convert {path} best.pt --to torch --weights, and set weights=best.pt",
+        )
     if path.is_dir():
         files = sorted(path.glob("*.safetensors"))
         if not files:

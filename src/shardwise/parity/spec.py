@@ -92,7 +92,7 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" of step {self.step + 1}"
-        return f"{self.kind} {self.name}{at}".replace("  ", " ")
+        return f"{self.kind} {self.name}{at}".replace("  ", " ").rstrip()
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +159,7 @@ class VerifyReport(Report, frozen=True, kw_only=True):
     def to_text(self) -> str:
         """Return a table of the plans in the width of the terminal, the notes, and a summary line."""
         counts = [f"{self.count(status)} {status}" for status in STATUSES if self.count(status)]
+        counts = [each if each.startswith("1 ") else each.replace("does not", "do not") for each in counts]
         notes = [f"note: {note}" for note in self.notes]
         summary = (
             f"{self.job}: {', '.join(counts)}; {self.steps} steps on {self.nproc} ranks, compared with {self.beside}"

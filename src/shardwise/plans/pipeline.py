@@ -44,11 +44,9 @@ def split_batch(
             fix=f"set batch_size={dp} or more, or use --nproc {batch_size}",
         )
     if micro_batch is None:
+        divisor = f"{dp} data-parallel ranks" + (f" x accumulation {accumulation}" if accumulation else "")
         accumulation = accumulation or 1
-        return BatchSplit(
-            _divide(batch_size, dp * accumulation, f"{dp} data-parallel ranks x accumulation {accumulation}"),
-            accumulation,
-        )
+        return BatchSplit(_divide(batch_size, dp * accumulation, divisor), accumulation)
     split = BatchSplit(
         micro_batch, _divide(batch_size, dp * micro_batch, f"{dp} data-parallel ranks x micro_batch {micro_batch}")
     )

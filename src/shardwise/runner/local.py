@@ -14,7 +14,7 @@ import msgspec
 from shardwise.diagnosis.catalogue import find_preset
 from shardwise.diagnosis.env import CERTAIN, EnvironmentFacts
 from shardwise.diagnosis.run.nccl_log import run_effects
-from shardwise.environment import profiler, run_secret, variables
+from shardwise.environment import identify, profiler, run_secret, variables
 from shardwise.errors import InputError, LaunchError
 from shardwise.hardware import probe_gpus, usable_cores
 from shardwise.job import JobReference
@@ -33,6 +33,7 @@ from shardwise.launcher.options import (
 )
 from shardwise.launcher.slurm import nodes_of_step
 from shardwise.launcher.spec import LaunchSpec, RendezvousSpec, SubmitSpec
+from shardwise.planner.settle import split_settings
 from shardwise.plans.toml import plan_to_toml
 from shardwise.recorder.imports import RecorderOptions, deterministic_variables
 from shardwise.runs import RunDirectory, create_run, share_run
@@ -211,6 +212,26 @@ def open_run(spec: TrainSpec, reference: JobReference) -> RunDirectory:
             fix="choose another directory with --run-dir",
         )
     return share_run(run.path)
+
+
+def with_inherited_settings(spec: TrainSpec) -> TrainSpec:
+    """Return the Spec with the --set options of the run that it resumes, for fields of the job that it does not set."""
+    resumed = spec.save.resume
+    path = spec.run_dir if resumed == "auto" else Path(resumed or "")
+    if path is None or resumed in {None, "never"}:
+        return spec
+    reference, _ = split_settings(spec.job, spec.settings)
+    for folder in (path, *path.resolve().parents[:3]):  # a run, its checkpoints, or one checkpoint
+        if not RunDirectory(folder).job.is_file():
+            continue
+        known = msgspec.json.decode(RunDirectory(folder).job.read_bytes(), type=JobReference)
+        missing = [f"{key}={value}" for key, value in known.overrides.items() if key not in reference.overrides]
+        if not missing or (known.path, known.attribute) != (reference.path, reference.attribute):
+            return spec
+        if identify().rank == 0:
+            echo_error(f"note: --set {' --set '.join(missing)} applies, as in the run that is resumed")
+        return spec.replace(settings=(*missing, *spec.settings))
+    return spec
 
 
 def write_run_inputs(

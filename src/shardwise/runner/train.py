@@ -34,6 +34,7 @@ from shardwise.runner.local import (
     report_preset,
     settle_nodes,
     settle_preset,
+    with_inherited_settings,
     worker_launch,
     write_run_inputs,
 )
@@ -161,6 +162,7 @@ def train_job(spec: TrainSpec) -> TrainReport:
     if code is not None:
         return TrainReport(exit_code=code)
     me = identify()
+    spec = with_inherited_settings(spec)
     reference, plan_overrides = split_settings(spec.job, spec.settings)
     job = load_job(reference)
     requested = spec

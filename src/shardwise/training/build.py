@@ -331,7 +331,7 @@ def _first_check(
 def _batch_checks(
     job: Job, model: nn.Module, plan: Plan, world: World, note: Callable[[str], None]
 ) -> tuple[Callable[[StepBatch], None], ...]:
-    """Return the checks of the first batches among model-parallel ranks. Communicates to create their group."""
+    """Return the checks that model-parallel ranks run on the first batches. Communicates to create their group."""
     group = world.axis_group(plan.layout, ("pp", "cp", "tp"), on_host=True)
     if group is None or world.backend == "fake":
         return ()

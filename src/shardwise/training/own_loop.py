@@ -7,6 +7,8 @@ equal numbers of rows trains like one process on the whole batch. Otherwise, and
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,12 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from shardwise.data.rows import map_tensors
 from shardwise.data.sharded_loader import DataRank, EvaluationLoader, ReadOptions, ShardedLoader, options_of
 from shardwise.dist import world as running_world
-from shardwise.errors import DataError, PlanError
+from shardwise.errors import DataError, JobError, PlanError
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.collectives import parameters_of, stages_of
 from shardwise.parallel.first_passes import watch_inputs
@@ -40,7 +43,7 @@ from shardwise.training.step.plain import OptimizerStep
 from shardwise.training.step.update import clip_factor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import Dataset
@@ -51,6 +54,10 @@ if TYPE_CHECKING:
 
 _FIXES = ("call sw.parallelize(model, plan, ", "call shardwise.parallel.propose_rules.propose_rules(model, example)")
 """Fixes for a model without tensor rules: the call that takes rules, and how to find rules."""
+_FP16 = (
+    "small gradients become 0 in fp16 unless the loop scales its loss: use torch.amp.GradScaler, precision bf16, or"
+    " build_step, which scales the loss"
+)
 
 
 def parallelize(
@@ -70,6 +77,9 @@ def parallelize(
     check_dtypes(model, plan, adapted=False)
     if world.size > 1:
         broadcast_values(model, world.device)
+    if plan.precision.compute == "fp16":
+        warnings.warn(_FP16, stacklevel=2)
+    originals = [weakref.ref(parameter) for parameter in model.parameters()]
     mesh_context = make_mesh_context(plan, world)
     _compute_in(model, world.device, LOWER.get(plan.precision.compute))
     meta_model = built_meta_model(model)
@@ -86,7 +96,28 @@ def parallelize(
     for part in parallel.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(float(plan.layout.dp))
+    _reject_replaced_parameters(originals, parallel)
     return parallel
+
+
+def _reject_replaced_parameters(originals: Sequence[weakref.ref[nn.Parameter]], parallel: nn.Module) -> None:
+    """Make optimizer steps raise JobError for parameters that sharding replaced, which would never be trained."""
+    current = {id(parameter) for parameter in parallel.parameters()}
+
+    def check(optimizer: Any, *_: Any) -> None:
+        alive = [original() for original in originals]
+        replaced = {id(parameter) for parameter in alive if parameter is not None} - current
+        if not replaced:
+            hook.remove()
+        for group in optimizer.param_groups:
+            if any(id(parameter) in replaced for parameter in group["params"]):
+                raise JobError(
+                    f"{type(optimizer).__name__} has parameters that sw.parallelize has replaced by shards",
+                    code="train.optimizer-before-parallelize",
+                    fix="create the optimizer after sw.parallelize, from the parameters of the model that it returns",
+                )
+
+    hook = register_optimizer_step_pre_hook(check)
 
 
 def _compute_in(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

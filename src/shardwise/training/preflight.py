@@ -169,10 +169,13 @@ def check_job(job: Job, plan: Plan) -> None:
             fix="pass --set engine=torch, or remove Job.lora",
         )
     if job.masks == "keyed" and (not engine.has_keyed_dropout or plan.compile != "none"):
+        unsupported, fix = f"compile = {plan.compile}", "compile=none"
+        if not engine.has_keyed_dropout:
+            unsupported, fix = f"engine {plan.engine}", "engine=torch"
         raise PlanError(
-            f"counter-based dropout is not supported by engine {plan.engine} with compile = {plan.compile}",
+            f"counter-based dropout (masks=keyed) is not supported by {unsupported}",
             code="support.keyed-masks-engine",
-            fix="pass --set engine=torch --set compile=none, or --set masks=drawn",
+            fix=f"pass --set {fix}, or --set masks=drawn",
         )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from shardwise.diagnosis.network.facts import Probes, ProbeSession, probe_command
 from shardwise.diagnosis.network.probe import SILENCE_S
+from shardwise.launcher.nodes.network import listen
 from shardwise.launcher.ssh.run import HostSpec
 
 HERE = "127.0.0.1"
@@ -112,6 +113,10 @@ def test_a_probe_that_ends_takes_its_files_and_ports_along(tmp_path, end):
         assert ask(hub, "alone", type="read", folder=str(tmp_path), name="word")["text"] == "me"
         order = {"type": "open", "word": WORD, "greeting": GREETING, "doors": [[HERE, 0]]}
         port = ask(hub, "alone", **order)["doors"][0]["port"]
+        with socket.create_connection((HERE, port), timeout=PATIENCE_S) as client:
+            client.sendall(WORD.encode() + b"g")
+            while client.recv(64):  # the probe closes the connection, which stays in TIME-WAIT on its port
+                pass
         if end == "stdin":
             session.close_stdin()
         else:
@@ -120,6 +125,7 @@ def test_a_probe_that_ends_takes_its_files_and_ports_along(tmp_path, end):
         assert list(tmp_path.iterdir()) == []
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((HERE, port), timeout=PATIENCE_S)
+        listen(HERE, port).close()  # a launcher may use the port at once
 
 
 @pytest.mark.prove

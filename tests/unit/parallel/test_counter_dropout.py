@@ -300,7 +300,7 @@ class Shuffled(nn.Linear):
 @pytest.mark.parametrize(
     ("part", "refusal"),
     [
-        (OneForAll, ("support.keyed-draws-rows-first", "1.0", "[]", "rand", "of 8")),
+        (OneForAll, ("support.keyed-draws-rows-first", "1.0", "[]", "rand", "8 rows")),
         (NoisyWeight, ("support.keyed-draws-parameter", "1.0 calls randn_like")),
         (Shuffled, ("support.keyed-draws-operator", "1.0", "randperm")),
     ],
@@ -350,7 +350,7 @@ class TokensFirst(Net):
 
 
 def test_rows_that_do_not_come_first_are_refused():
-    with refuses("support.keyed-masks-rows-first", "[3, 8, 6]", "of 8"):
+    with refuses("support.keyed-masks-rows-first", "[3, 8, 6]", "8 rows"):
         run_ranks(losses, 1, "ddp", make_job(TokensFirst))
 
 

@@ -11,7 +11,7 @@ from shardwise.parallel import meta_model as meta_model_module
 from shardwise.parallel.apply import MeshContext, materialize
 from shardwise.parallel.meta_model import job_meta_model
 from shardwise.parallel.skeleton import initialize, skeleton
-from shardwise.parallel.weights import BuiltWeights, InitializedWeights, StreamedWeights
+from shardwise.parallel.weights import BuiltWeights, InitializedWeights, StreamedWeights, open_weights
 from shardwise.plans import Plan
 from shardwise.testing import run_ranks
 
@@ -174,3 +174,15 @@ def test_only_rank_0_builds_a_model_that_is_too_large_for_every_rank(monkeypatch
     assert (first, second) == (True, False)
     assert torch.equal(scale, other_scale)
     assert torch.equal(table, other_table)
+
+
+def test_weights_of_a_run_directory_are_its_final_ones_and_a_checkpoint_is_refused_with_the_command(tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "step-00000001").mkdir(parents=True)
+    (checkpoints / "step-00000001" / "manifest.json").write_text("{}")
+    (checkpoints / "best").write_text("step-00000001")
+    for checkpoint in (checkpoints / "step-00000001", checkpoints / "best"):
+        with refuses("model.weights-checkpoint", "shardwise checkpoint convert"):
+            open_weights(checkpoint)
+    torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")
+    assert torch.equal(open_weights(tmp_path)["weight"], torch.ones(2))

@@ -37,7 +37,7 @@ def test_a_short_job_stays_eager_and_the_plan_has_the_reason():
 def test_keyed_dropout_is_neither_compiled_nor_captured():
     plan = settled(sentences_job(steps=100_000, masks="keyed"))
     assert (plan.compile, plan.capture) == ("none", "none")
-    assert plan.source("compile").startswith("auto: eager, since keyed dropout masks")
+    assert plan.source("compile").startswith("auto: eager, since counter-based dropout")
 
 
 def truncated(samples):

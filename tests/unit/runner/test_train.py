@@ -13,7 +13,7 @@ from jobs import sentences_job, token_job_text
 from refusals import refuses
 from shardwise.cli.main import main
 from shardwise.job import refer
-from shardwise.runner.local import open_run, write_run_inputs
+from shardwise.runner.local import open_run, with_inherited_settings, write_run_inputs
 from shardwise.runner.observers import TrainReport, read_result
 from shardwise.runs import RunDirectory
 from shardwise.testing import run_ranks
@@ -143,3 +143,27 @@ def test_command_that_a_callback_stops_exits_with_0_and_keeps_its_weights(capsys
     written["result"]["loss"] = None  # as in a resumed run that only repeats an evaluation
     run.report_json.write_text(json.dumps(written))
     assert math.isnan(read_result(run).result.loss)
+
+
+@pytest.mark.parametrize("resume", ["run", "run/checkpoints", "run/checkpoints/best", "auto"])
+def test_a_resumed_run_has_the_overrides_of_the_first_unless_they_are_given_again(resume):
+    Path("job.py").write_text(token_job_text())
+    reference = refer("job.py", {"steps": "40", "optimizer.lr": "0.5"})
+    run = RunDirectory(Path("run"))
+    run.path.mkdir()
+    write_run_inputs(run, reference, sw.Plan.preset("ddp", 1))
+    spec = TrainSpec.of("job.py", resume=resume, run_dir="run" if resume == "auto" else None, set=["steps=50"])
+    assert with_inherited_settings(spec).settings == ("optimizer.lr=0.5", "steps=50")
+    Path("other.py").write_text(token_job_text())
+    for unchanged in (spec.replace(job="other.py"), TrainSpec.of("job.py", resume="never", run_dir="run")):
+        assert with_inherited_settings(unchanged) is unchanged
+
+
+def test_training_resumes_with_the_overrides_of_the_first_run(capfd):
+    Path("job.py").write_text(token_job_text())
+    assert (
+        main(["train", "job.py", "--set", "steps=2", "--set", "batch_size=4", "--save-every=2", "--run-dir=one"]) == 0
+    )
+    assert main(["train", "job.py", "--set", "steps=3", "--resume=one", "--run-dir=two"]) == 0
+    assert "note: --set batch_size=4 applies" in capfd.readouterr().err
+    assert json.loads(Path("two/job.json").read_text())["overrides"] == {"batch_size": "4", "steps": "3"}

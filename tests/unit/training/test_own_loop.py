@@ -224,3 +224,41 @@ def test_a_step_is_clipped_by_hand_as_by_its_job(name):
         assert other_norms == pytest.approx(norms, rel=1e-9)
     for key, value in weights.items():
         torch.testing.assert_close(results[0][1][key], value, rtol=1e-9, atol=1e-11, msg=key)
+
+
+def test_an_optimizer_that_was_created_before_sharding_is_refused_in_its_first_step():
+    def loop(world, name, *, is_early):
+        plan = sw.Plan.preset(name, world.size)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+        parallel = None if is_early else sw.parallelize(model, plan, world)
+        optimizer = torch.optim.SGD((parallel or model).parameters(), lr=0.1)
+        parallel = parallel or sw.parallelize(model, plan, world)
+        for _ in range(2):
+            parallel(torch.ones(4, 4)).sum().backward()
+            optimizer.step()
+        return "trained"
+
+    assert run_ranks(loop, 2, "fsdp", is_early=False) == ["trained"] * 2
+    assert run_ranks(loop, 2, "ddp", is_early=True) == ["trained"] * 2
+    with refuses("train.optimizer-before-parallelize", "SGD"):
+        run_ranks(loop, 2, "fsdp", is_early=True)
+
+
+def test_loaders_reduce_numbers_and_tensors_alike():
+    def reduce(world):
+        plan = sw.Plan.preset("ddp", world.size)
+        train = sw.dataloader(torch.arange(8.0), plan, world, batch_size=4)
+        test = sw.dataloader(torch.arange(8.0), plan, world, batch_size=4, evaluate=True)
+        value = torch.tensor(1.0 + world.rank)
+        return train.mean(value), train.sum(value), test.mean(value), train.mean(float(value))
+
+    assert run_ranks(reduce, 1) == [(1.0, 1.0, 0.125, 1.0)]
+    assert run_ranks(reduce, 2) == [(1.5, 3.0, 0.375, 1.5)] * 2
+
+
+def test_fp16_without_loss_scaling_gets_a_warning():
+    def loop(world):
+        with pytest.warns(UserWarning, match="GradScaler"):
+            sw.parallelize(torch.nn.Linear(2, 2), sw.Plan.preset("ddp", 1, precision="fp16"), world)
+
+    run_ranks(loop, 1)

@@ -85,6 +85,8 @@ class Probe:
 
     def _open(self, address: str, port: int) -> dict[str, Any]:
         listener, echo = socket.socket(), socket.socket(type=socket.SOCK_DGRAM)
+        # Without it, connections of this probe in TIME-WAIT would keep a launcher from the port for a minute.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((address, port))
             listener.listen(256)

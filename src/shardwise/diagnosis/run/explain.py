@@ -234,7 +234,7 @@ def _finish(fields: Mapping[str, Any]) -> str:
 
 _SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "attempt": _attempt,
-    "start": lambda fields: f"training starts: {fields['num_steps']} steps to run",
+    "start": lambda fields: f"training starts: {fields['num_steps']} steps in all",
     "steps": lambda fields: f"step {fields['first'] + len(fields['losses'])} is complete",
     "save": lambda fields: f"saving a checkpoint of step {fields['step']} starts",
     "note": lambda fields: str(fields["text"]),

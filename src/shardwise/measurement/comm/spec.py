@@ -231,7 +231,7 @@ def group_ranks(group: str, world: tuple[tuple[int, int], ...], layout: Layout |
         assert layout is not None  # noqa: S101 - read_groups checks it
         if layout.world_size != size:
             raise InputError(
-                f"layout {layout} needs {layout.world_size} ranks, the world has {size}",
+                f"layout {layout} needs {layout.world_size} ranks, but the world has {size}",
                 code="layout.world-size-mismatch",
                 fix=f"use --nproc {layout.world_size}, or another --layout",
             )

@@ -58,7 +58,7 @@ class Transfer:
 
 
 def placement_of(layout: Layout, axes: tuple[str, ...], cluster: Cluster) -> Placement:
-    """Return the placement of groups along `axes`, with rank r on device r of the cluster, counted node by node."""
+    """Return the numbers of ranks and nodes of a group along `axes`; rank r is on device r, numbered node by node."""
     for axis in axes:
         if axis not in AXES:
             raise LayoutError(f"layout has no axis {axis!r}", code="layout.unknown-axis", fix=nearest(axis, AXES))

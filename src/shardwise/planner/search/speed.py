@@ -27,6 +27,8 @@ COMPILE_S = {"blocks": 15.0, "model": 10.0}
 """Seconds of compilation on an H200 without a cache: of one block and the loss, and of the parts outside of blocks."""
 COMPILE_BLOCK_S = 1.2
 """Additional seconds of `compile = model` for each block, which is compiled as often as it occurs."""
+CAPTURED_SHARE = 0.5
+"""Largest fraction of the device's memory of a captured plan, whose graph and evaluation do not share activations."""
 LEAST_GAIN = 0.01
 """Fraction of a step below which a predicted gain is within model error."""
 
@@ -39,9 +41,9 @@ def with_speed_options(job: Job, plan: Plan, question: Question) -> Plan:
     is_capturable = plan.layout.world_size == 1 and plan.offload.optimizer == "none" and job.masks != "keyed"
     if not is_capturable or refused_by_rule(question, dataclasses.replace(plan, capture="step")):
         return plan
-    _, gain = _predicted_gain(question, plan, capture="step")
-    if gain < LEAST_GAIN:
+    if question.memory_of(plan).total > CAPTURED_SHARE * question.capacity:
         return plan
+    _, gain = _predicted_gain(question, plan, capture="step")
     return _with(plan, "capture", "step", f"one CUDA graph, {gain:.0%} of a step saved (predicted)")
 
 
