@@ -281,9 +281,9 @@ def resume(training: Training, options: argparse.Namespace) -> Progress:
 
 def start_process_group() -> torch.device:
     """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; return the device."""
-    if "LOCAL_WORLD_SIZE" not in os.environ:
+    if "RANK" not in os.environ:
         raise SystemExit("start it by torchrun --nproc_per_node=2 ddp_training.py, or give it --spawn 2")
-    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+    if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])):
         dist.init_process_group("gloo")
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

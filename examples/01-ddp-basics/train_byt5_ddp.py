@@ -98,9 +98,9 @@ def byt5(size: str) -> T5ForConditionalGeneration:
 
 def start_process_group() -> torch.device:
     """Join the process group that torchrun describes, and return this rank's device."""
-    if "LOCAL_WORLD_SIZE" not in os.environ:
+    if "RANK" not in os.environ:
         raise SystemExit("start it by torchrun --nproc_per_node=2 train_byt5_ddp.py")
-    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+    if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])):
         dist.init_process_group("gloo")
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -78,10 +78,10 @@ def parse_options() -> argparse.Namespace:
 
 def start_process_group() -> torch.device:
     """Join the process group that torchrun describes, and return this rank's device."""
-    if "LOCAL_WORLD_SIZE" not in os.environ:
+    if "RANK" not in os.environ:
         raise SystemExit("start it by torchrun --nproc_per_node=2 train_ddp.py")
     # GPUs if each process of this machine can have its own: NCCL refuses to share one.
-    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+    if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])):
         dist.init_process_group("gloo")
         return torch.device("cpu")
     # By local rank, not by rank: on the second of two machines with 4 GPUs each, rank 4 owns GPU 0.

@@ -30,10 +30,10 @@ class Me:
 
 def start() -> Me:
     """Join the process group that the launcher describes (communicates, on every rank)."""
-    if "LOCAL_WORLD_SIZE" not in os.environ:
+    if "RANK" not in os.environ:
         raise SystemExit(f"start it by torchrun --nproc_per_node=2 {Path(sys.argv[0]).name}")
     device = torch.device("cpu")
-    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+    if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])):
         dist.init_process_group("gloo")
     else:
         # By local rank, not by rank: on the second of two machines with 4 GPUs each, rank 4 owns GPU 0.

@@ -88,6 +88,14 @@ def test_ddp_mnist_runs_alone():
     assert len(epochs(output)) == 3
 
 
+@pytest.mark.prove
+def test_ranks_start_without_a_launcher_by_the_variables_that_the_page_sets():
+    [line] = re.findall(r"`(RANK=0 LOCAL_RANK=0 .*? python train_ddp.py)`", CHAPTER.readme)
+    line = f"{line.replace('29500', str(free_port()))} --epochs 1 {SMALL}"
+    ranks = [CHAPTER.start(line), CHAPTER.start(line.replace("RANK=0", "RANK=1"))]
+    assert accuracy(run_together(*ranks)) > 10
+
+
 @pytest.mark.representative("train_ddp.py")
 @pytest.mark.parametrize("script", ["train_ddp.py", "ddp_training.py"])
 def test_plain_scripts_without_torchrun_say_what_to_type(script):
