@@ -66,6 +66,17 @@ def points_job(model, dataset=Points(24, 6), **changes):  # noqa: B008 - it has 
     return sentences_job(model=model, data=train_split(dataset), loss=sw.losses.cross_entropy, **changes)
 
 
+class Pooled(torch.nn.Module):
+    """Accepts rows of any length."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(1, 3)
+
+    def forward(self, x):
+        return self.head(x.mean(-1, keepdim=True))
+
+
 def small_resnet(norm="batch"):
     """Return the real class with its first stage: enough for every kind of layer."""
     model = sw.models.resnet18(num_classes=10, in_channels=1, norm=norm, stem="small")

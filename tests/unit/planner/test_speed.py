@@ -1,8 +1,10 @@
 """`--plan auto` on GPUs compiles and captures where that saves time, and says why where it does not."""
 
+import dataclasses
+
 import torch
 
-from jobs import points_job, sentences_job
+from jobs import Pooled, points_job, sentences_job
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.planner.search.search import search
 from shardwise.planner.search.speed import count_steps, with_speed_options
@@ -31,7 +33,7 @@ def test_several_ranks_compile_their_blocks():
 def test_a_short_job_stays_eager_and_the_plan_has_the_reason():
     plan = settled(sentences_job(steps=5))
     assert plan.compile == "none"
-    assert plan.source("compile").startswith("auto: eager, since 5 steps save 0 s of about")
+    assert plan.source("compile").startswith("auto: eager, since 5 steps save 0 s, less than")
 
 
 def test_keyed_dropout_is_neither_compiled_nor_captured():
@@ -53,15 +55,11 @@ def test_batches_of_changing_shape_are_neither_compiled_nor_captured():
     assert plan.source("compile") == "auto: eager, since the shapes of batches change"
 
 
-class Pooled(torch.nn.Module):
-    """Accepts rows of any length."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = torch.nn.Linear(1, 3)
-
-    def forward(self, x):
-        return self.head(x.mean(-1, keepdim=True))
+def test_blocks_are_compiled_before_a_fused_loss():
+    job, cluster = sentences_job(steps=100_000), parse_cluster("1xH100")
+    question = job_subject(job, cluster).question(cluster)
+    plan = dataclasses.replace(search(question).best.plan, fused_loss=True)
+    assert with_speed_options(job, plan, question).compile == "blocks"
 
 
 def test_steps_are_counted_from_epochs():

@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
+from jobs import Pooled
 from refusals import refuses
 from shardwise.cli.main import main
 from shardwise.engines.engine import require_supported
@@ -67,17 +68,6 @@ def test_batches_of_changing_length_are_refused_before_training_and_run_uncaptur
     with refuses("support.capture-shape-changed", "[4, "):
         check_shapes(changing, plan)
     assert losses(changing, plan)[0] == losses(changing, Plan(micro_batch=4))[0]
-
-
-class Pooled(torch.nn.Module):
-    """Accepts any length."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = torch.nn.Linear(1, 3)
-
-    def forward(self, x):
-        return self.head(x.mean(-1, keepdim=True))
 
 
 def test_changing_shapes_end_a_run_in_one_sentence(tmp_path, capfd):

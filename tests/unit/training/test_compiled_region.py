@@ -23,7 +23,8 @@ def fast_backend(monkeypatch):
 def losses_of(world, **options):
     """Train the sentences, whose last batch is short, and return the losses and the notes."""
     notes = []
-    plan = Plan.preset(options.pop("name", "ddp"), world.size, batch_size=8, precision=FP64, **options)
+    precision = options.pop("precision", FP64)
+    plan = Plan.preset(options.pop("name", "ddp"), world.size, batch_size=8, precision=precision, **options)
     step = sw.build_step(sentences_job(steps=6), plan, world, note=notes.append)
     return [step(batch).loss for batch in step.feed], notes
 
@@ -46,7 +47,8 @@ def test_a_compiled_region_trains_with_the_losses_of_eager_steps(nproc, options)
         assert notes == []
 
 
-def test_a_region_that_torch_cannot_compile_runs_eagerly_and_names_the_reason(monkeypatch):
+@pytest.mark.parametrize("precision", [FP64, "bf16"], ids=["fp64", "bf16"])
+def test_a_region_that_torch_cannot_compile_runs_eagerly_and_names_the_reason(monkeypatch, precision):
     error = compile_errors()("a graph that nobody can lower\nand its stack")
 
     def fail(*_arguments, **_keywords):
@@ -56,8 +58,8 @@ def test_a_region_that_torch_cannot_compile_runs_eagerly_and_names_the_reason(mo
         return fail if function.__name__ == "_loss_sum" else function
 
     monkeypatch.setattr(torch, "compile", compiled)
-    ((found, notes),) = run_ranks(functools.partial(losses_of, compile="model"), 1)
-    ((expected, _),) = run_ranks(losses_of, 1)
+    ((found, notes),) = run_ranks(functools.partial(losses_of, compile="model", precision=precision), 1)
+    ((expected, _),) = run_ranks(functools.partial(losses_of, precision=precision), 1)
     assert found == expected
     (note,) = notes
     assert note.endswith("a graph that nobody can lower")

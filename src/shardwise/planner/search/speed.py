@@ -54,7 +54,8 @@ def _with(plan: Plan, field: str, value: str, reason: str) -> Plan:
 
 def _choose_compile(job: Job, plan: Plan, question: Question) -> tuple[str, str]:
     """Return the value of `compile` and the reason."""
-    kind: Any = "model" if plan.layout.world_size == 1 else "blocks"
+    # A fused loss runs kernels of its own behind the model, so one graph would have nothing to fuse with the blocks.
+    kind: Any = "model" if plan.layout.world_size == 1 and not plan.fused_loss else "blocks"
     refusal = refused_by_rule(question, dataclasses.replace(plan, compile=kind))
     if plan.layout.pp > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward:
         refusal = f"schedule {plan.pipeline.schedule} splits backward passes"
@@ -66,7 +67,8 @@ def _choose_compile(job: Job, plan: Plan, question: Question) -> tuple[str, str]
     compile_s = COMPILE_S[kind] + (COMPILE_BLOCK_S * question.model.plain.num_blocks if kind == "model" else 0.0)
     num_steps = count_steps(job)
     if num_steps is not None and num_steps * saved_s < compile_s:
-        return "none", f"eager, since {num_steps} steps save {num_steps * saved_s:.0f} s of about {compile_s:.0f} s"
+        saving = f"{num_steps} steps save {num_steps * saved_s:.0f} s"
+        return "none", f"eager, since {saving}, less than about {compile_s:.0f} s of compilation"
     what = "model and loss in one graph" if kind == "model" else "each block, and the loss"
     return kind, f"{what}, {gain:.0%} of a step saved (predicted), about {compile_s:.0f} s of compilation"
 
