@@ -37,7 +37,7 @@ from shardwise.planner.cost.memory import predict_memory
 from shardwise.planner.cost.time import predict_time
 from shardwise.planner.model.decoder_parts import published
 from shardwise.plans import Plan, Precision
-from shardwise.plans.plan import Pipeline
+from shardwise.plans.sections import Pipeline
 
 WITHIN = 0.15
 

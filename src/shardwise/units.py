@@ -10,7 +10,7 @@ from shardwise.errors import InputError
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 GB = 1e9
 
-ELEMENT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+ELEMENT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
 """dtype -> bytes per element."""
 
 MISSING = "-"

@@ -73,7 +73,7 @@ def whole_weights(step):
 
 def in_double(plan):
     """Return a plan that stores, computes, reduces and updates in fp64."""
-    names = [part.name for part in dataclasses.fields(plan.precision)]
+    names = ("parameter", "compute", "reduce", "optimizer")
     precision = dataclasses.replace(plan.precision, **dict.fromkeys(names, "fp64"))
     return dataclasses.replace(plan, precision=precision)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardwise.planner.search.search import EngineForm, Question
     from shardwise.planner.settle import LocalDevice
     from shardwise.plans import Plan
-    from shardwise.plans.plan import DType
+    from shardwise.plans.sections import DType
     from shardwise.training.build import BuildContext
     from shardwise.training.step.step import Step
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardwise.measurement.profile import ProfileSpec
     from shardwise.planner.model.shape import ModelShape, Part
     from shardwise.plans import Plan
-    from shardwise.plans.plan import DType
+    from shardwise.plans.sections import DType
     from shardwise.training.step.step import Step
 
 
@@ -154,7 +154,7 @@ def measure_step(
     """Train a few steps of `job` and measure them. Communicates over the world; call on every rank."""
     on_gpu = here.device.type == "cuda"
     here.barrier()  # so that ranks that share cores or a GPU measure at the same time
-    rate = matmul_rate(here.device, plan.precision.compute)
+    rate = matmul_rate(here.device, plan.precision.activations)
     here.barrier()
     if on_gpu:
         gc.collect()  # frees the reference cycles of a step of an earlier measurement

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardwise.measurement.specs import StepSpec
     from shardwise.planner.model.forms import Model
     from shardwise.plans import Plan
-    from shardwise.plans.plan import DType
+    from shardwise.plans.sections import DType
 
 
 _UNITS = (
@@ -184,7 +184,7 @@ def predict_step(job: Job, plan: Plan, describe: Callable[[Job, DType], Model], 
     In a fake world, `processes` is 1, and the prediction excludes the time of communication.
     """
     cluster = this_machine(processes)
-    shape = describe(job, plan.precision.compute).for_plan(plan)
+    shape = describe(job, plan.precision.activations).for_plan(plan)
     optimizer = optimizer_shape(job.optimizer)
     calibration = calibration_for(cluster.node)
     memory = predict_memory(shape, plan, optimizer=optimizer, context=calibration.context_bytes.value)
@@ -303,7 +303,7 @@ def _expected(
     There is no prediction for several nodes, since the links between them are unknown.
     """
     try:
-        model = describe_job(job, plan.precision.compute)
+        model = describe_job(job, plan.precision.activations)
     except JobError as error:
         echo_error(f"shardwise: no prediction: {error}")
         return None, None

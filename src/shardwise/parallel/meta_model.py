@@ -65,11 +65,11 @@ def job_meta_model(
     weights: str | None,
     rank: int,
     size: int,
-    double: bool,
+    dtype: torch.dtype,
     local_size: int = 1,
     agree: Callable[[bool], bool] = bool,
 ) -> MetaModel:
-    """Return the meta model of a job, in fp64 if `double`; call on every rank.
+    """Return the meta model of a job, with parameters of `dtype`; call on every rank.
 
     Values come from a file, from recorded initialization, or from building the model. Every rank builds the model if
     the host has enough memory for its `local_size` ranks; otherwise only rank 0 builds it. A model that would lose
@@ -78,8 +78,7 @@ def job_meta_model(
     """
     found = structure(make_model, seed)
     module = found.module
-    if double:
-        module = module.double()
+    module = in_dtype(module, dtype)
     parameters, buffers = _specs(module.named_parameters()), _specs(module.named_buffers())
     source: Weights | None = None
     if weights is not None:
@@ -92,7 +91,7 @@ def job_meta_model(
     if source is not None or not fits:
         lost = (*found.lost, *_sampled(found, make_model, seed))
     if fits and (source is None or lost):
-        return _built_for_real(make_model, seed, source, buffers, double=double)
+        return _built_for_real(make_model, seed, source, buffers, dtype=dtype)
     if lost:
         raise JobError(
             f"the model of {num_bytes / 1e9:.1f} GB is too large to build on every rank, but on the meta device it"
@@ -106,12 +105,11 @@ def job_meta_model(
 
 
 def _built_for_real(
-    make_model: Callable[[], nn.Module], seed: int, source: Weights | None, buffers: Specs, *, double: bool
+    make_model: Callable[[], nn.Module], seed: int, source: Weights | None, buffers: Specs, *, dtype: torch.dtype
 ) -> MetaModel:
     """Return the model built in host memory, which keeps hooks, parameter classes and sampled attributes."""
     module = build_model(make_model, seed)
-    if double:
-        module = module.double()
+    module = in_dtype(module, dtype)
     named = dict([*module.named_parameters(), *module.named_buffers()])
     if source is not None:
         wanted = [*_specs(module.named_parameters()), *buffers]
@@ -124,6 +122,20 @@ def _built_for_real(
     if source is None:
         buffers = ()
     return MetaModel(module=module, weights=real, units=find_units(module), buffers=buffers)
+
+
+def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a module with fp64 parameters and buffers, or with its fp32 parameters in bf16; fp32 changes nothing.
+
+    Buffers stay in fp32 in the latter case: rotary frequencies and statistics need the precision.
+    """
+    if dtype == torch.float64:
+        return module.double()
+    if dtype == torch.bfloat16:
+        for parameter in module.parameters():
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(dtype)
+    return module
 
 
 def build_model(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.parallel.collectives import gather_flat, in_buckets
 from shardwise.parallel.gradsync import local
+from shardwise.parallel.mixed_adamw import mixed_optimizer
 from shardwise.parallel.parameter_rules import check_optimizer, check_sharded_updates, copy_attributes
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from shardwise.job.optimizers import OptimizerFactory
+    from shardwise.plans import Precision
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -34,6 +36,8 @@ class Optimized:
     """(name, parameter) pairs that the optimizer updates: the model's parameters, or this rank's rows of them."""
     refresh: Callable[[], None] = lambda: None
     """Copy the model's values to the optimizer's parameters; call it after other code changed the model."""
+    masters: dict[str, Tensor] = field(default_factory=dict)
+    """fp32 master copies of bf16 parameters by name, whose values checkpoints store; `refresh` rounds them."""
     groups: tuple[tuple[str, ...], ...] = ()
     """Parameter names of each group, for optimizers whose groups contain other tensors than `named`."""
     first_settings: tuple[dict[str, Any], ...] = field(init=False)
@@ -48,7 +52,7 @@ class Optimized:
     @property
     def kind(self) -> str:
         """The class name of the optimizer, as written to reports and checkpoints."""
-        return type(self.optimizer).__name__
+        return getattr(self.optimizer, "saved_as", type(self.optimizer).__name__)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -74,13 +78,15 @@ def make_optimizer(
     shard_mesh: DeviceMesh | None,
     on_host: bool,
     replica_mesh: DeviceMesh | None = None,
+    precision: Precision | None = None,
 ) -> Optimized:
     """Return the job's optimizer over `named`; call on every rank.
 
     With `shard_mesh`, the optimizer updates this rank's rows of each parameter (ZeRO-1). With `on_host`, its parameters
     and states are on the CPU. In both cases every step writes the new full values to the model's parameters. If FSDP2
     shards parameters over `replica_mesh`, the parameters that it does not shard become replicated DTensors, because
-    optimizers cannot mix tensors and DTensors.
+    optimizers cannot mix tensors and DTensors. If `precision` stores parameters or moments below fp32, AdamW is
+    replaced by `MixedAdamW`.
     """
     pieces: dict[str, _Piece] = {}
     for name, parameter in named:
@@ -98,11 +104,35 @@ def make_optimizer(
     optimizer = factory(owned)
     check_optimizer(optimizer)
     check_sharded_updates(optimizer)
-    if not pieces:
-        return Optimized(optimizer=optimizer, named=named)
-    bridge = _Bridge(list(pieces.values()), shard_mesh)
-    bridge.attach(optimizer)
-    return Optimized(optimizer=optimizer, named=owned, refresh=bridge.refresh)
+    mixed = None
+    if precision is not None and precision.needs_mixed_optimizer:
+        optimizer = mixed = mixed_optimizer(optimizer, owned, precision)
+    bridge = None
+    if pieces:
+        bridge = _Bridge(list(pieces.values()), shard_mesh)
+        bridge.attach(optimizer)
+
+    def refresh() -> None:
+        if mixed is not None:
+            mixed.publish()
+            mixed.store_states()
+        else:
+            widen_states(optimizer)
+        if bridge is not None:
+            bridge.refresh(is_published=bool(mixed and mixed.masters))
+
+    masters: dict[str, Tensor] = {}
+    if mixed is not None:
+        masters = {name: mixed.masters[parameter] for name, parameter in owned if parameter in mixed.masters}
+    return Optimized(optimizer=optimizer, named=owned, refresh=refresh, masters=masters)
+
+
+def widen_states(optimizer: Optimizer) -> None:
+    """Convert states that a checkpoint saved in a lower precision to the dtype of their parameter."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dtype == torch.bfloat16 and value.shape == parameter.shape:
+                state[key] = value.to(parameter.dtype)
 
 
 class _Piece:
@@ -184,8 +214,14 @@ class _Bridge:
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
-    def refresh(self) -> None:
-        """Copy the model's values to the optimizer's parameters."""
+    def refresh(self, *, is_published: bool = False) -> None:
+        """Copy the model's values to the optimizer's parameters, or the other way round if `is_published`.
+
+        The latter all-gathers the rows of masters that were loaded from a checkpoint; call on every rank.
+        """
+        if is_published:
+            self._after()
+            return
         for piece in self._pieces:
             piece.take_values()
 

@@ -23,7 +23,12 @@ from shardwise.errors import JobError, some_of
 from shardwise.parallel.sharded import DTYPES
 from shardwise.parallel.skeleton import second_references
 from shardwise.plans.pipeline import SCHEDULES
-from shardwise.torch_private.dispatch import drop_step_hooks, has_accumulation_hooks, has_gradient_hooks
+from shardwise.torch_private.dispatch import (
+    BatchNormBase,
+    drop_step_hooks,
+    has_accumulation_hooks,
+    has_gradient_hooks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -315,8 +320,10 @@ def check_dtypes(module: nn.Module, plan: Plan, *, adapted: bool) -> None:
     With adapters or FSDP2, trained parameters must have the plan's parameter dtype. Frozen parameters with adapters
     may also have the compute dtype.
     """
-    stored, computed = DTYPES[plan.precision.parameter], DTYPES[plan.precision.compute]
+    stored, computed = DTYPES[plan.precision.parameter], DTYPES[plan.precision.activations]
     named = list(module.named_parameters())
+    if stored == torch.bfloat16:
+        _check_bf16(module, adapted=adapted)
     trained = other_dtypes([(name, weight) for name, weight in named if weight.requires_grad], stored)
     frozen = other_dtypes(named, stored, computed)
     if trained and (adapted or (plan.zero >= 2 and engine_named(plan.engine).uses_fsdp)):
@@ -331,6 +338,22 @@ def check_dtypes(module: nn.Module, plan: Plan, *, adapted: bool) -> None:
             f" {some_of(frozen)}",
             code="model.frozen-dtype-mismatch",
             fix=f"convert the model to {plan.precision.parameter}, or pass --set precision=bf16 for a bf16 model",
+        )
+
+
+def _check_bf16(module: nn.Module, *, adapted: bool) -> None:
+    norms = [name for name, part in module.named_modules() if isinstance(part, BatchNormBase)]
+    if norms:
+        raise JobError(
+            f"bf16 parameters are not supported with batch norms ({some_of(norms)}), whose statistics are fp32",
+            code="support.bf16-batch-norm",
+            fix="set precision.parameter = fp32",
+        )
+    if adapted:
+        raise JobError(
+            "precision.parameter = bf16 is not supported with adapters, which are trained in fp32",
+            code="support.bf16-adapters",
+            fix="set precision.parameter = fp32, and return a bf16 model from Job.model for frozen bf16 weights",
         )
 
 

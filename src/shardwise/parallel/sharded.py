@@ -40,9 +40,9 @@ def shard_unit(module: nn.Module, plan: Plan, mesh: DeviceMesh, *, keep: bool = 
     if plan.offload.parameters == "cpu":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     precision = plan.precision
-    if precision.compute in LOWER or precision.reduce != precision.parameter:
+    if precision.activations in LOWER or precision.reduce != precision.parameter:
         options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=LOWER.get(precision.compute), reduce_dtype=DTYPES[precision.reduce]
+            param_dtype=LOWER.get(precision.activations), reduce_dtype=DTYPES[precision.reduce]
         )
     # ZeRO-2 keeps parameters gathered until the end of backward; ZeRO-3 frees them after each use.
     fully_shard(

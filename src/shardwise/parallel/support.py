@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwise.errors import PlanError
+from shardwise.errors import MissingExtraError, PlanError
 from shardwise.hardware.probe import package_version
 from shardwise.planner.cost.stages import uses_ddp
 from shardwise.plans.pipeline import check_pipeline
@@ -20,6 +21,7 @@ def check_native(plan: Plan) -> None:
     """Raise PlanError if engine torch does not support the plan."""
     _check_nvme(plan)
     _check_precision(plan)
+    _check_float8(plan)
     _check_sharding(plan)
     _check_communication(plan)
     _check_forms(plan)
@@ -38,26 +40,79 @@ def _check_nvme(plan: Plan) -> None:
 
 
 def _check_precision(plan: Plan) -> None:
-    stored = {plan.precision.parameter, plan.precision.optimizer}
-    reduce = {plan.precision.reduce}
+    precision = plan.precision
+    if precision.parameter == "bf16":
+        _check_bf16_parameters(plan)
+        return
+    low_states = precision.optimizer in {"bf16", "int8"}
+    stored = {precision.parameter} if low_states else {precision.parameter, precision.optimizer}
+    reduce = {precision.reduce}
     if stored not in ({"fp32"}, {"fp64"}) or (reduce != stored and (reduce != {"bf16"} or plan.zero < 2)):
         raise PlanError(
-            f"engine torch does not support precision ({plan.precision}) with zero = {plan.zero}",
+            f"engine torch does not support precision ({precision}) with zero = {plan.zero}",
             code="support.precision-mix",
             fix="set precision.parameter, optimizer and reduce to fp32 or fp64 (reduce may be bf16 with zero = 2 or 3)",
         )
-    if stored == {"fp64"} and (plan.precision.compute != "fp64" or reduce != stored):
+    _check_mixed_optimizer(plan)
+    if stored == {"fp64"} and (precision.compute != "fp64" or reduce != stored):
         raise PlanError(
-            f"fp64 parameters require fp64 compute and reduce, got precision ({plan.precision})",
+            f"fp64 parameters require fp64 compute and reduce, got precision ({precision})",
             code="support.fp64-mix",
             fix='set precision.compute = "fp64" and precision.reduce = "fp64"',
         )
-    if stored == {"fp32"} and plan.precision.compute == "fp64":
+    if stored == {"fp32"} and precision.compute == "fp64":
         raise PlanError(
             "fp64 compute is not supported with fp32 parameters",
             code="support.fp64-mix",
             fix="set every precision to fp64, or precision.compute to fp32",
         )
+
+
+def _check_bf16_parameters(plan: Plan) -> None:
+    """Raise PlanError for bf16 parameters in a plan that would lose precision elsewhere or does not support them."""
+    precision = plan.precision
+    if precision.activations != "bf16" or precision.optimizer == "fp64":
+        raise PlanError(
+            f"bf16 parameters require compute in bf16 or float8, got precision ({precision})",
+            code="support.precision-mix",
+            fix='set precision.compute = "bf16", or precision.parameter = "fp32"',
+        )
+    if plan.zero < 2 and plan.accumulation > 1:
+        raise PlanError(
+            f"gradients of bf16 parameters would be accumulated over {plan.accumulation} micro-batches in bf16",
+            code="support.bf16-accumulation",
+            fix="set accumulation = 1, pass --plan zero2 or zero3, which accumulate in fp32, or use fp32 parameters",
+        )
+    if plan.zero < 2 and plan.layout.folded.dp > 1 and precision.reduce != "bf16":
+        raise PlanError(
+            f"zero = {plan.zero} reduces gradients of bf16 parameters in bf16, got reduce = {precision.reduce}",
+            code="support.bf16-reduce",
+            fix='set precision.reduce = "bf16", or pass --plan zero2 or zero3, which reduce in fp32',
+        )
+    _check_mixed_optimizer(plan)
+
+
+def _check_mixed_optimizer(plan: Plan) -> None:
+    if not plan.precision.needs_mixed_optimizer:
+        return
+    options = {
+        "offload": plan.offload.optimizer != "none",
+        f"sync_every = {plan.communication.sync_every}": plan.communication.sync_every > 1,
+    }
+    for name, is_used in options.items():
+        if is_used:
+            raise PlanError(
+                f"precision ({plan.precision}) is not supported with {name}",
+                code="support.mixed-optimizer-option",
+                fix='set precision.parameter = "fp32" and precision.optimizer = "fp32"',
+            )
+
+
+def _check_float8(plan: Plan) -> None:
+    options = {"compute = float8": plan.precision.compute, "optimizer = int8": plan.precision.optimizer}
+    for name, dtype in options.items():
+        if dtype in {"float8", "int8"} and find_spec("torchao") is None:
+            raise MissingExtraError.of(f"precision.{name}", "float8")
 
 
 def _check_sharding(plan: Plan) -> None:

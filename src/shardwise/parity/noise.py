@@ -187,7 +187,7 @@ def rounds_in(plan: Plan) -> str | None:
     by_design = plan.communication.compression == "powersgd" or plan.communication.sync_every > 1
     if by_design or plan.batch_norm == "local":
         return None
-    used = (plan.precision.compute, plan.communication.compression)
+    used = (plan.precision.activations, plan.communication.compression)
     return next((each for each in _LOWER if each in used), None)
 
 

@@ -19,7 +19,8 @@ from shardwise.job.optimizers import SGD, AdamW
 from shardwise.job.schedules import Constant, Cosine, Linear
 from shardwise.planner.search.subject import choose_precision, search_plan
 from shardwise.plans.pipeline import fill_pipeline, split_batch
-from shardwise.plans.plan import Plan, Precision, preset_degrees
+from shardwise.plans.plan import Plan, preset_degrees
+from shardwise.plans.sections import Precision
 from shardwise.plans.toml import read_plan
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
 """Plans: how to train a job on a layout, with presets, TOML files and the catalogue of published models."""
 
-from shardwise.plans.plan import Communication, Offload, Pipeline, Plan, Precision
+from shardwise.plans.plan import Plan
+from shardwise.plans.sections import Communication, Float8, Offload, Pipeline, Precision
 
-__all__ = ["Communication", "Offload", "Pipeline", "Plan", "Precision"]
+__all__ = ["Communication", "Float8", "Offload", "Pipeline", "Plan", "Precision"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,12 +11,8 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from shardwise.errors import LayoutError, PlanError, nearest
 from shardwise.layout import AXES, Layout, parse_layout
-from shardwise.plans.pipeline import (
-    ScheduleName,
-    fill_pipeline,
-    refit_batch,
-    split_batch,
-)
+from shardwise.plans.pipeline import fill_pipeline, refit_batch, split_batch
+from shardwise.plans.sections import Communication, Float8, Offload, Pipeline, Precision, check_ranges
 
 # Presets: the degrees of parallelism and the ZeRO stage of each named plan.
 
@@ -82,80 +77,6 @@ def _product(name: str, world_size: int) -> tuple[Layout, Zero]:
 
 VERSION = 1
 
-DType = Literal["fp64", "fp32", "bf16", "fp16"]
-OffloadTarget = Literal["none", "cpu", "nvme"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    """The dtypes of parameters, compute, gradient reduction and optimizer states."""
-
-    parameter: DType = "fp32"
-    compute: DType = "fp32"
-    """Dtype of forward, loss and backward; below fp32, also of autocast and of all-gathers of sharded weights."""
-    reduce: DType = "fp32"
-    """Dtype in which gradients are reduced over ranks."""
-    optimizer: DType = "fp32"
-
-    def __str__(self) -> str:
-        if {self.parameter, self.reduce, self.optimizer} == {self.compute}:
-            return f"{self.compute} throughout"
-        return (
-            f"parameters {self.parameter} · compute {self.compute} · reduce {self.reduce} · optimizer {self.optimizer}"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Offload:
-    """Offload of parameters and optimizer states to host memory or disk."""
-
-    parameters: OffloadTarget = "none"
-    optimizer: OffloadTarget = "none"
-    folder: str = ""
-    """Directory for offload to nvme."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Communication:
-    """Options of gradient and weight communication; docs/reference/ddp.md compares them with the arguments of DDP."""
-
-    bucket_mb: float = 25.0
-    """Size of the buckets in which gradients are reduced during backward."""
-    compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
-    find_unused_parameters: bool = False
-    static_graph: bool = False
-    gradient_as_bucket_view: bool = True
-    broadcast_buffers: bool = False
-    """Broadcast buffers from rank 0 before each forward pass, for buffers that differ between ranks."""
-    prefetch: int = 1
-    """Number of sharded blocks that are all-gathered ahead of use."""
-    sync_every: int = 1
-    """Local optimizer steps of each replica between synchronizations (DiLoCo); 1 reduces gradients in every step."""
-    outer_lr: float = 0.5
-    """Learning rate of the outer optimizer, which applies the mean change of the replicas; used if sync_every > 1."""
-    outer_momentum: float = 0.3
-    """Nesterov momentum of the outer optimizer. With 0 and outer_lr = 1, weights are averaged. Both defaults were
-    measured, see docs/guides/low-communication.md."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """Pipeline schedule and split; used if layout.pp > 1."""
-
-    schedule: ScheduleName = "1f1b"
-    split: tuple[int, ...] = ()
-    """First layer of each stage after the first; empty means an even split."""
-
-    def __post_init__(self) -> None:
-        given: Any = self.split  # TOML and the command line pass lists
-        if not isinstance(given, list | tuple) or not all(type(layer) is int for layer in given):
-            raise PlanError(
-                f"plan pipeline.split must be a list of layer indices, got {given!r}",
-                code="plan.pipeline-split-not-list",
-                fix="use a list of integers, such as [4, 8]",
-            )
-        object.__setattr__(self, "split", tuple(given))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -186,6 +107,7 @@ class Plan:
     """Batch-norm statistics over all data-parallel ranks (as in a single process), or over the rows of each rank."""
     engine: Literal["torch", "deepspeed", "mlx"] = "torch"
     precision: Precision = field(default_factory=Precision)
+    float8: Float8 = field(default_factory=Float8)
     offload: Offload = field(default_factory=Offload)
     communication: Communication = field(default_factory=Communication)
     pipeline: Pipeline = field(default_factory=Pipeline)
@@ -213,7 +135,7 @@ class Plan:
                 code="plan.zero-shard-mismatch",
                 fix="set zero to 1, 2 or 3 if shard or cp is above 1, else to 0",
             )
-        _check_ranges(self.communication)
+        check_ranges(self.communication)
 
     @classmethod
     def preset(
@@ -304,7 +226,13 @@ class Plan:
 
 
 _DTYPE_FIELDS = ("parameter", "compute", "reduce", "optimizer")
-_SECTIONS = {"precision": Precision, "offload": Offload, "communication": Communication, "pipeline": Pipeline}
+_SECTIONS = {
+    "precision": Precision,
+    "float8": Float8,
+    "offload": Offload,
+    "communication": Communication,
+    "pipeline": Pipeline,
+}
 
 
 def _option(name: str, value: Any) -> Any:
@@ -326,33 +254,6 @@ def _option(name: str, value: Any) -> Any:
                 )
         return _SECTIONS[name](**value)
     return value
-
-
-def _check_ranges(options: Communication) -> None:
-    if options.bucket_mb <= 0:
-        raise PlanError(
-            f"plan bucket_mb must be positive, got {options.bucket_mb}",
-            code="plan.bucket-not-positive",
-            fix="use a size above 0",
-        )
-    if options.sync_every < 1:
-        raise PlanError(
-            f"plan sync_every must be positive, got {options.sync_every}",
-            code="plan.sync-every-invalid",
-            fix="use an integer of at least 1",
-        )
-    if not 0 < options.outer_lr < math.inf:
-        raise PlanError(
-            f"plan outer_lr must be positive and finite, got {options.outer_lr}",
-            code="plan.outer-lr-invalid",
-            fix="use a number above 0, such as 0.7",
-        )
-    if not 0 <= options.outer_momentum < 1:
-        raise PlanError(
-            f"plan outer_momentum must be in [0, 1), got {options.outer_momentum}",
-            code="plan.outer-momentum-invalid",
-            fix="use a number from 0 to below 1",
-        )
 
 
 def _refit_shard(layout: Layout, dp: int) -> int:

@@ -82,7 +82,9 @@ def efficient_attention(
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the 2-norm of each tensor."""
+    """Return the 2-norm of each tensor; of bf16 tensors in fp32, whose sum of squares needs more than 8 bits."""
+    if any(tensor.dtype == torch.bfloat16 for tensor in tensors):
+        return torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
     return torch._foreach_norm(list(tensors))
 
 
@@ -94,6 +96,11 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source tensor into its target in place."""
     torch._foreach_copy_(list(targets), list(sources))
+
+
+def add_to_all(tensors: Sequence[Tensor], number: Tensor) -> None:
+    """Add `number`, a scalar tensor on their device, to every tensor in place; does not synchronize with the device."""
+    torch._foreach_add_(list(tensors), [number] * len(tensors))
 
 
 def check_finite(gradients: Sequence[Tensor], not_finite: Tensor, inverse_scale: Tensor) -> None:
@@ -227,3 +234,9 @@ def drop_step_hooks(optimizer: Optimizer) -> None:
     """Remove the step hooks of a copied optimizer, without removing those of the original."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
+
+
+def take_step_hooks(optimizer: Optimizer, source: Optimizer) -> None:
+    """Share the step hooks of `source` with an optimizer that takes its place."""
+    optimizer._optimizer_step_pre_hooks = source._optimizer_step_pre_hooks
+    optimizer._optimizer_step_post_hooks = source._optimizer_step_post_hooks

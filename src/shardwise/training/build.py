@@ -181,10 +181,11 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
             shard_mesh=mesh_context.axis("shard") if plan.zero == 1 else None,
             on_host=plan.offload.optimizer == "cpu" and plan.offload.parameters == "none",
             replica_mesh=mesh_context.axis(*plan.dp_axes) if plan.zero >= 2 else None,
+            precision=plan.precision,
         ),
         sync=sync,
         update=_make_update(job, plan, world, model, sync.gain),
-        autocast=Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.compute)),
+        autocast=Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.activations)),
         origin=meta_model.weights.description if meta_model.weights is not None else "",
         after_first_backward=_first_check(named, plan, world, context.note, sync),
         batch_checks=_batch_checks(job, model, plan, world, context.note),
@@ -226,7 +227,7 @@ def prepare_meta_model(job: Job, plan: Plan, world: World) -> MetaModel:
         weights=job.weights,
         rank=world.rank,
         size=world.size,
-        double=plan.precision.parameter == "fp64",
+        dtype=DTYPES[plan.precision.parameter],
         local_size=world.local_size,
         agree=lambda value: world.backend == "fake" or all(world.gather(value)),
     )
@@ -262,7 +263,7 @@ def _apply_plan(
         mesh_context.coordinate.pp,
         layers=layers,
         device=mesh_context.device,
-        dtype=LOWER.get(plan.precision.compute) if plan.zero >= 2 else None,
+        dtype=LOWER.get(plan.precision.activations) if plan.zero >= 2 else None,
     )
     applied = torch.nn.ModuleList()
     for stage in stages:
@@ -320,7 +321,7 @@ def _first_check(
         reject_sparse(named)
         report_missing(without_gradient(named, group, sync.has_gradient), plan, note)
         if tp_group is not None and world.backend != "fake":
-            local_names = unequal_gradients(named, tp_group, DTYPES[plan.precision.compute], losses)
+            local_names = unequal_gradients(named, tp_group, DTYPES[plan.precision.activations], losses)
             names_by_rank: list[list[str]] = [[]] * world.size
             dist.all_gather_object(names_by_rank, local_names, group=world.host_group)
             reject_unequal(next(filter(None, names_by_rank), []))

@@ -81,7 +81,7 @@ def parallelize(
         warnings.warn(_FP16, stacklevel=2)
     originals = [weakref.ref(parameter) for parameter in model.parameters()]
     mesh_context = make_mesh_context(plan, world)
-    _compute_in(model, world.device, LOWER.get(plan.precision.compute))
+    _compute_in(model, world.device, LOWER.get(plan.precision.activations))
     meta_model = built_meta_model(model)
     if plan.layout.tp > 1:
         meta_model = replace(meta_model, tensor_rules=find_rules(model, tensor_rules, _FIXES))
@@ -89,7 +89,7 @@ def parallelize(
     peers = world.axis_group(plan.layout, ("tp",), on_host=True)
     if peers is not None and world.backend != "fake":
         named = list(stages_of(parallel)[0].named_parameters())
-        dtype = DTYPES[plan.precision.compute]
+        dtype = DTYPES[plan.precision.activations]
         watch_inputs(parallel, peers, lambda: reject_unequal(unequal_gradients(named, peers, dtype)))
     if isinstance(parallel, FSDPModule):
         ReducedList(parallel, mesh_context.host_dp_group, by_itself=True)
@@ -206,7 +206,7 @@ def dataloader(
 
 def autocast(plan: Plan) -> AbstractContextManager[Any]:
     """Return an autocast context for the compute precision of `plan`; it does nothing for fp32 and fp64."""
-    dtype = LOWER.get(plan.precision.compute)
+    dtype = LOWER.get(plan.precision.activations)
     contexts = ExitStack()
     if dtype is not None:
         contexts.enter_context(torch.autocast("cpu", dtype))

@@ -94,7 +94,7 @@ class ModelRules:
 
     def _check_model(self, plan: Plan) -> None:
         job, layout = self._job, plan.layout
-        if plan.precision.parameter != "fp64":  # fp64 converts the whole model
+        if plan.precision.parameter == "fp32":  # other dtypes convert the whole model
             check_dtypes(self._module, plan, adapted=job.lora is not None)
         check_parameters(self._module, plan, self._skeleton.references)
         if plan.fused_loss:

@@ -19,7 +19,7 @@ from shardwise.engines.deepspeed.config import deepspeed_config
 from shardwise.engines.deepspeed.engine import load_deepspeed
 from shardwise.layout import Layout
 from shardwise.plans import Plan
-from shardwise.plans.plan import Precision
+from shardwise.plans.sections import Precision
 from shardwise.testing import run_ranks
 
 STEPS = 3

@@ -25,7 +25,7 @@ def decoder():
 
 
 def meta_model(make=decoder, lora=LORA, seed=0):
-    drawn = job_meta_model(make, seed=seed, weights=None, rank=0, size=1, double=False)
+    drawn = job_meta_model(make, seed=seed, weights=None, rank=0, size=1, dtype=torch.float32)
     return adapt_meta_model(drawn, lora, seed=seed)
 
 
@@ -50,7 +50,7 @@ def test_only_adapters_are_trained_and_no_other_name_changes():
 
 def test_adapters_start_at_nothing_and_differ_from_each_other():
     tokens = torch.arange(8)[None]
-    plain = filled(job_meta_model(decoder, seed=0, weights=None, rank=0, size=1, double=False))
+    plain = filled(job_meta_model(decoder, seed=0, weights=None, rank=0, size=1, dtype=torch.float32))
     module = filled(meta_model())
     assert torch.equal(module(tokens), plain(tokens))
     downs = [part.lora_A.weight for _, part in adapted(module)]

@@ -41,7 +41,7 @@ class Redrawn(nn.Module):
 
 
 def built(make_model, *, weights=None, seed=0):
-    meta_model = job_meta_model(make_model, seed=seed, weights=weights, rank=0, size=1, double=False)
+    meta_model = job_meta_model(make_model, seed=seed, weights=weights, rank=0, size=1, dtype=torch.float32)
     place = MeshContext(device=torch.device("cpu"), layout=sw.Layout(), rank=0, mesh=None, dp_group=None)
     return materialize(meta_model.module, Plan(), place, meta_model), meta_model.weights
 
@@ -163,7 +163,7 @@ def test_only_rank_0_builds_a_model_that_is_too_large_for_every_rank(monkeypatch
             built_here.append(not model.scale.is_meta)
             return model
 
-        meta_model = job_meta_model(make_model, seed=0, weights=None, rank=world.rank, size=world.size, double=False)
+        meta_model = job_meta_model(make_model, seed=0, weights=None, rank=world.rank, size=world.size, dtype=torch.float32)
         place = MeshContext(
             device=world.device, layout=sw.Layout(replicate=2), rank=world.rank, mesh=None, dp_group=None
         )

@@ -24,7 +24,8 @@ from shardwise.planner.search.explain import (
 from shardwise.planner.search.report import answer_data
 from shardwise.planner.search.search import Question, search
 from shardwise.planner.search.subject import published_subject, usual_batch
-from shardwise.plans.plan import Plan, Precision
+from shardwise.plans.plan import Plan
+from shardwise.plans.sections import Precision
 
 
 def model(name, **options):

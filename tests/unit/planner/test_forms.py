@@ -18,7 +18,7 @@ from shardwise.planner.model.forms import Model, split_context
 from shardwise.planner.trace.trace import trace
 from shardwise.plans import Plan, Precision
 from shardwise.plans.catalogue import DecoderConfig
-from shardwise.plans.plan import Offload
+from shardwise.plans.sections import Offload
 
 GPT2 = DecoderConfig(family="gpt2", vocab_size=999, context=64, width=64, num_layers=2, num_heads=4, tie_head=True)
 BF16 = Precision(compute="bf16")

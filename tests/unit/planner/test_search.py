@@ -22,7 +22,8 @@ from shardwise.planner.search.choices import (
     variants,
 )
 from shardwise.planner.search.search import Candidate, Question, Rejected, anything_fits, choose, search
-from shardwise.plans.plan import Plan, Precision
+from shardwise.plans.plan import Plan
+from shardwise.plans.sections import Precision
 
 CASES = {
     "resnet-50 on 8xA100-80GB": 256,

@@ -80,7 +80,7 @@ def test_micro_batch_gives_the_accumulation():
         ({"micro_batch": "two"}, ("plan.not-whole-number", "micro_batch")),
         ({"micro_batch": "0"}, ("plan.not-whole-number", "micro_batch")),
         ({"acumulation": "2"}, ("cli.set-unknown-key", "'accumulation'")),
-        ({"precision.compute": "fp8"}, ("plan.unknown-choice", "'fp8'", "bf16, fp16, fp32, fp64")),
+        ({"precision.compute": "fp8"}, ("plan.unknown-choice", "'fp8'", "bf16, float8")),
         ({"spec": "missing.toml"}, ("plan.read-failed", "missing.toml")),
         ({"layout": "tp2"}, ("cli.set-layout", "--plan tp2")),
     ],

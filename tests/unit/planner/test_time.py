@@ -13,7 +13,7 @@ from shardwise.planner.model.decoder_parts import decoder_shape, published
 from shardwise.planner.model.forms import Model
 from shardwise.plans import Plan, Precision
 from shardwise.plans.catalogue import SIZES, DecoderConfig
-from shardwise.plans.plan import Communication, Offload
+from shardwise.plans.sections import Communication, Offload
 
 BF16 = Precision(compute="bf16")
 BILLION = DecoderConfig(

@@ -10,7 +10,7 @@ from refusals import refuses
 from shardwise.layout import Layout
 from shardwise.plans import Plan
 from shardwise.plans.pipeline import SCHEDULES, ScheduleName, check_pipeline, split_layers
-from shardwise.plans.plan import Pipeline
+from shardwise.plans.sections import Pipeline
 
 
 def a_plan(schedule="1f1b", pp=4, accumulation=8, split=(), **changes):

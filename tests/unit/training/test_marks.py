@@ -13,7 +13,7 @@ import shardwise.training.step.pipeline_schedule  # 1 s, once, before ranks are 
 from shardwise.models import decoder
 from shardwise.plans import Plan
 from shardwise.plans.catalogue import DecoderConfig
-from shardwise.plans.plan import Pipeline
+from shardwise.plans.sections import Pipeline
 from shardwise.runs import RunDirectory
 from shardwise.runs.recorder import PHASES, read_recorder
 from shardwise.testing import run_ranks

@@ -22,7 +22,7 @@ from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.plans import Plan
 from shardwise.plans.catalogue import DecoderConfig
 from shardwise.plans.pipeline import SCHEDULES, check_pipeline, split_layers
-from shardwise.plans.plan import Pipeline
+from shardwise.plans.sections import Pipeline
 from shardwise.testing import run_ranks
 from shardwise.training.evaluate import Length
 from shardwise.training.step.pipeline import PipelineStep

@@ -12,7 +12,7 @@ import shardwise.training.step.pipeline_schedule  # 1 s, once, before ranks are 
 from shardwise.models import decoder
 from shardwise.plans import Plan
 from shardwise.plans.catalogue import DecoderConfig
-from shardwise.plans.plan import Offload, Pipeline, Precision
+from shardwise.plans.sections import Offload, Pipeline, Precision
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
 from shardwise.training.evaluate import evaluate

@@ -284,4 +284,4 @@ def test_a_lazy_module_that_has_seen_no_input_is_refused():
 def test_a_model_too_large_for_every_rank_is_refused_by_what_it_would_lose(kind, lost, monkeypatch):
     monkeypatch.setattr(meta_model, "_HOST_SHARE", 0.0)
     with refuses("model.meta-loses-state", lost):
-        meta_model.job_meta_model(MODELS[kind], seed=0, weights=None, rank=0, size=1, double=False)
+        meta_model.job_meta_model(MODELS[kind], seed=0, weights=None, rank=0, size=1, dtype=torch.float32)

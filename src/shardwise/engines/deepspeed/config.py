@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardwise.job import Job
-    from shardwise.plans.plan import DType, Plan
+    from shardwise.plans.plan import Plan
+    from shardwise.plans.sections import DType
 
 
 DTYPES = ("fp32", "bf16", "fp16")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardwise.job import Job
     from shardwise.planner.search.search import EngineForm, Question
     from shardwise.plans import Plan
-    from shardwise.plans.plan import DType
+    from shardwise.plans.sections import DType
     from shardwise.training.build import BuildContext
     from shardwise.training.step.step import Step
 

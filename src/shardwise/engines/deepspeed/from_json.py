@@ -24,13 +24,14 @@ from shardwise.engines.deepspeed.json_keys import (
 from shardwise.errors import PlanError, nearest
 from shardwise.layout import Layout
 from shardwise.plans.pipeline import split_batch
-from shardwise.plans.plan import Communication, Offload, Plan, Precision
+from shardwise.plans.plan import Plan
+from shardwise.plans.sections import Communication, Offload, Precision
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from shardwise.plans.pipeline import BatchSplit
-    from shardwise.plans.plan import DType
+    from shardwise.plans.sections import DType
 
 AUTO = "auto"
 """The value that Hugging Face's Trainer replaces."""

@@ -18,7 +18,8 @@ from shardwise.planner.cost.stages import RankState, stages_of_plan
 from shardwise.planner.search.choices import divisors
 from shardwise.planner.search.explain import over_the_host_limit, over_the_limit
 from shardwise.planner.search.search import TIE, Candidate, EngineForm, refused_by_rule
-from shardwise.plans.plan import Offload, Plan
+from shardwise.plans.plan import Plan
+from shardwise.plans.sections import Offload
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:

@@ -235,7 +235,7 @@ def _with(unit: WorkUnit, times: Mapping[str, float]) -> WorkUnit:
 def _shard_times(numel: float, trained: float, plan: Plan, wires: Wires, compute: ComputeModel) -> dict[str, float]:
     """Return the seconds of the gather and the reduction of one sharded unit, and of the copies around them."""
     layout, precision, calibration = plan.layout.folded, plan.precision, compute.calibration
-    used = ELEMENT_BYTES[precision.compute if precision.compute in {"bf16", "fp16"} else precision.parameter]
+    used = ELEMENT_BYTES[precision.activations if precision.activations in {"bf16", "fp16"} else precision.parameter]
     sent = compute.assumptions.gather_bytes or used
     gather = wires.seconds("all_gather", sent * numel, layout, "shard")
     width = ELEMENT_BYTES[precision.reduce]

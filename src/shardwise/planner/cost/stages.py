@@ -174,7 +174,7 @@ class RankState:
         self.in_flight = [actions.in_flight(self.rank, chunk) for chunk in self.chunks]
         """Maximum number of micro-batches whose activations each share keeps."""
         self.sharded = plan.zero >= 2
-        self.compute_bytes = ELEMENT_BYTES[plan.precision.compute]
+        self.compute_bytes = ELEMENT_BYTES[plan.precision.activations]
         self.parameter_bytes = ELEMENT_BYTES[plan.precision.parameter]
         self.reduce_bytes = ELEMENT_BYTES[plan.precision.reduce]
         self.sheds_gradients = self.sharded and plan.offload.parameters != "none"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardwise.planner.model.shape import Part
     from shardwise.planner.model.tape import Storage, Value
     from shardwise.plans.catalogue import DecoderConfig
-    from shardwise.plans.plan import DType
+    from shardwise.plans.sections import DType
 
 
 def decoder_shape(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from shardwise.plans.plan import DType  # noqa: TC001 - needed at run time, too
+from shardwise.plans.sections import DType  # noqa: TC001 - needed at run time, too
 
 Recompute = Literal["none", "selective", "full"]
 

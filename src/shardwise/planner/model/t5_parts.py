@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardwise.planner.model.tape import Value
-    from shardwise.plans.plan import DType
+    from shardwise.plans.sections import DType
 
 BUCKETS = 32
 """Buckets of relative positions."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from shardwise.planner.model.shape import Recompute, Weight
-    from shardwise.plans.plan import DType
+    from shardwise.plans.sections import DType
 
 Item = TypeVar("Item", Matmul, AttentionWork)
 

@@ -12,7 +12,7 @@ from shardwise.planner.cost.events import pipeline_floor
 from shardwise.planner.cost.stage_costs import context_exchange, numel_of, tensor_exchange
 from shardwise.planner.cost.stages import PipelineShape, even_stages
 from shardwise.plans.pipeline import SCHEDULES, stages_per_rank
-from shardwise.plans.plan import Offload, Pipeline, Plan
+from shardwise.plans.sections import Offload, Pipeline
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardwise.planner.cost.time import TimeModel
     from shardwise.planner.model.shape import ModelShape, Part, Recompute
     from shardwise.planner.search.search import Question
+    from shardwise.plans.plan import Plan
 
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -236,7 +237,7 @@ class Floors:
         self._model = question.model
         self._time = time
         self._parameter_bytes = ELEMENT_BYTES[question.precision.parameter]
-        self._compute_bytes = ELEMENT_BYTES[question.precision.compute]
+        self._compute_bytes = ELEMENT_BYTES[question.precision.activations]
         self._reduce_bytes = ELEMENT_BYTES[question.precision.reduce]
         self._states = question.optimizer.states * ELEMENT_BYTES[question.precision.optimizer]
         self._numels: dict[tuple[int, int], tuple[float, float, float]] = {}

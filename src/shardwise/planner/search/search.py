@@ -29,7 +29,8 @@ from shardwise.planner.search.choices import (
     splits_model,
     variants,
 )
-from shardwise.plans.plan import Plan, Precision
+from shardwise.plans.plan import Plan
+from shardwise.plans.sections import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -18,7 +18,7 @@ from shardwise.planner.cost.memory import ADAMW, SGD, OptimizerShape
 from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
 from shardwise.planner.search.search import Question, search
-from shardwise.plans.plan import Precision
+from shardwise.plans.sections import Precision
 from shardwise.units import format_gb
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from shardwise.hardware.machine import Cluster
     from shardwise.job import Job
-    from shardwise.plans.plan import DType, Plan
+    from shardwise.plans.plan import Plan
+    from shardwise.plans.sections import DType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ def published_subject(
             code="job.lora-rank-invalid",
             fix="use 1 or more, such as 16",
         )
-    describe = functools.partial(published, name, compute=chosen.compute, length=length, lora=lora or 0)
+    describe = functools.partial(published, name, compute=chosen.activations, length=length, lora=lora or 0)
     model = Model(plain=describe(gathered=False), gathered=describe(gathered=True))
     usual = usual_batch(name, model.plain.tokens_per_sample, cluster.num_devices, lora=lora is not None)
     return Subject(
@@ -126,7 +127,7 @@ def job_subject(
     engine_named(job.engine).require_torch_model(owner, "plan predicts torch modules", fix=fix)
     chosen, why = _precision(cluster, precision)
     return Subject(
-        model=describe(job, chosen.compute),
+        model=describe(job, chosen.activations),
         batch_size=batch_size or job.batch_size,
         batch_source="--batch-size" if batch_size else "the job's",
         precision=chosen,
@@ -146,7 +147,8 @@ def optimizer_shape(factory: object) -> OptimizerShape:
 def _precision(cluster: Cluster, requested: DType | None) -> tuple[Precision, str]:
     device = cluster.device
     if requested == "fp64":
-        return Precision(**dict.fromkeys(("parameter", "compute", "reduce", "optimizer"), requested)), "--precision"
+        precision = Precision(parameter=requested, compute=requested, reduce=requested, optimizer=requested)
+        return precision, "--precision"
     if requested is not None:
         return Precision(compute=requested), "--precision"
     return choose_precision(device.name, is_cpu=device.kind == "cpu", has_bf16=device.has_bf16)

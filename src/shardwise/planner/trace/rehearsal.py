@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from shardwise.job import Job
     from shardwise.planner.model.shape import Recompute
-    from shardwise.plans.plan import DType
+    from shardwise.plans.sections import DType
 
 SAMPLES = (2, 4)
 """Samples of the two passes that separate fixed bytes from bytes per sample; batch norm needs more than one."""

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from shardwise.job import Job
     from shardwise.planner.model.shape import Recompute
-    from shardwise.plans.plan import DType
+    from shardwise.plans.sections import DType
 
 
 POLICIES: tuple[Recompute, ...] = ("none", "selective", "full")

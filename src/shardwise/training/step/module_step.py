@@ -18,6 +18,7 @@ from shardwise.parallel.batch_norm import BatchNorm
 from shardwise.parallel.collectives import full_state_dict, own_buffers, stages_of, unwrap
 from shardwise.parallel.gradsync import local
 from shardwise.parallel.lora import adapted as adapted_parts
+from shardwise.parallel.mixed_adamw import dense_state
 from shardwise.parallel.stages import Stage
 from shardwise.parallel.tensor_rules import is_transposed
 from shardwise.torch_private.dispatch import NormBase
@@ -140,7 +141,7 @@ class ModuleStep:
         """Copy the parameters, states and random generators to the host; return a function that restores them."""
         values = [parameter.detach() for _, parameter in self.named_parameters()]
         values += [buffer for _, buffer in self.model.named_buffers()]
-        values += self.update.state().values()
+        values += [*self.update.state().values(), *self.optimized.masters.values()]
         restore_tensors = snapshot(values, self.optimizer)
         random_state = self.random_state()
 
@@ -178,7 +179,7 @@ def states_of(optimized: Optimized) -> dict[str, Tensor]:
     for name, parameter in optimized.named:
         for key, value in optimized.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                found[f"{name}/{key}"] = value
+                found[f"{name}/{key}"] = dense_state(value, parameter)
     return found
 
 

@@ -77,7 +77,7 @@ class OptimizerStep(ModuleStep):
 
     def local_state(self) -> LocalState:
         """Return this rank's parameters, buffers and optimizer states, without communication."""
-        values = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        values = {name: parameter.detach() for name, parameter in self.named_parameters()} | self.optimized.masters
         update = {**self.update.state(), **self._sync.state()}
         return LocalState(values, states_of(self.optimized), self.saved_buffers(), update)
 

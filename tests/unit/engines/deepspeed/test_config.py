@@ -14,7 +14,7 @@ from shardwise.engines.deepspeed.engine import load_deepspeed
 from shardwise.engines.deepspeed.from_json import plan_from_json
 from shardwise.layout import Layout
 from shardwise.plans import Plan
-from shardwise.plans.plan import Communication, Offload, Precision
+from shardwise.plans.sections import Communication, Offload, Precision
 from shardwise.testing import run_ranks
 
 needs_deepspeed = pytest.mark.skipif(

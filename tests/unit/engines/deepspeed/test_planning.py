@@ -24,7 +24,8 @@ from shardwise.planner.cost.time import TimeModel
 from shardwise.planner.search.explain import beside_native, form_reason
 from shardwise.planner.search.search import choose_form, search
 from shardwise.planner.trace.trace import described
-from shardwise.plans.plan import Communication, Offload, Plan, Precision
+from shardwise.plans.plan import Plan
+from shardwise.plans.sections import Communication, Offload, Precision
 from shardwise.testing import run_ranks
 
 needs_deepspeed = pytest.mark.skipif(

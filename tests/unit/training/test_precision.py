@@ -1,0 +1,216 @@
+"""Low precision under every strategy and after resume: bf16 moments and parameters, 8-bit moments, float8 layers."""
+
+import dataclasses
+import functools
+import random
+
+import pytest
+import torch
+
+import shardwise as sw
+from jobs import FP64, sentences_job
+from refusals import refuses
+from shardwise.checkpoint import read_manifest, write
+from shardwise.engines.engine import require_supported
+from shardwise.job.optimizers import SGD
+from shardwise.models import decoder
+from shardwise.parallel import support
+from shardwise.parallel.float8 import select_linears
+from shardwise.parallel.mixed_adamw import Counter, random_bits, round_stochastically
+from shardwise.planner.settle import LocalDevice, settle
+from shardwise.plans import Float8, Offload, Plan, Precision
+from shardwise.testing import run_ranks
+from shardwise.training.build import build_step
+from shardwise.training.saving import state_of
+
+STEPS, SAVED = 6, 3
+BF16_STATES = dataclasses.replace(FP64, optimizer="bf16")
+MASTERS = Precision(parameter="bf16", compute="bf16", reduce="bf16")
+WITHOUT_MASTERS = dataclasses.replace(MASTERS, master="none", optimizer="bf16")
+LAYOUTS = {"one": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "tp": 2, "pp": 2, "shard2.tp2": 4}
+make_job = functools.partial(sentences_job, "llama-tiny", steps=STEPS)
+
+
+def plan_of(name, precision, **changes):
+    plan = settle(
+        "ddp" if name == "one" else name, batch_size=8, world_size=LAYOUTS[name], device=LocalDevice(), overrides={}
+    )
+    return dataclasses.replace(plan, precision=precision, **changes)
+
+
+def trained(world, name, precision, *, saves_to=None, resumes_from=None, **changes):
+    """Train; return the losses by step and, on rank 0, the final weights. Saves a checkpoint after step SAVED."""
+    step = build_step(make_job(), plan_of(name, precision, **changes), world, resume=resumes_from)
+    losses = {}
+    for batch in step.feed:
+        report = step(batch)
+        total = report.loss_share.double().clone()
+        if world.size > 1:
+            torch.distributed.all_reduce(total)
+        losses[report.number] = float(total)
+        if saves_to is not None and step.number == SAVED:
+            tensors, facts = state_of(step, {})
+            write.save(saves_to, SAVED, tensors, facts, group=world.own_host_group() if world.size > 1 else None)
+    return losses, sw.full_state_dict(step.model)
+
+
+@functools.cache
+def alone(precision):
+    return run_ranks(trained, 1, "one", precision)[0]
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp", "tp", "pp", "shard2.tp2"])
+def test_bf16_moments_equal_one_process_under_every_strategy(name):
+    losses, state = alone(BF16_STATES)
+    found, final = run_ranks(trained, LAYOUTS[name], name, BF16_STATES)[0]
+    assert found == pytest.approx(losses, rel=1e-9)
+    for key, value in state.items():
+        torch.testing.assert_close(final[key], value, rtol=1e-9, atol=1e-11, msg=key)
+    assert losses != pytest.approx(alone(FP64)[0], rel=1e-9)  # the moments are really rounded
+
+
+PAIRS = [(saved, resumed) for saved in ("one", "zero1", "fsdp", "tp") for resumed in ("one", "zero1", "fsdp", "tp")]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), random.Random(3).sample(PAIRS, 3))
+def test_bf16_moments_resume_exactly_elsewhere(saved, resumed, tmp_path):
+    run_ranks(trained, LAYOUTS[saved], saved, BF16_STATES, saves_to=tmp_path)
+    found, _ = run_ranks(trained, LAYOUTS[resumed], resumed, BF16_STATES, resumes_from=tmp_path)[0]
+    expected = {number: loss for number, loss in alone(BF16_STATES)[0].items() if number >= SAVED}
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["one", "zero1", "fsdp"])
+@pytest.mark.parametrize("precision", [MASTERS, WITHOUT_MASTERS, dataclasses.replace(MASTERS, optimizer="int8")])
+def test_bf16_parameters_resume_bit_for_bit(name, precision, tmp_path):
+    whole, state = run_ranks(trained, LAYOUTS[name], name, precision, saves_to=tmp_path)[0]
+    (checkpoint,) = tmp_path.glob("step-*")
+    tensors = read_manifest(checkpoint).tensors
+    assert {tensors[key].dtype for key in tensors if key.startswith("model/")} == {
+        "F32" if precision.has_masters else "BF16"
+    }
+    then, final = run_ranks(trained, LAYOUTS[name], name, precision, resumes_from=tmp_path)[0]
+    tolerance = 1e-5 if precision.optimizer == "int8" else 0.0  # scales of blocks are restored up to a rounding
+    assert then == pytest.approx({number: loss for number, loss in whole.items() if number >= SAVED}, rel=tolerance)
+    assert {value.dtype for value in final.values()} == {torch.bfloat16}
+    for key, value in state.items():
+        torch.testing.assert_close(final[key], value, rtol=tolerance and 0.01, atol=tolerance)
+
+
+def test_bf16_parameters_train_close_to_fp32_ones_and_hold_half_of_the_weights():
+    exact, _ = alone(Precision(compute="bf16"))
+    for precision in (MASTERS, WITHOUT_MASTERS):
+        found, state = alone(precision)
+        assert {value.dtype for value in state.values()} == {torch.bfloat16}
+        assert found == pytest.approx(exact, rel=0.03)
+        assert found[STEPS - 1] < found[0]
+
+
+@pytest.mark.parametrize("other", [FP64, Precision(compute="bf16")])
+def test_checkpoint_of_masters_resumes_in_another_precision_and_back(other, tmp_path):
+    if other is FP64:
+        run_ranks(trained, 1, "one", BF16_STATES, saves_to=tmp_path)
+        losses, _ = run_ranks(trained, 1, "one", FP64, resumes_from=tmp_path)[0]
+        assert losses == pytest.approx({n: loss for n, loss in alone(FP64)[0].items() if n >= SAVED}, rel=1e-2)
+        return
+    run_ranks(trained, 1, "one", MASTERS, saves_to=tmp_path / "low")
+    losses, state = run_ranks(trained, 1, "one", other, resumes_from=tmp_path / "low", saves_to=None)[0]
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    run_ranks(trained, 1, "one", other, saves_to=tmp_path / "high")
+    back, _ = run_ranks(trained, 1, "one", MASTERS, resumes_from=tmp_path / "high")[0]
+    assert back == pytest.approx(losses, rel=0.03)
+
+
+def test_int8_moments_train_in_a_band_of_fp32_ones():
+    exact, _ = alone(Precision())
+    found, _ = run_ranks(trained, 2, "fsdp", Precision(optimizer="int8"))[0]
+    assert found == pytest.approx(exact, rel=0.02)
+
+
+def test_stochastic_rounding_is_right_on_average_and_keyed_by_the_global_element():
+    key = torch.tensor([7, -3], dtype=torch.int32)
+    whole = Counter(key, torch.tensor([[0, 0], [64, 1]], dtype=torch.int32), torch.tensor(5.0))
+    bits = random_bits(torch.Size((256, 64)), whole)
+    part = Counter(key, torch.tensor([[100, 16], [64, 1]], dtype=torch.int32), torch.tensor(5.0))
+    assert torch.equal(random_bits(torch.Size((30, 40)), part), bits[100:130, 16:56])
+    later = random_bits(torch.Size((256, 64)), whole._replace(step=torch.tensor(6.0)))
+    assert (later == bits).float().mean() < 1e-3
+    value = 1.0 + 2**-10  # a quarter of the way between two bf16 numbers at 1.0
+    rounded = round_stochastically(torch.full((256, 64), value), bits).double()
+    assert set(rounded.unique().tolist()) == {1.0, 1.0078125}
+    assert float(rounded.mean()) == pytest.approx(value, abs=3e-4)
+    special = torch.tensor([float("inf"), -float("inf"), 0.0, -1.0])
+    assert torch.equal(round_stochastically(special, torch.full((4,), -1, dtype=torch.int32)).float(), special)
+
+
+@pytest.mark.parametrize(
+    ("plan", "code"),
+    [
+        (Plan(precision=dataclasses.replace(MASTERS, compute="fp32")), "support.precision-mix"),
+        (Plan(precision=MASTERS, accumulation=2), "support.bf16-accumulation"),
+        (Plan.preset("ddp", 2, precision={"parameter": "bf16", "compute": "bf16"}), "support.bf16-reduce"),
+        (Plan(precision=MASTERS, offload=Offload(optimizer="cpu")), "support.mixed-optimizer-option"),
+    ],
+)
+def test_precisions_that_would_lose_bits_are_refused(plan, code):
+    with refuses(code):
+        require_supported(plan)
+
+
+def build(world, job, plan):
+    build_step(job, plan, world)
+
+
+def test_bf16_parameters_need_adamw_and_no_batch_norm():
+    job = make_job(optimizer=SGD(lr=0.1))
+    with refuses("optimizer.precision-unsupported", "SGD"):
+        run_ranks(build, 1, job, plan_of("one", BF16_STATES))
+
+
+FLOAT8 = Precision(compute="float8")
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp"])
+def test_float8_layers_keep_the_loss_band_under_strategies(name):
+    exact, _ = alone(Precision(compute="bf16"))
+    names = ("blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.1.attn.qkv")
+    found, state = run_ranks(trained, LAYOUTS[name], name, FLOAT8, float8=Float8(modules=names))[0]
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    assert found == pytest.approx(exact, rel=0.03)
+    assert found != exact
+
+
+@pytest.mark.parametrize(
+    ("float8", "code", "named"),
+    [
+        (Float8(), "support.float8-no-layer", "1024"),
+        (Float8(modules=("blocks.0.mlp.upp",)), "support.float8-module-unknown", "blocks.0.mlp.upp"),
+        (Float8(modules=("head",)), "support.float8-dimensions", "head"),
+    ],
+)
+def test_float8_names_the_layers_that_it_cannot_compute(float8, code, named):
+    with refuses(code, named):
+        select_linears(decoder("llama-tiny", vocab_size=61), Plan(precision=FLOAT8, float8=float8))
+
+
+def test_float8_without_torchao_names_the_extra(monkeypatch):
+    monkeypatch.setattr(support, "find_spec", lambda _: None)
+    with refuses("extra.float8-missing", "float8"):
+        require_supported(Plan(precision=FLOAT8))
+
+
+def test_small_layers_and_the_head_stay_in_bf16():
+    model = decoder(
+        "llama-tiny", width=1024, num_heads=8, num_kv_heads=1, mlp_width=2048, num_layers=1, vocab_size=1024
+    )
+    chosen = select_linears(model, Plan(precision=FLOAT8))
+    assert chosen == {
+        "blocks.0.attn.qkv",
+        "blocks.0.attn.out",
+        "blocks.0.mlp.gate",
+        "blocks.0.mlp.up",
+        "blocks.0.mlp.down",
+    }
+    assert "head" in select_linears(model, Plan(precision=FLOAT8, float8=Float8(head=True)))
+    with refuses("support.float8-no-layer", "2048"):
+        select_linears(model, Plan(precision=FLOAT8, float8=Float8(recipe="rowwise")))
