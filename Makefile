@@ -35,9 +35,9 @@ docs: $(DOCS)  ## the documentation site, into site/; a broken link or a page th
 data:  ## real MNIST and Fashion-MNIST into data/
 	$(PYTHON) scripts/fetch_data.py
 
-env-packages:  ## system packages of tests/env (SLURM, ssh, MPI, namespaces, a browser); without them those tests skip
+env-packages:  ## system packages of tests/env (SLURM, ssh, MPI, namespaces, a browser) and of NVMe offload; without them those tests skip
 	command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ] && apt-get install -qq -y --no-install-recommends \
-		slurmctld slurmd slurm-client openmpi-bin openssh-server iproute2 iptables chromium > /dev/null || true
+		slurmctld slurmd slurm-client openmpi-bin openssh-server iproute2 iptables chromium libaio-dev g++ ninja-build > /dev/null || true
 
 bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
 	.venv-bench/bin/python benchmarks/overhead.py

@@ -1,4 +1,4 @@
-"""Every argument of DistributedDataParallel, with an effect that can be seen on two CPU processes.
+"""Every argument of DistributedDataParallel and of its sampler, with an effect that can be seen on two CPU processes.
 
     torchrun --nproc_per_node=2 ddp_options.py
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
 
 
 class TwoBranches(nn.Module):
@@ -120,6 +121,35 @@ def devices() -> str:
     return f"device_ids would be {device_ids} here"
 
 
+def samples_of_ranks(*, epoch: int | None = None, **arguments: bool) -> list[list[int]]:
+    """Return the sample indices that a DistributedSampler gives to each rank, of 7 samples (communicates)."""
+    sampler = DistributedSampler(range(7), seed=0, **arguments)
+    if epoch is not None:
+        sampler.set_epoch(epoch)
+    everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, list(sampler))
+    return everyone
+
+
+def padding() -> str:
+    """drop_last of DistributedSampler: 7 samples do not divide by 2; it repeats one of them, or leaves one out."""
+    # <padding>
+    padded = samples_of_ranks(shuffle=False, drop_last=False)  # the default: sample 0 comes twice
+    dropped = samples_of_ranks(shuffle=False, drop_last=True)
+    # </padding>
+    counts = [sum(map(len, each)) for each in (padded, dropped)]
+    return f"of 7 samples, False: {counts[0]} drawn, {padded}; True: {counts[1]} drawn, {dropped}"
+
+
+def epochs() -> str:
+    """set_epoch of DistributedSampler: without it every epoch has the order of the first."""
+    # <epochs>
+    without = [samples_of_ranks(shuffle=True)[0] for _ in range(2)]
+    with_it = [samples_of_ranks(shuffle=True, epoch=epoch)[0] for epoch in range(2)]
+    # </epochs>
+    return f"rank 0 without it: {without[0]}, then {without[1]}; with it: {with_it[0]}, then {with_it[1]}"
+
+
 OPTIONS = {
     "find_unused_parameters": unused_parameters,
     "bucket_cap_mb": buckets,
@@ -128,6 +158,8 @@ OPTIONS = {
     "static_graph": static_graph,
     "process_group": process_group,
     "device_ids": devices,
+    "drop_last": padding,
+    "set_epoch": epochs,
 }
 
 

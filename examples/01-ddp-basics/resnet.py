@@ -1,4 +1,4 @@
-"""ResNet-18 in one page: eight residual blocks between a stem and a linear layer."""
+"""ResNet-18 and ResNet-50 in one page: residual blocks between a stem and a linear layer."""
 
 import torch
 from torch import nn
@@ -49,18 +49,56 @@ class Block(nn.Module):
         return torch.relu(self.residual(images) + self.shortcut(images))
 
 
+class Bottleneck(nn.Module):
+    """A 1x1, a 3x3 and a 1x1 convolution and a shortcut; the output has four times the channels of the 3x3 one."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.residual = nn.Sequential(
+            nn.Conv2d(channels_in, channels, 1, bias=False),
+            batch_norm(channels),
+            nn.ReLU(inplace=True),
+            Convolution(channels, channels, 3, stride, padding=1, bias=False),
+            batch_norm(channels),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, 4 * channels, 1, bias=False),
+            batch_norm(4 * channels),
+        )
+        self.shortcut = nn.Identity()
+        if stride != 1 or channels_in != 4 * channels:
+            convolution = nn.Conv2d(channels_in, 4 * channels, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(convolution, batch_norm(4 * channels))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map [N, channels_in, H, W] to [N, 4 * channels, H / stride, W / stride]."""
+        return torch.relu(self.residual(images) + self.shortcut(images))
+
+
 def resnet18(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
     """Return an untrained ResNet-18, [N, in_channels, H, W] to [N, num_classes]; 11.2 million weights."""
+    return resnet(Block, (2, 2, 2, 2), 1, num_classes, in_channels)
+
+
+def resnet50(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
+    """Return an untrained ResNet-50, [N, in_channels, H, W] to [N, num_classes]; 23.5 million weights."""
+    return resnet(Bottleneck, (3, 4, 6, 3), 4, num_classes, in_channels)
+
+
+def resnet(
+    block: type[nn.Module], depths: tuple[int, ...], expansion: int, num_classes: int, in_channels: int
+) -> nn.Module:
+    """Return a network of four stages; each has `depths` blocks, of 64 to 512 channels times `expansion`."""
     stem = [
         nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False),
         batch_norm(64),
         nn.ReLU(inplace=True),
         nn.MaxPool2d(3, stride=2, padding=1),
     ]
-    blocks = [
-        block
-        for channels_in, channels, stride in ((64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2))
-        for block in (Block(channels_in, channels, stride), Block(channels, channels, 1))
-    ]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, num_classes)]
+    blocks, channels_in = [], 64
+    for channels, depth in zip((64, 128, 256, 512), depths, strict=True):
+        for number in range(depth):
+            stride = 2 if number == 0 and channels != 64 else 1  # the first block of a stage halves the image
+            blocks.append(block(channels_in, channels, stride))
+            channels_in = expansion * channels
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, num_classes)]
     return nn.Sequential(*stem, *blocks, *head)

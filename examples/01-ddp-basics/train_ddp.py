@@ -1,6 +1,7 @@
 """ResNet-18 on MNIST with plain PyTorch DDP: the six things one does by hand, numbered.
 
     torchrun --nproc_per_node=2 train_ddp.py --epochs 3 --batch-size 128 --lr 0.001
+    torchrun --nproc_per_node=2 train_ddp.py --model resnet50 --epochs 1 --batch-size 32 --limit 512
 
 Steps 1 to 4 are in the code below. Two are outside of it:
 
@@ -18,11 +19,13 @@ import time
 import torch
 import torch.distributed as dist
 from idx_data import load_images
-from resnet import resnet18
+from resnet import resnet18, resnet50
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+
+MODELS = {"resnet18": resnet18, "resnet50": resnet50}
 
 
 def main() -> None:
@@ -44,7 +47,7 @@ def main() -> None:
 
     # Step 4 (3 is in the loop below): wrap the model. All ranks now hold rank 0's weights.
     device_ids = [device.index] if device.type == "cuda" else None
-    model = DistributedDataParallel(resnet18().to(device), device_ids=device_ids)
+    model = DistributedDataParallel(MODELS[options.model]().to(device), device_ids=device_ids)
 
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.epochs * len(loader))
@@ -68,6 +71,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="ResNet-18 on MNIST with plain PyTorch DDP")
+    parser.add_argument("--model", choices=MODELS, default="resnet18")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=128, help="samples per step of each process")
     parser.add_argument("--lr", type=float, default=0.001, help="Adam's first learning rate, falling to 0")

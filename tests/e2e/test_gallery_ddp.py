@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import shardwise as sw
 from e2e.gallery import EXAMPLES, FORKED, ROOT, Chapter, finish, losses, stop
 from e2e.processes import wait_for
 from env.ports import free_port
@@ -71,6 +72,27 @@ def test_train_ddp_reads_idx_files_and_counts_each_test_sample_once(tmp_path):
     assert accuracy(output) > 80
     # 359 samples on two ranks: a padding sampler would have counted 360.
     assert accuracy(output) in [round(100 * right / 359, 2) for right in range(360)]
+
+
+@pytest.mark.slow
+def test_train_ddp_trains_a_resnet50(tmp_path, launched):
+    [line] = launched([command(CHAPTER, "train_ddp.py", "--model resnet50")])
+    if line.startswith(FORKED):
+        line = f"{line} --limit 64 --epochs 1"
+    output = CHAPTER.run(f"{line} --data nowhere", tmp_path)
+    found = losses(output)
+    assert all(0 < loss < 10 for loss in found)
+    if not line.startswith(FORKED):
+        assert found == sorted(found, reverse=True)
+        assert accuracy(output) > 50
+
+
+def test_the_resnet50_of_the_gallery_has_the_parameters_of_shardwises(monkeypatch):
+    monkeypatch.syspath_prepend(CHAPTER.folder)
+    ours = sw.models.resnet50(num_classes=1000, in_channels=3)
+    theirs = importlib.import_module("resnet").resnet50(1000, 3)
+    shapes = [sorted(tuple(each.shape) for each in model.parameters()) for model in (ours, theirs)]
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.prove
@@ -153,11 +175,18 @@ def test_ddp_benchmark_measures_powers_of_two_and_the_whole_world(monkeypatch):
 
 
 @pytest.mark.prove
-def test_train_byt5_ddp_meets_over_c10d():
-    line = on_this_machine(command(CHAPTER, "--rdzv_backend=c10d", "train_byt5_ddp.py"), free_port())
-    node = f"{line} --steps 4 --report 4"
-    output = run_together(CHAPTER.start(node), CHAPTER.start(node))
+@pytest.mark.parametrize(
+    "parts", [("--rdzv_id=100", "--rdzv_id=100"), ("--node_rank=0 --rdzv", "--node_rank=1 --rdzv")]
+)
+def test_train_byt5_ddp_meets_over_c10d(parts):
+    port = free_port()
+    nodes = [
+        on_this_machine(command(CHAPTER, part, "--rdzv_backend=c10d", "train_byt5_ddp.py"), port) for part in parts
+    ]
+    output = run_together(*(CHAPTER.start(f"{node} --steps 4 --report 4") for node in nodes))
     assert output.count("step 4 of 4: loss") == 1  # one rank 0, so one world
+    ignored = "node_rank is only used for static rdzv_backend"  # of node 1: 0 is torchrun's default
+    assert output.count(ignored) == sum("node_rank=1" in node for node in nodes)
 
 
 def test_train_byt5_ddp_without_transformers_names_the_pip_line(tmp_path):
@@ -416,7 +445,8 @@ def test_every_init_method_and_every_option_of_ddp_prints_what_the_readme_shows(
     lines = [command(CHAPTER, "torchrun", script) for script in ("init_methods.py", "ddp_options.py")]
     for line in launched(lines):
         printed = [each for each in CHAPTER.run(line, tmp_path).splitlines() if re.match(r"[a-z_]+ +\S", each)]
-        assert len([each for each in printed if each in CHAPTER.readme]) == (4 if "init_methods" in line else 7)
+        expected = 8 if "init_methods" in line else 9
+        assert len([each for each in printed if each in CHAPTER.readme]) == expected, printed
 
 
 def test_the_tables_have_every_parameter_of_init_process_group_and_every_option_of_ddp(monkeypatch):
@@ -427,7 +457,8 @@ def test_the_tables_have_every_parameter_of_init_process_group_and_every_option_
     monkeypatch.syspath_prepend(CHAPTER.folder)
     shown = set(importlib.import_module("ddp_options").OPTIONS)
     named = "bucket_cap_mb find_unused_parameters gradient_as_bucket_view static_graph broadcast_buffers process_group"
-    assert {*named.split(), "device_ids"} == shown  # the guide's list; module is what is wrapped
+    sampler = {"drop_last", "set_epoch"}
+    assert {*named.split(), "device_ids", *sampler} == shown  # the guide's list; module is what is wrapped
 
 
 @pytest.mark.prove
@@ -470,6 +501,11 @@ def test_every_launcher_and_script_of_the_readmes_is_run_here():
         ("./launch_mpi_ddp.sh", "train_ddp.py"),  # test_mpi
         ("python",),  # -c: what this machine has
         ("deepspeed", "deepspeed_train.py"),  # test_gallery_deepspeed
+        ("torchrun", "fsdp_transformer.py"),  # test_gallery_course: the matrix
+        ("torchrun", "lora_finetune.py"),  # test_gallery_course
+        ("shardwise", "hybrid_parallelism.py"),  # test_gallery_course
+        ("shardwise", "decoder_job.py"),  # test_gallery_course
+        ("torchrun", "distributed_benchmarks.py"),  # test_gallery_nccl, by the command of its chapter
         ("shardwise", "digits.py"),  # make demo, and the journeys of train
         ("shardwise", "digits_job.py"),
         ("shardwise", "ddp_mnist.py"),  # launch --preset
