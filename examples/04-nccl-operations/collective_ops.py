@@ -2,11 +2,14 @@
 
     torchrun --nproc_per_node=2 collective_ops.py
     torchrun --nproc_per_node=4 collective_ops.py
+    TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --nproc_per_node=2 collective_ops.py --mismatches
 
 Each example returns this rank's tensors before and after, having asserted them. All of them are written for any
 number of ranks. A collective is called by every rank of its group, in the same order; whoever is missing is waited for.
+`--mismatches` instead breaks that rule, and prints what torch's own check reports.
 """
 
+import argparse
 from collections.abc import Callable
 from functools import reduce as fold
 
@@ -131,6 +134,31 @@ def asynchronous(me: Me) -> Drawn:
     return before, tensor
 
 
+def all_asynchronous(me: Me) -> Drawn:
+    """Several collectives travel at once, while this rank computes; each has a Work of its own to wait for."""
+    shared = me.piece(0) if me.rank == 0 else me.zeros(2)
+    gathered = [me.zeros(2) for _ in range(me.size)]
+    scattered, columns = me.zeros(2), me.zeros(me.size)
+    # <all_async>
+    works = [  # started in the same order on every rank
+        dist.broadcast(shared, src=0, async_op=True),
+        dist.all_gather(gathered, me.piece(me.rank), async_op=True),
+        dist.reduce_scatter(scattered, [me.piece(rank) for rank in range(me.size)], async_op=True),
+        dist.all_to_all_single(columns, torch.arange(me.size, device=me.device) + 10 * me.rank, async_op=True),
+        dist.barrier(async_op=True),
+    ]
+    product = torch.ones(64, 64, device=me.device) @ torch.ones(64, 64, device=me.device)  # overlaps with them
+    for work in works:
+        work.wait()  # only now are the five results there
+    # </all_async>
+    assert product[0, 0] == 64
+    assert_close(shared, me.piece(0))
+    assert_close(gathered, [me.piece(rank) for rank in range(me.size)])
+    assert_close(scattered, me.size * me.piece(me.rank))
+    assert_close(columns, 10 * torch.arange(me.size, device=me.device) + me.rank)
+    return "starts 5", [shared, gathered, scattered, columns]
+
+
 def sub_group(me: Me) -> Drawn:
     """Three of four ranks sum among themselves; the fourth keeps its own."""
     # <sub_group>
@@ -158,6 +186,7 @@ EXAMPLES: dict[str, Callable[[Me], Drawn]] = {
     "all_to_all": all_to_all,
     "barrier": barrier,
     "all_reduce(async_op=True)": asynchronous,
+    "broadcast, all_gather, reduce_scatter, all_to_all, barrier (async_op=True)": all_asynchronous,
     "all_reduce(group=new_group(...))": sub_group,
 }
 
@@ -190,16 +219,62 @@ def reduced(me: Me, name: str) -> torch.Tensor | None:
     return tensor
 
 
+DTYPES = (torch.float32, torch.int64)
+
+# <mismatches>
+MISMATCHES: dict[str, Callable[[Me, dist.ProcessGroup], object]] = {  # rank 1 differs from the others
+    "shape": lambda me, group: dist.all_reduce(torch.ones(3 if me.rank == 1 else 4), group=group),
+    "dtype": lambda me, group: dist.all_reduce(torch.ones(4, dtype=DTYPES[me.rank == 1]), group=group),
+    "collective": lambda me, group: (
+        dist.broadcast(torch.ones(4), 1, group) if me.rank == 1 else dist.all_reduce(torch.ones(4), group=group)
+    ),
+    "reduce operation": lambda me, group: dist.all_reduce(
+        torch.ones(4), dist.ReduceOp.MAX if me.rank == 1 else dist.ReduceOp.SUM, group=group
+    ),
+}
+# </mismatches>
+
+
+def detected(me: Me, name: str) -> str:
+    """Return the difference that TORCH_DISTRIBUTED_DEBUG=DETAIL reports on this rank (communicates over gloo)."""
+    group = dist.new_group(backend="gloo")  # of its own; DETAIL wraps groups when they are made
+    try:
+        MISMATCHES[name](me, group)
+    except RuntimeError as error:  # raised on all ranks, before the collective starts
+        what, _, aspects = str(error).partition("Collectives differ in the following aspects:")
+        return f"{type(error).__name__}: {what.partition('.')[0]}: {' '.join(aspects.split())}"
+    return "not detected: the result is wrong"
+
+
+def show_mismatches(me: Me) -> None:
+    """Print what torch's own check reports for each mismatch (communicates, on every rank)."""
+    if dist.get_debug_level() != dist.DebugLevel.DETAIL or me.size == 1:
+        raise SystemExit("start two ranks with TORCH_DISTRIBUTED_DEBUG=DETAIL: without it nothing compares the calls")
+    for name in MISMATCHES:
+        say(f"{name:<18}{detected(me, name)}")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Every collective on real ranks")
+    parser.add_argument("--mismatches", action="store_true", help="only collectives in which the ranks differ")
+    options = parser.parse_args()
     me = start()
     say(f"{dist.get_world_size()} ranks, backend {dist.get_backend()}, tensors on {me.device.type}\n")
+    if options.mismatches:
+        show_mismatches(me)
+    else:
+        show_all(me)
+    finish(me)
+
+
+def show_all(me: Me) -> None:
+    """Draw every collective and print every reduce operation (communicates, on every rank)."""
     for name, example in EXAMPLES.items():
         draw(me, name, *example(me))
     say("all_reduce of [rank + 1, 6] by each operation:")
     for name in OPERATIONS:
         tensor = reduced(me, name)
         say(f"{name:<12}{f'not on {dist.get_backend()}' if tensor is None else tensor.tolist()}")
-    finish(me)
 
 
 if __name__ == "__main__":

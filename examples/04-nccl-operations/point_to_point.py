@@ -69,6 +69,26 @@ def tags(me: Me) -> None:
     return draw(me, "recv(tag=2), recv(tag=1)", [[25], [7]] if me.rank == 0 else None, received)
 
 
+def irecv_tags(me: Me) -> None:
+    """Both receives start at once, and the tags pair them: rank 1 may wait for them in any order."""
+    if dist.get_backend() == "nccl":
+        return None
+    received = None
+    # <irecv_tags>
+    if me.rank == 0:
+        dist.send(torch.tensor([25]), dst=1, tag=1)
+        dist.send(torch.tensor([7]), dst=1, tag=2)
+    elif me.rank == 1:
+        step, loss = me.zeros(1), me.zeros(1)
+        requests = [dist.irecv(step, src=0, tag=2), dist.irecv(loss, src=0, tag=1)]
+        for request in requests:
+            request.wait()
+        received = [step, loss]
+        assert [step.item(), loss.item()] == [7, 25]
+    # </irecv_tags>
+    return draw(me, "irecv(tag=2), irecv(tag=1)", [[25], [7]] if me.rank == 0 else None, received)
+
+
 def any_source(me: Me) -> None:
     """Rank 0 takes what comes, from whomever: recv without src returns the sender. NCCL has no such thing."""
     if dist.get_backend() == "nccl":
@@ -88,6 +108,26 @@ def any_source(me: Me) -> None:
         assert received == {rank: me.piece(rank).tolist() for rank in range(1, me.size)}
         received = dict(sorted(received.items()))
     return draw(me, "recv() of any source", me.piece(me.rank) if me.rank else None, received)
+
+
+def irecv_any_source(me: Me) -> None:
+    """Rank 0 starts a receive for every other rank and names none: whoever sends first fills the first buffer."""
+    if dist.get_backend() == "nccl":
+        return None
+    received = None
+    # <irecv_any_source>
+    if me.rank == 0:
+        buffers = [me.zeros(2) for _ in range(me.size - 1)]
+        requests = [dist.irecv(buffer, tag=3) for buffer in buffers]  # no src
+        for request in requests:
+            request.wait()
+        received = sorted(buffer.tolist() for buffer in buffers)
+    else:
+        dist.send(me.piece(me.rank), dst=0, tag=3)
+    # </irecv_any_source>
+    if me.rank == 0:
+        assert received == [me.piece(rank).tolist() for rank in range(1, me.size)]
+    return draw(me, "irecv() of any source", me.piece(me.rank) if me.rank else None, received)
 
 
 def all_send_first(
@@ -175,7 +215,7 @@ def main() -> None:
     me = start()
     if me.size == 1:
         raise SystemExit("one rank has nobody to talk to: use --nproc_per_node=2")
-    for example in (send_recv, isend_irecv, tags, any_source):
+    for example in (send_recv, isend_irecv, tags, irecv_tags, any_source, irecv_any_source):
         example(me)
     for name, shift in RINGS.items():
         if dist.get_backend() == "nccl" and shift is isend_then_recv:

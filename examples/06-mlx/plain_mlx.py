@@ -66,6 +66,26 @@ def try_shown_step():
     return losses, ""
 
 
+def vectorize():
+    """Map a function of one sample over all; return the shape of its gradients, and how far loop and batch differ."""
+    (x, y), model = data(), network()
+
+    # <vmap>
+    def loss_of_one(parameters, row, target):  # of a single sample: [8] and [1]
+        model.update(parameters)
+        return mx.sum((model(row) - target) ** 2)
+
+    parameters, each = model.trainable_parameters(), (None, 0, 0)  # the same parameters for every sample
+    losses = mx.vmap(loss_of_one, in_axes=each)(parameters, x, y)  # [64], without a loop over samples
+    gradients = mx.vmap(mx.grad(loss_of_one), in_axes=each)(parameters, x, y)  # one gradient for each sample
+    # </vmap>
+    of_samples = gradients["layers"][0]["weight"]
+    looped = mx.stack([loss_of_one(parameters, row, target) for row, target in zip(x, y, strict=True)])
+    _, of_batch = nn.value_and_grad(model, lambda x, y: mx.mean((model(x) - y) ** 2))(x, y)
+    distances = (losses - looped, of_samples.mean(axis=0) - of_batch["layers"][0]["weight"])
+    return of_samples.shape, max(mx.abs(distance).max().item() for distance in distances)
+
+
 def keep_kernels_apart(group):
     """For a CPU, MLX compiles into one folder for all processes, and can load what another is still writing."""
     folder = Path(tempfile.gettempdir(), f"plain-mlx-{os.getuid()}-{group.rank()}")
@@ -92,6 +112,8 @@ def main():
         print(f"processes {group.size()}   first loss {losses[0]:.6f}   last loss {losses[-1]:.6f}")
         print(f"the step that is shown, not compiled: last loss {shown[-1]:.6f}")
         print(f"compiled: {complaint}")
+        shape, distance = vectorize()
+        print(f"vmap over {ROWS} samples: gradients {shape}, distance to a loop and to the batch {distance:.0e}")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
     torchrun --nproc_per_node=2 distributed_benchmarks.py
     torchrun --nproc_per_node=8 distributed_benchmarks.py --width 2048 --layers 16 --batch-size 16 --steps 30
+    torchrun --nproc_per_node=2 distributed_benchmarks.py --profile ddp --trace runs/trace
 
 First the collectives of each strategy alone, on tensors as large as the model's parameters; then whole training steps
 of one process, of DDP and of FSDP. The two together say how much of the communication hides behind computing: a step
-that takes as long as one process's hides all of it, one that is longer by "sent alone" hides none.
+that takes as long as one process's hides all of it, one that is longer by "sent alone" hides none. `--profile` then
+profiles a few more steps of one strategy with torch.profiler, and `--trace` writes them as a Chrome trace.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -21,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, record_function
 
 # <sends>
 SENDS = {  # collectives over the whole model, in one step
@@ -29,6 +33,7 @@ SENDS = {  # collectives over the whole model, in one step
     "fsdp": ("all_gather", "all_gather", "reduce_scatter"),  # weights for forward, again for backward, then gradients
 }
 # </sends>
+PROFILED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,36 @@ def training_table(steps: dict[str, float], alone: dict[str, float], held: dict[
     return "\n".join(lines)
 
 
+def profiled(step: Callable[[], None], device: torch.device, trace: Path | None) -> str:
+    """Profile three steps and return a table of the longest operations (communicates, on every rank)."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    # <profile>
+    with profile(activities=activities) as profiler:
+        for _ in range(PROFILED_STEPS):
+            with record_function("step"):  # a name of one's own in the table and in the trace
+                step()
+    if trace is not None:
+        trace.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(trace / f"rank{dist.get_rank()}.json"))  # for ui.perfetto.dev
+    # </profile>
+    return profile_table(profiler)
+
+
+def profile_table(profiler: profile, most: int = 8) -> str:
+    """Return the step, the operations with the most time of their own, and those that communicate, in ms a step."""
+    events = sorted(profiler.key_averages(), key=lambda event: event.self_cpu_time_total, reverse=True)
+    steps = [event for event in events if event.key == "step"]
+    events = [event for event in events if event.key != "step"]
+    sends = [event for event in events[most:] if event.key.startswith(("gloo:", "nccl:"))]
+    lines = [f"{'operation':<60}{'calls a step':>14}{'own ms':>10}{'total ms':>10}"]
+    for event in [*steps, *events[:most], *sends]:
+        own, total = (1e-3 * each / PROFILED_STEPS for each in (event.self_cpu_time_total, event.cpu_time_total))
+        lines.append(f"{event.key[:59]:<60}{event.count / PROFILED_STEPS:>14.1f}{own:>10.2f}{total:>10.2f}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     options = parse_options()
     device = start_process_group()
@@ -151,6 +186,10 @@ def main() -> None:
         )
         print(communication_table(alone, 4 * numel, dist.get_world_size()), end="\n\n")
         print(training_table(steps, alone, held, options.batch_size * options.tokens))
+    if options.profile is not None:
+        table = profiled(trainings[options.profile].step, device, options.trace)
+        if dist.get_rank() == 0:
+            print(f"\n{options.profile}, profiled on rank 0\n{table}")
     # What holds a group goes before it: freed after its group, it can wait for gloo's thread for ever.
     dist.barrier(control)
     trainings.clear()
@@ -178,6 +217,8 @@ def parse_options() -> argparse.Namespace:
     add("--batch-size", type=int, default=4, help="sequences of each process")
     add("--tokens", type=int, default=64, help="in a sequence")
     add("--steps", type=int, default=9, help="timed, of each strategy and collective")
+    add("--profile", choices=SENDS, help="profile three steps of this strategy with torch.profiler")
+    add("--trace", type=Path, help="folder for the Chrome trace of each rank, with --profile")
     return parser.parse_args()
 
 

@@ -27,7 +27,7 @@ def param(command, transcript):
 
 @pytest.mark.parametrize(("command", "transcript"), [param(*found) for found in TRANSCRIPTS])
 def test_a_transcript_is_what_its_command_prints(tmp_path, command, transcript):
-    for name in ("broken.py", "ranks.py"):
+    for name in ("broken.py", "collective_ops.py", "ranks.py"):
         shutil.copy(CHAPTER.folder / name, tmp_path)
     process = Chapter(tmp_path).start(command)
     try:

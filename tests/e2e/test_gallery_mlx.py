@@ -63,6 +63,12 @@ def test_plain_mlx_has_the_same_losses_on_one_process_and_on_two(tmp_path):
     assert plain(together)[0] == "2"
     assert plain(alone)[1:] == plain(together)[1:]
     assert plain(alone)[1][1] == plain(alone)[2]
+    for output in (alone, together):
+        mapped, distance = re.search(
+            r"^(vmap over 64 samples: gradients \S+ \S+ \S+) .* (\S+)$", output, re.MULTILINE
+        ).groups()
+        assert mapped in CHAPTER.readme
+        assert float(distance) < 1e-5
 
 
 def test_the_step_that_is_often_shown_does_not_compile_for_the_reason_that_the_page_gives(tmp_path):

@@ -1,6 +1,7 @@
 """Chapter 4 of the gallery and the benchmarks: the commands of their READMEs run, and ranks do what is drawn there."""
 
 import importlib
+import json
 import re
 import shlex
 
@@ -43,10 +44,10 @@ def shown(chapter: Chapter) -> str:
 
 @pytest.mark.slow
 def test_collectives_are_drawn_in_the_readme_as_two_ranks_print_them(tmp_path, launched):
-    for line in launched(CHAPTER.commands("per_node=2 collective_ops.py")):
+    for line in launched(CHAPTER.commands("per_node=2 collective_ops.py")[:1]):
         output = CHAPTER.run(line, tmp_path)
         drawn = drawings(output)
-        assert len(drawn) == 11
+        assert len(drawn) == 12
         assert [block for block in drawn if SUB_GROUP not in block and block not in shown(CHAPTER)] == []
         assert "rank 0 alone has called all_reduce: is_completed() False" in output
 
@@ -77,6 +78,30 @@ def test_every_collective_asserts_itself_on_any_number_of_ranks(nproc, script):
         assert [drawn[SUB_GROUP] for drawn, _ in results] == [[9, 12]] * 3 + [[7, 8]]
 
 
+def test_detail_names_each_mismatch_but_that_of_reduce_operations(script):
+    chapter, ranks = script("collective_ops"), script("ranks")
+
+    def body(world):
+        me = ranks.Me(world.rank, world.size, world.device, dist.group.WORLD)
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        return {name: chapter.detected(me, name) for name in chapter.MISMATCHES}
+
+    guide = (CHAPTER.folder / "nccl_debugging.md").read_text()
+    for name, line in run_ranks(body, 2)[0].items():
+        assert f"{name:<18}{line}\n" in guide
+        assert ("mismatch" in line) == (name != "reduce operation")
+
+
+def test_mismatches_without_detail_are_not_run(script):
+    chapter, ranks = script("collective_ops"), script("ranks")
+
+    def body(world):
+        with pytest.raises(SystemExit):
+            chapter.show_mismatches(ranks.Me(world.rank, world.size, world.device, dist.group.WORLD))
+
+    run_ranks(body, 2)
+
+
 def test_a_wrong_sum_is_noticed(script):
     chapter, ranks = script("collective_ops"), script("ranks")
 
@@ -101,7 +126,9 @@ def test_point_to_point_draws_every_way_and_its_naive_ring_hangs(tmp_path, launc
             "send(dst=1), recv(src=0)",
             "isend(dst=1), irecv(src=0)",
             "recv(tag=2), recv(tag=1)",
+            "irecv(tag=2), irecv(tag=1)",
             "recv() of any source",
+            "irecv() of any source",
             "ring, even ranks send first",
             "ring, isend, then recv",
             "ring, batch_isend_irecv",
@@ -115,7 +142,8 @@ def test_rings_of_odd_and_even_size_go_round(nproc, script):
 
     def body(world):
         me = ranks.Me(world.rank, world.size, world.device, dist.new_group(backend="gloo"))
-        chapter.any_source(me)
+        for example in (chapter.irecv_tags, chapter.any_source, chapter.irecv_any_source):
+            example(me)
         return [ranks.plain(chapter.ring_all_gather(me, shift)) for shift in chapter.RINGS.values()]
 
     whole = [[2 * rank + 1, 2 * rank + 2] for rank in range(nproc)]
@@ -170,12 +198,24 @@ def test_bus_bandwidth_factors_are_those_of_nccl_tests(script):
 def test_distributed_benchmarks_prints_communication_and_training(tmp_path, launched):
     row = re.compile(r"^(one process|\w+)((?: +-?[\d.]+)+)$", re.MULTILINE)
     names = ["all_reduce", "all_gather", "reduce_scatter", "one process", "ddp", "fsdp"]
-    assert [name for name, _ in row.findall(BENCHMARKS.readme)] == names
+    assert [name for name, _ in row.findall(BENCHMARKS.readme.partition("profiled on")[0])] == names
     lines = BENCHMARKS.commands("distributed_benchmarks.py")
-    assert len(lines) == 2
+    assert len(lines) == 3
     for line in launched(lines):
-        rows = row.findall(BENCHMARKS.run(f"{line} --steps 1 --layers 2", tmp_path))
+        output, _, profile = BENCHMARKS.run(f"{line} --steps 1 --layers 2", tmp_path).partition("ddp, profiled on")
+        rows = row.findall(output)
         assert [name for name, _ in rows] == names
+        assert bool(profile) == ("--profile" in line)
+        if profile:
+            found = dict(
+                re.findall(r"^(step|aten::mm|gloo:all_reduce) +([\d.]+)(?: +[\d.]+){2}$", profile, re.MULTILINE)
+            )
+            assert found.keys() == {"step", "aten::mm", "gloo:all_reduce"}
+            assert found["step"] == "1.0"
+            traces = sorted((tmp_path / "runs/trace").iterdir())
+            assert [path.name for path in traces] == ["rank0.json", "rank1.json"]
+            events = json.loads(traces[0].read_text())["traceEvents"]
+            assert {"step", "gloo:all_reduce"} <= {event.get("name") for event in events}
         one, ddp, fsdp = (float(numbers.split()[-1]) for _, numbers in rows[3:])
         assert one == ddp == pytest.approx(2 * fsdp, abs=0.2)  # megabytes held
 
