@@ -63,6 +63,20 @@ def test_a_stale_decision_matrix_is_refused_and_mended(matrix, tmp_path, monkeyp
     matrix.main()
 
 
+MATRIX = re.search(r"run the advice of each row.*?```bash\n(.*?)```", (EXAMPLES / "README.md").read_text(), re.DOTALL)[
+    1
+]
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("line", MATRIX.splitlines())
+def test_the_advice_of_a_row_of_the_matrix_trains(line, tmp_path):
+    copy = shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    output = Chapter(copy).run(line)
+    assert re.search(r"loss|adapters are in", output)
+
+
 def test_the_front_page_links_every_chapter_and_shows_every_file():
     page = (EXAMPLES / "README.md").read_text()
     assert [name for name in CHAPTERS if f"]({name}/README.md)" not in page] == []

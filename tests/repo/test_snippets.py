@@ -72,7 +72,15 @@ def steps(world):
     return {"job": job(), "plan": sw.Plan.preset("ddp", world.size, batch_size=64), "world": world}
 
 
+def mixed_precision(_world):
+    model = nn.Linear(4, 2)
+    images, labels = next(iter(DataLoader(Rows(), batch_size=8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"model": model, "optimizer": optimizer, "images": images, "labels": labels, "loss_function": cross_entropy}
+
+
 ASSUMED = {
+    "examples/README.md": [mixed_precision],
     "docs/guides/own-loop.md": [own_loop, tensor_rules, stopped_loop, steps],
     "docs/guides/plan.md": [lambda _world: {}],
 }
@@ -89,7 +97,7 @@ def snippets(page):
 
 
 def test_every_page_with_python_of_its_own_is_known():
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
     found = {str(page.relative_to(ROOT)) for page in pages if snippets(page)}
     assert found == {*ASSUMED, *SHOWN_ONLY, *RUN_AS_JOBS}
 
