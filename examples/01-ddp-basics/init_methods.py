@@ -138,6 +138,17 @@ def agree_on_endpoints(folder: str) -> dict:
     return chosen[0]
 
 
+def built_backends() -> str:
+    """Return which backends this torch is built with; `init_process_group` raises an error for the others."""
+    available = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+        "ucc": dist.is_ucc_available(),
+    }
+    return ", ".join(f"{name} {is_available}" for name, is_available in available.items())
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -155,6 +166,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # Once per launch: the store keeps the addresses of a group that has ended, and a second group would read them.
         by_environment()
+        show("built", built_backends())
         endpoints = agree_on_endpoints(folder)  # programs usually get these from their configuration
         if "env" in names:
             show_group("env")
