@@ -104,7 +104,7 @@ def barrier(me: Me) -> Drawn:
     """No rank continues before all have arrived."""
     store = _get_default_store()  # the rendezvous' TCPStore, here to count
     store.add("arrived", 1)
-    dist.barrier(device_ids=[me.device.index] if dist.get_backend() == "nccl" else None)  # gloo refuses device_ids
+    dist.barrier(device_ids=[me.device.index] if dist.get_backend() == "nccl" else None)  # gloo has no use for it
     arrived = store.add("arrived", 0)
     assert arrived == me.size
     return "arrives", f"continues, {arrived} of {me.size} have arrived"
