@@ -70,11 +70,12 @@ def vectorize():
     """Map a function of one sample over all; return the shape of its gradients, and how far loop and batch differ."""
     (x, y), model = data(), network()
 
-    # <vmap>
-    def loss_of_one(parameters, row, target):  # of a single sample: [8] and [1]
+    def loss_of_one(parameters, row, target):
         model.update(parameters)
         return mx.sum((model(row) - target) ** 2)
 
+    # <vmap>
+    # loss_of_one(parameters, row, target) is the loss of a single sample: [8] and [1] to a number
     parameters, each = model.trainable_parameters(), (None, 0, 0)  # the same parameters for every sample
     losses = mx.vmap(loss_of_one, in_axes=each)(parameters, x, y)  # [64], without a loop over samples
     gradients = mx.vmap(mx.grad(loss_of_one), in_axes=each)(parameters, x, y)  # one gradient for each sample
