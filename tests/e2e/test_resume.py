@@ -65,10 +65,10 @@ def test_a_stop_request_saves_and_the_next_run_goes_on(tmp_path):
     assert code == 75, output
     command = shlex.split(re.search(r"stopped and saved; continue with: (.*)", output)[1])
     assert command[:3] == ["shardwise", "train", "job.py"]
-    assert command[-1] == "--resume=first"
+    assert command[-2:] == ["--run-dir=first", "--resume=auto"]
     (tmp_path / "slow").unlink()
-    # As it was printed, but on another number of ranks and in the same run directory.
-    code, output = finish(start(tmp_path, *command[3:], "--nproc", "1", "--plan", "ddp", "--run-dir", "first"))
+    # As it was printed, but on another number of ranks.
+    code, output = finish(start(tmp_path, *command[3:], "--nproc", "1", "--plan", "ddp"))
     assert code == 0, output
     at = int(re.search(r"resumed from .* at step (\d+)", output)[1])
     assert re.search(rf"training time .* s for {24 - at} steps, resumed at step {at}\n", output)

@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from shardwise.errors import JobError
+from shardwise.units import format_number
 
 
 class CallbackDecision(enum.Enum):
@@ -102,7 +103,7 @@ class EarlyStopping:
         return gain > self.min_delta
 
     def __str__(self) -> str:
-        return f"EarlyStopping (best {self.metric} {self.best}, {self.waited} evaluations ago)"
+        return f"EarlyStopping (best {self.metric} {format_number(self.best)}, {self.waited} evaluations ago)"
 
     def fresh(self) -> EarlyStopping:
         """Return a copy without state, because one Job may be trained several times."""

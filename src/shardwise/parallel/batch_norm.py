@@ -185,8 +185,9 @@ def replace_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> n
     replaced: dict[int, BatchNorm] = {}  # a norm may be registered in several places
     for prefix, parent in list(module.named_modules()):
         for name, child in own_modules(parent).items():
-            # In a pipeline, norms of other stages are placeholders and are not replaced.
-            if type(child) in _TORCHS_OWN and vars(child).get("forward") is not nan_placeholder:
+            # In a pipeline, norms of other stages are placeholders, or layers without parameters: not replaced.
+            is_away = vars(child).get("forward") is nan_placeholder or "weight" in vars(child)
+            if type(child) in _TORCHS_OWN and not is_away:
                 path = f"{prefix}.{name}" if prefix else name
                 own_modules(parent)[name] = replaced.setdefault(id(child), _like(child, group, path))
     return _like(module, group, "the model") if type(module) in _TORCHS_OWN else module

@@ -299,9 +299,9 @@ def command_argv(spec: LaunchSpec | TrainSpec, first: Sequence[str]) -> list[str
 
 
 def resume_argv(spec: TrainSpec, run: Path) -> list[str]:
-    """Return the command that resumes training from the checkpoints of `run` with the same options."""
+    """Return the command that continues `run` in its run directory, with the same options, also those of this node."""
     options, arguments = spec.replace(run_dir=None, save=spec.save.replace(resume=None)).to_argv()
-    return ["shardwise", spec.command, *arguments, *options, f"--resume={run}"]
+    return ["shardwise", spec.command, *arguments, *options, f"--run-dir={run}", "--resume=auto"]
 
 
 def describe(spec: LaunchSpec, settled: SettledLaunch) -> str:

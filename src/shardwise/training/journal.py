@@ -274,7 +274,7 @@ def start_report(job: Job, plan: Plan, world: World, step: Step) -> dict[str, An
             ["precision", _precision(job, plan, world, step), plan.source("precision")],
             ["optimizer", _kind(step), "job"],
             ["learning rate", " · ".join(rates), _schedule_name(job.schedule)],
-            ["batch norm", plan.batch_norm, plan.source("batch_norm")],
+            *_batch_norm(plan, world, step),
             *_adapters(job, num_trained),
             *_options(plan, num_trained),
         ],
@@ -293,6 +293,12 @@ def _precision(job: Job, plan: Plan, world: World, step: Step) -> str:
         return str(plan.precision)
     names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
     return f"parameters {names} as Job.model builds them, not {plan.precision.parameter} as in the plan"
+
+
+def _batch_norm(plan: Plan, world: World, step: Step) -> list[list[str]]:
+    """Return the start report's line about batch norms if the model has any. Communicates over the world."""
+    has_any = any(world.gather(engine_named(plan.engine).has_batch_norm(step.model)))
+    return [["batch norm", plan.batch_norm, plan.source("batch_norm")]] if has_any else []
 
 
 def _adapters(job: Job, num_trained: int) -> Iterator[list[str]]:

@@ -275,6 +275,9 @@ class Resuming:
         notes = [f"resumed from {report.path} at step {step.number}"]
         if not compared.is_equal:
             notes.append(str(compared))
+        now, saved = step.length.num_steps, report.facts.get("num_steps", step.length.num_steps)
+        if now != saved:
+            notes.append(f"the learning-rate schedule follows the new length, {now} steps (before: {saved})")
         if not restore_random(report.facts, self._plan, self._world, step) and self._job.masks == "drawn":
             notes.append("dropout masks use new random streams because the layout differs")
         if self._job.state is not None and "user" in report.facts:

@@ -138,6 +138,9 @@ def test_early_stopping_waits_for_its_patience_and_begins_anew_in_each_training(
         return [train(world, "ddp", job)[0].steps for _ in range(2)]
 
     assert run_ranks(steps, 2) == [[3, 3], [3, 3]]
+    stopping = sw.EarlyStopping("accuracy", mode="max")
+    stopping.best = 0.4329411764705882
+    assert "best accuracy 0.4329," in str(stopping)
 
 
 @pytest.mark.parametrize("saved", [1, 2, 3])

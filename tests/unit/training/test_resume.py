@@ -281,8 +281,12 @@ def test_the_best_by_a_metric_is_saved_when_it_is_measured_and_stays(tmp_path):
     assert kept == pytest.approx({"step-00000002": 0.9, "step-00000004": 0.2})
 
 
-def test_another_seed_is_refused(tmp_path):
+def test_another_seed_is_refused_and_another_length_is_reported(tmp_path):
     run_ranks(stopped, 1, "one", tmp_path)
+    *_, notes = run_ranks(trained, 1, "one", tmp_path, job=make_job(steps=STEPS + 2), told=True)[0]
+    assert f"schedule follows the new length, {STEPS + 2} steps (before: {STEPS})" in notes
+    *_, notes = run_ranks(trained, 1, "one", tmp_path, told=True)[0]
+    assert "new length" not in notes
     with refuses("checkpoint.samples-differ"):
         run_ranks(trained, 1, "one", tmp_path, job=make_job(seed=1))
 

@@ -141,6 +141,23 @@ def build_in(world, dtype, *, frozen):
     return notes, {name: text for name, text, _ in start_report(job, plan, world, step)["facts"]}["precision"]
 
 
+def norms_in(world, name, norm):
+    """Return the line on batch norms in the start report of a model whose first stage has `norm`; None without one."""
+
+    def model():
+        return torch.nn.Sequential(torch.nn.Linear(6, 4), norm(4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+
+    job = points_job(model, layers="")
+    plan = sw.Plan.preset(name, world.size, batch_size=job.batch_size)
+    step = sw.build_step(job, plan, world)
+    return {name: text for name, text, _ in start_report(job, plan, world, step)["facts"]}.get("batch norm")
+
+
+def test_start_report_has_batch_norms_of_models_that_have_some():
+    assert run_ranks(norms_in, 2, "pp", torch.nn.BatchNorm1d) == ["sync", "sync"]
+    assert run_ranks(norms_in, 1, "ddp", torch.nn.LayerNorm) == [None]
+
+
 def test_start_report_has_the_dtype_of_a_model_that_is_not_built_in_that_of_the_plan():
     assert run_ranks(build_in, 1, torch.float32, frozen=False) == [([], "fp32 throughout")]
     for frozen in (False, True):
