@@ -33,9 +33,7 @@ from shardwise.spec import Spec, argument, option, spec_function
 from shardwise.units import format_bytes, format_duration, format_number, format_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from shardwise.runs.status import RunStatus
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 _NICE = 19
@@ -58,8 +56,8 @@ class WatchSpec(Spec, frozen=True, kw_only=True):
     sink: Annotated[str | None, option(metavar="KIND:PLACE")] = None
     """Mirror the run into a tracker until it ends, instead of showing it: tensorboard:DIR, wandb:PROJECT or
     mlflow:EXPERIMENT."""
-    compare: Annotated[Path | None, option(metavar="RUN")] = None
-    """Compare with another run: print settings that differ, results, and losses at the same steps."""
+    compare: Annotated[tuple[Path, ...], option("--compare", metavar="RUN")] = ()
+    """Compare with another run, or several: print settings that differ, results, and losses at the same steps."""
 
 
 @spec_function(WatchSpec)
@@ -68,9 +66,8 @@ def watch(spec: WatchSpec) -> WatchReport:
     sink = parse_sink(spec.sink) if spec.sink is not None else None
     run = _find_run(spec.run)
     state = RunState(run)
-    if spec.compare is not None:
-        other = RunState(_find_run(spec.compare))
-        echo(compare_runs(state, other))
+    if spec.compare:
+        echo(compare_runs(state, *(RunState(_find_run(path)) for path in spec.compare)))
     elif sink is not None:
         mirror(run, sink, echo)
     else:
@@ -109,40 +106,45 @@ def _serve(state: RunState, port: int | None) -> None:
         server.server_close()
 
 
-# The comparison of two runs.
+# The comparison of runs.
 
 
 _NOTHING = "-"
+_STYLES = ("blue", "magenta", "cyan", "green")
 
 
-def compare_runs(left: RunState, right: RunState) -> str:
-    """Return a table of two runs and their loss curves on one scale, in 80 columns."""
-    states = (left, right)
+def compare_runs(*states: RunState) -> str:
+    """Return a table of the runs and their loss curves on one scale, in 80 columns."""
     for state in states:
         state.refresh_all()
+    names = [state.run.path.name for state in states]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("", left.run.path.name, right.run.path.name):
+    for heading in ("", *names):
         table.add_column(heading, overflow="fold")
-    for row in (*_settings(left, right), *_results(left, right)):
+    for row in (*_settings(states), *_results(states)):
         table.add_row(*row)
     charts = []
-    for state, style in zip(states, ("blue", "magenta"), strict=True):
-        charts.append((f"loss of {state.run.path.name}", state.training.curves["loss"].rows(), style, False))
+    for number, state in enumerate(states):
+        rows = state.training.curves["loss"].rows()
+        charts.append((f"loss of {names[number]}", rows, _STYLES[number % len(_STYLES)], False))
     console = Console(file=io.StringIO(), highlight=False, width=PIPE[0])
     with console.capture() as captured:
-        console.print(table, f"\n{_difference(*_losses(left, right))}", sep="\n")
+        console.print(table, "", sep="\n")
+        for name, other in zip(names[1:], states[1:], strict=True):
+            text = _difference(*_losses(states[0], other))
+            console.print(text if len(states) == 2 else f"{names[0]} and {name}: {text}")
         for part in draw_charts([chart for chart in charts if chart[1]], PIPE[0], braille=True, alike=True):
             console.print(part)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-def _settings(left: RunState, right: RunState) -> Iterator[tuple[str, str, str]]:
+def _settings(states: Sequence[RunState]) -> Iterator[tuple[str, ...]]:
     """Yield the settings of job, plan and world that differ between the runs."""
-    configs = describe_run(left).config, describe_run(right).config
-    for name in sorted(configs[0].keys() | configs[1].keys()):
+    configs = [describe_run(state).config for state in states]
+    for name in sorted(set().union(*configs)):
         values = [str(config[name]) if name in config else _default(config, name) for config in configs]
-        if values[0] != values[1] and name not in {"job.digest", "training.steps"}:
-            yield name, values[0], values[1]
+        if len(set(values)) > 1 and name not in {"job.digest", "training.steps"}:
+            yield name, *values
 
 
 def _default(config: Mapping[str, object], name: str) -> str:
@@ -177,26 +179,42 @@ def _argument(node: ast.AST, name: str) -> ast.AST | None:
     return None
 
 
-def _results(left: RunState, right: RunState) -> Iterator[tuple[str, str, str]]:
-    """Yield the results of both runs, including the losses at the last step that both runs reached."""
-    figures = [_figures(state.status()) for state in (left, right)]
-    losses = _losses(left, right)
-    common = losses[0].keys() & losses[1].keys()
+def _results(states: Sequence[RunState]) -> Iterator[tuple[str, ...]]:
+    """Yield the results of the runs, including the losses at the last step that all runs reached."""
+    figures = [_figures(state) for state in states]
+    losses = _losses(*states)
+    common = set(losses[0]).intersection(*losses[1:])
     if common:
         step = max(common)
-        yield f"loss at step {format_whole(step)}", format_number(losses[0][step]), format_number(losses[1][step])
-    names = dict.fromkeys((*figures[0], *figures[1]))
+        yield f"loss at step {format_whole(step)}", *(format_number(each[step]) for each in losses)
+    names: dict[str, None] = {}
+    for each in figures:
+        names |= dict.fromkeys(each)
     for name in names:
-        yield name, figures[0].get(name, _NOTHING), figures[1].get(name, _NOTHING)
+        yield name, *(each.get(name, _NOTHING) for each in figures)
 
 
-def _figures(status: RunStatus) -> dict[str, str]:
+def _figures(state: RunState) -> dict[str, str]:
+    status = state.status()
     ran_s = None if status.began_at is None else max(0.0, status.now - status.began_at)
+    metrics = {}
+    for name, value in status.evaluation.items():
+        rows = state.training.curves["evaluation" if name == "loss" else f"evaluation/{name}"].rows()
+        metrics[f"test {name}"] = format_number(value)
+        # A metric has no direction of its own: of names that are not known, both extremes are shown.
+        if "accuracy" not in name:
+            metrics[f"test {name}, lowest"] = format_number(
+                min((row[1] for row in rows if row[1] is not None), default=None)
+            )
+        if "loss" not in name:
+            metrics[f"test {name}, highest"] = format_number(
+                max((row[2] for row in rows if row[2] is not None), default=None)
+            )
     return {
         "state": status.state,
         "steps": f"{format_whole(status.step)} of {format_whole(status.num_steps)}",
         "loss": format_number(status.loss),
-        **{f"test {name}": format_number(value) for name, value in status.evaluation.items()},
+        **metrics,
         "samples/s": format_whole(status.samples_per_s),
         "memory": format_bytes(status.memory_bytes, 3),
         "time": format_duration(ran_s),

@@ -131,6 +131,7 @@ def swept_run(path, *, width, losses, accuracy):
             steps_event(at, first, [loss], lr=0.1 * first),
             {"at": at, "kind": "evaluation", "step": first + 1, "epoch": 0, "values": {"loss": loss, "top1": accuracy}},
         ]
+        accuracy -= 0.125
     write(run.events(0), *events, {"at": 9.0, "kind": "end", "steps": len(losses), "loss": losses[-1]})
     return run
 
@@ -158,10 +159,19 @@ def test_two_runs_are_compared_by_settings_results_and_losses_at_the_same_step(t
     assert rows["job.overrides.width"] == ["job.overrides.width", "8", "64"]
     assert "job.overrides.optimizer.lr" not in rows
     assert rows["loss at step 2"][-2:] == ["2.5", "2.25"]
-    assert rows["test top1"][-2:] == ["0.5", "0.75"]
+    assert rows["test top1"][-2:] == ["0.125", "0.625"]
+    assert rows["test top1, highest"][-2:] == ["0.5", "0.75"]
+    assert rows["test loss, lowest"][-2:] == ["1.5", "2.25"]
     assert rows["steps"] == ["steps", "4", "of", "4", "2", "of", "2"]
     assert "loss of narrow" in text
     assert "losses at 2 common steps (1 to 2): largest difference 0.25, at step 2" in text
+    third = swept_run(tmp_path / "third", width=8, losses=[3.0], accuracy=0.5)
+    text = compare_runs(*map(RunState, (left, right, third)))
+    assert ["job.overrides.width", "8", "64", "8"] in [line.split() for line in text.splitlines()]
+    text = " ".join(text.split())
+    assert "narrow and wide: losses at 2 common steps (1 to 2): largest difference 0.25, at step 2" in text
+    assert "narrow and third: losses at 1 common step (1 to 1): equal to 6 digits" in text
+    assert "loss of third" in text
 
 
 def test_a_value_that_one_run_overrides_stands_beside_the_constant_of_the_job_file(tmp_path):
@@ -195,5 +205,6 @@ def test_without_a_path_the_newest_run_is_watched(tmp_path, monkeypatch, capsys)
         run = swept_run(tmp_path / "runs" / name, width=8, losses=[2.0, 1.0], accuracy=0.5)
         os.utime(run.path / "events", (100.0 - number, 100.0 - number))
     assert watch(once=True).status.name == "second"
-    watch(compare="runs/first")
-    assert "second" in capsys.readouterr().out
+    capsys.readouterr()
+    watch(compare=["runs/first", "runs/second"])
+    assert capsys.readouterr().out.splitlines()[0].split() == ["second", "first", "second"]

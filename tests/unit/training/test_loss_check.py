@@ -269,6 +269,19 @@ def test_a_count_that_is_not_that_of_the_models_own_mean_gets_a_note_that_names_
             assert f"{count(torch.utils.data.default_collate(data('train'))):g}" in note
 
 
+@pytest.mark.parametrize("loss", [sw.losses.labels, sw.losses.next_token])
+def test_labels_that_a_decoder_must_shift_get_a_note_under_a_loss_that_does_not(loss):
+    rows = [rows_of_labels(index) for index in range(8)]
+    job = make_job(loss, model=lambda: Labelled(0), data=train_split(rows))
+    ((_, notes, _),) = run_ranks(train, 1, job)
+    assert len(notes) == (loss is sw.losses.labels)
+    assert all("sw.losses.next_token" in note for note in notes)
+    for row in rows:
+        row["input_ids"] = torch.where(torch.arange(6) == 1, 0, row["input_ids"])  # a masked token
+    ((_, notes, _),) = run_ranks(train, 1, job)
+    assert notes == []
+
+
 @pytest.mark.parametrize(("ignored", "dtype"), [(-1, torch.long), (-100, torch.int32)])
 def test_labels_of_another_convention_are_not_counted_again(ignored, dtype):
     rows = [rows_of_labels(index) for index in range(8)]

@@ -60,6 +60,8 @@ class LossCheck:
             return True
         if not micro_batch.rows:
             return False
+        if self._loss.sum is losses.labels.sum:
+            self._check_shift(output, batch)
         found = self._repeat(output, batch, micro_batch)
         if found is None:
             return True
@@ -100,6 +102,20 @@ class LossCheck:
             self._note(
                 f"Loss.count returns {counted:g}, but the model's loss is a mean over {number:g} labels, so batches of"
                 f" other lengths get a wrong weight: use sw.losses.returned_by_model(sw.losses.{name})"
+            )
+
+    def _check_shift(self, output: Any, batch: Any) -> None:
+        """Report labels that equal the input tokens, as decoders have them, under a loss that does not shift them."""
+        if getattr(output, "encoder_last_hidden_state", None) is not None:  # an encoder-decoder shifts its own labels
+            return
+        tokens, labels = batch.get("input_ids"), batch.get("labels")
+        if not isinstance(tokens, Tensor) or "decoder_input_ids" in batch or tokens.shape != labels.shape:
+            return
+        kept = labels != losses.IGNORE
+        if bool((labels == tokens)[kept].all()) and int(kept.sum()) > len(labels):
+            self._note(
+                'batch["labels"] equals batch["input_ids"], so sw.losses.labels trains the model to return its input:'
+                " use sw.losses.next_token for decoders (...ForCausalLM), which compares with the next token"
             )
 
     def _check_ratio(self, ratio: float, counts: tuple[float, float], tolerance: float) -> None:
