@@ -50,7 +50,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_hea
 
 _WIDTHS = ("embed_dim", "hidden_size", "all_head_size", "inner_dim", "d_model", "n_embd", "dim", "width")
 
-_JOB_FIXES = ("set Job(", "run `shardwise verify JOB.py --propose-rules`")
+_JOB_FIXES = ("set Job(", "run `shardwise verify JOB.py --propose-rules`, which also finds rules of attention")
 """Fixes for a model without tensor rules: the call that takes rules, and how to find rules."""
 
 
@@ -204,8 +204,10 @@ def _own_counts(module: nn.Module) -> list[tuple[str, int]]:
     return [(name, named[name]) for name in named if name in _HEADS + _WIDTHS and type(named[name]) is int]
 
 
-def check_tensor(module: nn.Module, degree: int, rules: Mapping[str, str], *, sequence: bool = False) -> None:
-    """Raise PlanError if `degree` does not divide the sharded dimensions, with the nearest valid degrees."""
+def check_tensor(
+    module: nn.Module, degree: int, rules: Mapping[str, str], *, sequence: bool = False, num_ranks: int = 0
+) -> None:
+    """Raise PlanError if `degree` does not divide the sharded dimensions, with near degrees that fit `num_ranks`."""
     styles = styles_by_name(module, rules)
     counts = dict(_counts(module, styles))
     for what, count in counts.items():
@@ -213,7 +215,7 @@ def check_tensor(module: nn.Module, degree: int, rules: Mapping[str, str], *, se
             raise PlanError(
                 f"tp={degree} does not divide {what}",
                 code="plan.tp-not-divisible",
-                fix=_valid_degrees(degree, counts.values()),
+                fix=_valid_degrees(degree, counts.values(), num_ranks),
             )
     _check_ties(module, styles)
     if sequence:
@@ -312,10 +314,9 @@ def _general(name: str) -> str:
 
 def _check_kind(name: str, module: nn.Module, style: str) -> None:
     """Raise JobError if a module does not support the style of its rule."""
-    kind = type(module)
     if style in _LINEAR and not is_plain_linear(module):
         raise JobError(
-            f"tensor rule {style!r} requires a plain Linear, but {name} is a {kind.__name__}",
+            f"tensor rule {style!r} requires a plain Linear, but {name} is a {type(module).__name__}",
             code="job.tensor-rule-not-linear",
             fix=f"change the rule for {name}, so that it matches plain Linear modules only",
         )
@@ -354,14 +355,13 @@ def _heads(module: nn.Module, name: str) -> Iterator[tuple[str, int]]:
                 yield f"the {count} {kind} of {_general(name)}", count
 
 
-def _valid_degrees(degree: int, counts: Iterable[int]) -> str:
+def _valid_degrees(degree: int, counts: Iterable[int], num_ranks: int) -> str:
     largest = math.gcd(*counts)
     valid = [number for number in range(1, largest + 1) if largest % number == 0]
-    near = sorted(sorted(valid, key=lambda number: abs(number - degree))[:4])
-    *smaller, largest_valid = map(str, near)
-    if not smaller:
-        return f"use tp {largest_valid}"
-    return f"use tp {', '.join(smaller)} or {largest_valid}"
+    fitting = [number for number in valid if num_ranks % number == 0]
+    other = " with a multiple of that many ranks" if fitting == [1] != valid else ""
+    near = sorted(sorted(valid if other else fitting, key=lambda number: abs(number - degree))[:4])
+    return f"use tp {' or '.join(', '.join(map(str, near)).rsplit(', ', 1))}{other}"
 
 
 def _check_ties(module: nn.Module, styles: Mapping[str, str]) -> None:

@@ -11,7 +11,8 @@ rank 0 has the first and the last stage. References: GPipe (Huang et al. 2019), 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -217,12 +218,15 @@ def split_layers(plan: Plan, num_layers: int) -> StageSplit:
     """Return the layers of each stage: by the plan's split, or evenly by `even_bounds`."""
     num_stages, pp, split = _num_stages(plan), plan.layout.pp, plan.pipeline.split
     if num_stages > num_layers:
-        most = num_layers // (num_stages // pp)
+        fitting = _fitting_layout(plan, num_layers)
+        use_schedule = 'schedule = "1f1b", ' if num_stages > pp else ""
         raise PlanError(
             f"schedule {plan.pipeline.schedule!r} on pp = {pp} has {num_stages} stages, but the model has {num_layers}"
             " layers",
             code="plan.pipeline-too-many-stages",
-            fix=f"use pp = {most}" if most > 1 else 'use schedule = "1f1b", fewer stages, or pp = 1',
+            fix=f"use pp = {fitting.pp} (layout {fitting})"
+            if fitting
+            else f"use {use_schedule}fewer stages, or pp = 1",
         )
     even = even_bounds(num_layers, num_stages)
     bounds = (0, *split, num_layers) if split else even
@@ -234,6 +238,17 @@ def split_layers(plan: Plan, num_layers: int) -> StageSplit:
         )
     ranks = tuple(rank_of_stage(plan.pipeline.schedule, stage, pp) for stage in range(num_stages))
     return StageSplit(bounds=bounds, ranks=ranks)
+
+
+def _fitting_layout(plan: Plan, num_layers: int) -> Layout | None:
+    """Return a layout of the same ranks with the largest pp above 1 that the layers and the batch allow."""
+    for pp in range(plan.layout.pp - 1, 1, -1):
+        with suppress(PlanError):
+            smaller = replace(plan, layout=replace(plan.layout, pp=pp)).refit(plan.layout.world_size)
+            if _num_stages(smaller) <= num_layers:
+                check_pipeline(smaller)
+                return smaller.layout
+    return None
 
 
 def _num_stages(plan: Plan) -> int:

@@ -103,7 +103,8 @@ class ModelRules:
             check_context(self._module, layout, own_loss=not job.loss.by_row)
         if layout.tp > 1:
             rules = find_rules(self._module, job.tensor_rules)
-            check_tensor(self._module, layout.tp, rules, sequence=plan.sequence_parallel)
+            num_ranks = layout.tp * layout.dp
+            check_tensor(self._module, layout.tp, rules, sequence=plan.sequence_parallel, num_ranks=num_ranks)
             self._try_optimizer(by_tensor=True, trial=lambda: try_on_shards(job.optimizer, self._module, rules))
         if plan.zero and engine_named(plan.engine).uses_fsdp:
             self._try_optimizer(by_tensor=False, trial=lambda: try_on_shards(job.optimizer, self._module))

@@ -120,7 +120,11 @@ QUICK = {
 STRATEGIES = {
     "tp that does not divide the heads": (
         ["job.py:untied", "--nproc", "3", "--plan", "tp"],
-        ("plan.tp-not-divisible", "use tp 1, 2 or 4"),
+        ("plan.tp-not-divisible", "use tp 1, 2 or 4 with a multiple of that many ranks"),
+    ),
+    "tp that does not divide the heads, but half of it does": (
+        ["job.py:untied", "--nproc", "6", "--plan", "tp"],
+        ("plan.tp-not-divisible", "use tp 1 or 2"),
     ),
     "tp without rules": (
         ["job.py", "--nproc", "2", "--plan", "tp"],

@@ -49,7 +49,9 @@ def test_every_layer_has_one_stage_and_every_stage_one_rank():
 @pytest.mark.parametrize(
     ("plan", "num_layers", "refusal"),
     [
-        (a_plan(), 3, ("plan.pipeline-too-many-stages", 4, 3, "pp = 3")),
+        (a_plan(), 3, ("plan.pipeline-too-many-stages", 4, 3, "pp = 2", "pp2.replicate2")),
+        (a_plan(pp=3), 2, ("plan.pipeline-too-many-stages", 3, 2, "or pp = 1")),
+        (a_plan(pp=6, accumulation=6), 5, ("plan.pipeline-too-many-stages", 6, 5, "pp = 3")),
         (a_plan("zbv", pp=2), 3, ("plan.pipeline-too-many-stages", 4, 3, "1f1b")),
         (a_plan(split=(1, 1, 2)), 8, ("plan.pipeline-split-invalid", "split = [2, 4, 6]")),
         (a_plan(split=(1, 2, 8)), 8, ("plan.pipeline-split-invalid", 8, "1 to 7")),
