@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from shardwise.recorder.operations import SHARDWISE, USER, Sites
+from shardwise.recorder.operations import LIBRARY, SHARDWISE, USER, Sites, with_library
 from shardwise.runs.calls import ARRIVALS, FLIGHTS, Operation, pack
 from shardwise.torch_private.distributed import flight_records, is_inductor_imported
 
@@ -193,16 +193,18 @@ def _dump(*, stacks: bool) -> list[dict[str, Any]]:
 
 
 def _site(frames: list[dict[str, Any]]) -> str:
-    """Return the innermost source line of user code, or else of shardwise; `frames` has the innermost frame first."""
+    """Return the source line of a call as `Sites.find` does; `frames` has the innermost frame first."""
     import torch
 
     sites = Sites(torch.__path__[0], len)
-    own = ""
+    own = library = ""
     for frame in frames:
         kind = sites.kind_of(frame["filename"])
         line = f"{frame['filename']}:{frame['line']}"
         if kind == USER:
-            return line
-        if kind == SHARDWISE and not own:
-            own = line
-    return own
+            return with_library(line, library)
+        if kind == LIBRARY:
+            library = library or line
+        elif kind == SHARDWISE:
+            own = own or line
+    return library or own

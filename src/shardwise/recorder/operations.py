@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -173,21 +174,25 @@ def _dtype(dtype: Any) -> str:
 # The source line of a call, found in about half a microsecond.
 
 
-TORCH, SHARDWISE, USER = range(3)
-"""Owners of a source file."""
+TORCH, SHARDWISE, LIBRARY, USER = range(4)
+"""Owners of a source file; a library is any other installed package, such as Accelerate."""
 _PACKAGE = str(Path(__file__).parents[1])
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 _STANDARD_WRAPPERS = ("/contextlib.py", "/runpy.py", "/threading.py")
 
 
 class Sites:
-    """Finds the source line of a call: the innermost frame of user code, or else of shardwise."""
+    """Finds the source line of a call: the innermost frame of user code, with that of a library that it called.
+
+    Without user code, the innermost frame of a library or else of shardwise.
+    """
 
     def __init__(self, torch_folder: str, intern: Callable[[str], int]) -> None:
         """Create a finder; `intern` stores a source line and returns its table position."""
         self._torch = torch_folder
         self._intern = intern
         self._kinds: dict[int, int] = {}
-        self._places: dict[tuple[int, int], int] = {}
+        self._places: dict[tuple[int, ...], int] = {}
         self._codes: list[CodeType] = []
         """References to all code objects seen, so that their addresses are not reused."""
 
@@ -195,21 +200,30 @@ class Sites:
         """Return the table position of the calling line, from `frame` outwards; 0 if all frames are torch's."""
         kinds = self._kinds
         ours: FrameType | None = None
+        library: FrameType | None = None
         while frame is not None:
             key = id(frame.f_code)
             kind = kinds[key] if key in kinds else self._learn(frame.f_code)
             if kind:
                 if kind == USER:
-                    return self._place(frame)
-                ours = ours or frame
+                    return self._place(frame, library)
+                if kind == LIBRARY:
+                    library = library or frame
+                else:
+                    ours = ours or frame
             frame = frame.f_back
-        return 0 if ours is None else self._place(ours)
+        found = library or ours
+        return 0 if found is None else self._place(found)
 
-    def _place(self, frame: FrameType) -> int:
-        key = id(frame.f_code), frame.f_lasti
+    def _place(self, frame: FrameType, library: FrameType | None = None) -> int:
+        key: tuple[int, ...] = (id(frame.f_code), frame.f_lasti)
+        if library is not None:
+            key += id(library.f_code), library.f_lasti
         place = self._places.get(key)
         if place is None:
-            place = self._places[key] = self._intern(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            inside = f"{library.f_code.co_filename}:{library.f_lineno}" if library is not None else ""
+            place = self._places[key] = self._intern(with_library(line, inside))
         return place
 
     def _learn(self, code: CodeType) -> int:
@@ -226,4 +240,9 @@ class Sites:
             return SHARDWISE
         if any(name in file for name in _STANDARD_WRAPPERS):
             return TORCH
-        return USER
+        return LIBRARY if _INSTALLED.search(file) else USER
+
+
+def with_library(line: str, library: str) -> str:
+    """Return a source line of user code with the line of a library that it called, if any."""
+    return f"{line} (in {_INSTALLED.split(library)[-1]})" if library else line

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import time
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
@@ -14,7 +15,6 @@ from shardwise.runs.console import PREEMPTED, describe_exit, printable_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from shardwise.runs.directory import RunDirectory
     from shardwise.runs.failure import Failure
@@ -173,6 +173,7 @@ class LaunchLog:
             world_size=world_size,
             ranks=pids,
             host=socket.gethostname(),
+            boot=boot_id(),
             launcher=os.getpid(),
             target=target,
         )
@@ -206,6 +207,14 @@ class LaunchLog:
         """Close the file."""
         with contextlib.suppress(OSError):
             self._log.close()
+
+
+def boot_id() -> str:
+    """Return the id of this machine's last boot, which tells machines with equal host names apart; "" if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def launch_log(run: RunDirectory, node: int = 0) -> contextlib.closing[LaunchLog]:

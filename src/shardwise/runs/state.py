@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.errors import InputError
-from shardwise.runs.events import Tail
+from shardwise.runs.events import Tail, boot_id
 from shardwise.runs.failure import read_failure
 from shardwise.runs.history import History, TrainingState
 from shardwise.runs.status import CheckpointTable, RankEnd, RankTable, RunStatus, read_predicted
@@ -322,6 +322,8 @@ class LauncherState:
     node: int = 0
     nodes: int = 1
     host: str = ""
+    boot: str = ""
+    """Boot id of the machine; empty if it was not recorded."""
     pid: int | None = None
     target: str = ""
     world_size: int = 0
@@ -346,7 +348,7 @@ class LauncherState:
                 self.pids = {int(rank): int(pid) for rank, pid in event["ranks"].items()}
                 self.world_size = int(event.get("world_size", len(self.pids)))
                 self.host, self.target = str(event.get("host", "")), str(event.get("target", ""))
-                self.pid = event.get("launcher")
+                self.pid, self.boot = event.get("launcher"), str(event.get("boot", ""))
                 self.node, self.nodes = int(event.get("node", 0)), int(event.get("nodes", 1))
                 self.ends, self.verdict, self.finished = {}, "", ""
             case "exit":
@@ -366,7 +368,13 @@ class LauncherState:
         """Whether the launcher's process has exited; always False for a launcher on a different machine."""
         if self.pid is None or self.host != socket.gethostname() or not Path("/proc/self").exists():
             return False
-        return not Path(f"/proc/{self.pid}").exists()
+        if self.boot and self.boot != boot_id():
+            return False
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return True
+        return state in "ZX"  # nothing has waited for it: a container may have no init process
 
 
 def _rank_end(event: Mapping[str, Any]) -> RankEnd:

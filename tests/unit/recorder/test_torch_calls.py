@@ -1,5 +1,7 @@
 """What a rank records of torch's collectives, without a change in its code."""
 
+import re
+import sys
 import time
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from shardwise.recorder import start_record
+from shardwise.recorder.flight import _site
+from shardwise.recorder.operations import Sites
 from shardwise.runs import RunDirectory, calls
 from shardwise.runs.call_reader import CallReader, read_last_calls
 from shardwise.testing import run_ranks
@@ -30,6 +34,27 @@ def recorded(tmp_path, body, nproc=2):
 
 def words(calls_):
     return [f"{call.what.name} {call.what.match}".strip() for call in calls_]
+
+
+@pytest.mark.parametrize("is_frames", [True, False])
+def test_line_of_a_call_is_that_of_the_user_with_that_of_the_library_inside(is_frames):
+    scope = {}
+    library = "/env/lib/site-packages/accelerate/operations.py"
+    exec(compile("def gather(find):\n    return find()\n", library, "exec"), scope)
+    lines = []
+    sites = Sites(torch.__path__[0], lambda line: lines.append(line) or len(lines))
+
+    def here():
+        frame = sys._getframe(1)
+        if not is_frames:
+            return sites.find(frame)
+        own = sys._getframe(2)
+        found = [{"filename": each.f_code.co_filename, "line": each.f_lineno} for each in (frame, own)]
+        return lines.append(_site(found))
+
+    scope["gather"](here)
+    [line] = lines
+    assert re.fullmatch(rf".*/{HERE}:\d+ \(in accelerate/operations.py:2\)", line)
 
 
 def test_collectives_are_recorded_with_reduce_operation_dtype_and_size(tmp_path):

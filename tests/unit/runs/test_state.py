@@ -192,6 +192,15 @@ def test_run_whose_launcher_is_gone_is_lost(tmp_path):
     assert seen(run).status().state == "running"
     write(run.launcher_events(), attempt_event(2.0, 1, host=socket.gethostname(), launcher=ended.pid))
     assert seen(run).status().state == "lost"
+    elsewhere = {**attempt_event(2.5, 1, host=socket.gethostname(), launcher=ended.pid), "boot": "another"}
+    write(run.launcher_events(), elsewhere)
+    assert seen(run).status().state == "running"
+    killed = subprocess.Popen(["sleep", "60"])
+    killed.kill()
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    write(run.launcher_events(), attempt_event(3.0, 1, host=socket.gethostname(), launcher=killed.pid))
+    assert seen(run).status().state == "lost"
+    killed.wait()
 
 
 def test_failure_without_a_launcher_is_read_from_what_the_rank_left(tmp_path):

@@ -202,7 +202,10 @@ class Guard:
     def _conclude(self, text: str) -> None:
         """Store the stacks of all ranks and record the verdict."""
         if self._store_stacks():
-            text = f"{text}; stacks are in {self._run.stacks(0).parent}"
+            where = f"stacks are in {self._run.stacks(0).parent}"
+            if self._peers is not None:  # nodes may have disks of their own
+                where = f"stacks of this node are in {self._run.stacks(0).parent.resolve()} on {socket.gethostname()}"
+            text = f"{text}; {where}"
         self._record("verdict", text)
 
     def _store_stacks(self) -> bool:
@@ -231,8 +234,12 @@ class Guard:
         return self._verdict
 
     def places(self) -> str:
-        """Return the last recorded collective of each rank that ended; empty if no rank recorded one."""
-        return describe_ends([view.status() for view in self._views.values()])
+        """Return the last recorded collective of each rank that ended; empty if no rank was inside one.
+
+        Then ranks ended in a collective that C++ issued, such as DDP's, and earlier ones would mislead.
+        """
+        statuses = [view.status() for view in self._views.values()]
+        return describe_ends(statuses) if any(status.waits for status in statuses) else ""
 
 
 _SEPARATE_FIX = (

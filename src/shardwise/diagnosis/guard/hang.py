@@ -217,7 +217,7 @@ def describe_ends(ranks: Sequence[RankStatus]) -> str:
         if inside is not None:
             parts.append(f"rank {status.rank} was in {describe_call(inside)}")
         elif status.newest is not None and status.newest.group.name != STARTUP_GROUP:
-            parts.append(f"rank {status.rank} had left {describe_call(status.newest)}")
+            parts.append(f"rank {status.rank} had left {describe_call(status.newest)}, the last that was recorded")
     return "; ".join(parts)
 
 

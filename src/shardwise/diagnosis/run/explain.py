@@ -210,8 +210,8 @@ def describe_events(events: Sequence[Event]) -> tuple[str, ...]:
 
 
 def _ending(event: Event) -> tuple[str, object]:
-    """Return the verdict or the final state that an event contains."""
-    return event.kind, event.fields.get("text", event.fields.get("state"))
+    """Return the verdict, without the place of a node's stacks, or the final state that an event contains."""
+    return event.kind, str(event.fields.get("text", event.fields.get("state"))).partition("; stacks of this node")[0]
 
 
 def _exit(fields: Mapping[str, Any]) -> str:
