@@ -235,13 +235,15 @@ def with_inherited_settings(spec: TrainSpec) -> TrainSpec:
 
 
 def write_run_inputs(
-    run: RunDirectory, reference: JobReference, plan: Plan, *, started_at: float | None = None
+    run: RunDirectory, reference: JobReference, plan: Plan, *, spec: TrainSpec | None = None, started_at: float = 0.0
 ) -> None:
-    """Write the job reference, the resolved plan and, if `started_at` is set, the start time of the launcher."""
+    """Write the job reference, the resolved plan and, with `spec`, the options and the start time of the launcher."""
     run.job.write_bytes(msgspec.json.format(msgspec.json.encode(reference), indent=1))
     run.plan.write_text(plan_to_toml(plan))
-    if started_at is not None:
-        run.start.write_bytes(msgspec.json.encode(RunStart(started_at=started_at, plan_sources=dict(plan.sources))))
+    if spec is not None:
+        options = tuple(_kept_options(spec))
+        start = RunStart(started_at=started_at, plan_sources=dict(plan.sources), options=options)
+        run.start.write_bytes(msgspec.json.encode(start))
 
 
 def has_inputs(run: RunDirectory, reference: JobReference, plan: Plan) -> bool:
@@ -300,8 +302,12 @@ def command_argv(spec: LaunchSpec | TrainSpec, first: Sequence[str]) -> list[str
 
 def resume_argv(spec: TrainSpec, run: Path) -> list[str]:
     """Return the command that continues `run` in its run directory, with the same options, also those of this node."""
-    options, arguments = spec.replace(run_dir=None, save=spec.save.replace(resume=None)).to_argv()
-    return ["shardwise", spec.command, *arguments, *options, f"--run-dir={run}", "--resume=auto"]
+    return ["shardwise", spec.command, spec.job, *_kept_options(spec), f"--run-dir={run}", "--resume=auto"]
+
+
+def _kept_options(spec: TrainSpec) -> list[str]:
+    """Return the options of a command that also apply when its run is continued."""
+    return spec.replace(run_dir=None, save=spec.save.replace(resume=None)).to_argv()[0]
 
 
 def describe(spec: LaunchSpec, settled: SettledLaunch) -> str:

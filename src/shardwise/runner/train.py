@@ -195,7 +195,7 @@ def train_job(spec: TrainSpec) -> TrainReport:
         )
     else:
         run, is_first = open_run(spec, reference), True
-        write_run_inputs(run, reference, plan, started_at=started_at)
+        write_run_inputs(run, reference, plan, spec=requested, started_at=started_at)
         launched = _run(spec, run, sinks, added)
     report_effects(spec.preset, added, run)
     return conclude(requested, launched, run, is_first=is_first)
@@ -282,7 +282,7 @@ def _run_on_nodes(
         run = open_run(spec, reference) if named is None else share_run(spec.run_dir or named)
         # Node 0 writes the inputs of this command; other nodes do if their disk is not shared.
         if named is None or not has_inputs(run, reference, plan):
-            write_run_inputs(run, reference, plan, started_at=started_at)
+            write_run_inputs(run, reference, plan, spec=spec, started_at=started_at)
         return run
 
     with join_run(nodes, facts, make_run, echo_error) as (link, run):

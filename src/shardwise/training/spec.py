@@ -107,8 +107,10 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The start time of a run and the source of each value of its plan."""
+    """The start time of a run, its options and the source of each value of its plan."""
 
     started_at: float
     """Start time of the launcher, in seconds since the epoch."""
     plan_sources: dict[str, str]
+    options: tuple[str, ...] = ()
+    """Options of the command, without the run directory and the checkpoint to resume from."""

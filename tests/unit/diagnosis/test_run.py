@@ -17,7 +17,7 @@ from shardwise.diagnosis.guard.guard import RANKS_CONTINUE
 from shardwise.diagnosis.guard.hang import RankProgress, RankStatus, Wait, decide
 from shardwise.diagnosis.run.cause import place_of
 from shardwise.diagnosis.run.explain import check_lost, check_progress, describe_events, explain, next_commands
-from shardwise.diagnosis.run.facts import Event, RunFacts, read_run
+from shardwise.diagnosis.run.facts import Event, LauncherFacts, RunFacts, read_run
 from shardwise.runs import RunDirectory
 from shardwise.runs.call_reader import Call
 from shardwise.runs.calls import CallRing, GroupKey, Operation, pack
@@ -317,6 +317,17 @@ def test_a_job_goes_on_from_its_checkpoint_with_its_own_settings():
     assert line == "shardwise train /elsewhere/job.py:big --nproc 1 --set optimizer.lr=0.1 --resume runs/x"
     (line,) = next_commands(job_facts(saved=None, done=6), "failed")
     assert "--resume" not in line
+    recorded = job_facts(saved=None, done=6, options=("--nnodes=2", "--node-rank=1", "--save-every=5"))
+    (line,) = next_commands(recorded, "failed")
+    options = "--nnodes=2 --node-rank=1 --save-every=5"
+    assert line == f"shardwise train /elsewhere/job.py:big {options} --run-dir=runs/x --resume=auto"
+
+
+def test_a_script_goes_on_with_the_options_of_its_nodes():
+    launchers = [LauncherFacts(node=node, nodes=2, host=f"h{node}", pids={node: 1}, target="t.py") for node in (0, 1)]
+    line, *_ = next_commands(RunFacts(path=PATH, now=2.0, launchers=tuple(launchers)), "failed")
+    options = "--nnodes 2 --node-rank NODE --master-addr h0"
+    assert line == f"shardwise launch {options} --nproc-per-node 1 t.py ..."
 
 
 WORLD = GroupKey("0", 1, (0, 1, 2))
@@ -345,6 +356,16 @@ def test_a_rank_that_others_wait_for_is_named_with_the_collective():
 def test_the_host_of_a_missing_rank_is_named_on_several_nodes():
     ranks = {0: in_call(0, 5, for_s=30), 1: replace(in_call(1, 4), host="node-b")}
     assert "; rank 1 on node-b has not arrived" in decide(ranks, 10.0).text
+
+
+def test_ranks_that_wait_for_ranks_of_another_node_may_be_stuck():
+    elsewhere = LauncherFacts(node=1, nodes=2, host="node-b", pids={2: 1}, world_size=3)
+    ranks = {0: in_call(0, 5, for_s=30), 1: in_call(1, 5, for_s=30)}
+    facts = going(ranks=ranks, launchers=(elsewhere,), marks=marks(99.0, r0="backward"))
+    verdict = next(one for one in check_progress(facts) if one.name == "hang")
+    assert verdict.fact.startswith("ranks 0-1 wait in all_reduce #5 at train.py:88 for 30 s; rank 2")
+    assert "node-b" in verdict.fix
+    assert explain(facts).state == "stuck"
 
 
 def test_ranks_that_wait_for_a_moment_are_not_stuck():
@@ -451,11 +472,12 @@ def test_a_real_run_of_a_job_is_explained_and_goes_on_by_the_line_it_gives(tmp_p
     assert "ValueError: seven at job.py:14" in facts["cause"]
     assert facts["lost"] == "3 steps since the checkpoint of step 5"
     (line,) = report["commands"]
-    assert line == "shardwise train job.py --nproc 2 --plan first/plan.toml --resume first"
+    options = "--nproc-per-node=2 --save-every=5 --device=cpu"
+    assert line == f"shardwise train job.py {options} --run-dir=first --resume=auto"
     (tmp_path / "fails").unlink()
-    again = [sys.executable, "-m", *line.split(), "--device=cpu", "--run-dir=second"]
+    again = [sys.executable, "-m", *line.split()]
     assert subprocess.run(again, capture_output=True, check=False, cwd=tmp_path, timeout=120).returncode == 0
-    assert json.loads(doctor("second", "--json", cwd=tmp_path).stdout)["state"] == "finished"
+    assert json.loads(doctor("first", "--json", cwd=tmp_path).stdout)["state"] == "finished"
 
 
 def test_bad_input_is_one_sentence(tmp_path):

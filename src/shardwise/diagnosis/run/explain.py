@@ -7,7 +7,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from shardwise.diagnosis.guard.hang import decide
+from shardwise.diagnosis.guard.hang import Stall, decide, waiting_ranks
 from shardwise.diagnosis.run.cause import check_cause, current_verdict, kind_of_end, state_of
 from shardwise.diagnosis.run.facts import read_run
 from shardwise.diagnosis.run.nccl_log import check_transports, effects
@@ -19,6 +19,7 @@ from shardwise.spec import Spec, argument, spec_function
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from shardwise.diagnosis.guard.hang import Wait
     from shardwise.diagnosis.run.facts import Event, RunFacts
     from shardwise.runs.recorder import Mark
 
@@ -103,6 +104,8 @@ def check_progress(facts: RunFacts) -> list[Verdict]:
         found.append(fail("hang", message or stall.text, fix))
     elif message:
         found.append(fail("verdict", message, "end the run with Ctrl-C in its launcher, and correct the cause"))
+    elif waiting := waiting_ranks(facts.ranks, STUCK_S):
+        found += _check_elsewhere(facts, waiting)
     elif behind and age_s > STUCK_S:
         marks = facts.marks
         place = f"{marks[behind[0]].phase} of step {marks[behind[0]].shown_step}"
@@ -113,6 +116,17 @@ def check_progress(facts: RunFacts) -> list[Verdict]:
     else:
         found.append(ok("progress", "no rank has written an event yet"))
     return found
+
+
+def _check_elsewhere(facts: RunFacts, waiting: Sequence[tuple[int, Wait]]) -> list[Verdict]:
+    """Return a warning if ranks wait in a collective for ranks of other nodes, whose calls cannot be read here."""
+    absent = set(waiting[0][1].call.group.members) - facts.ranks.keys()
+    text = Stall(waiting=tuple(waiting), missing=(), is_verdict=False).text
+    if not absent:
+        return [ok("progress", text)]
+    hosts = sorted({facts.hosts.get(rank, "another node") for rank in absent})
+    fix = f"run shardwise doctor run on {', '.join(hosts)}; the launchers report a hang with its cause"
+    return [warn("hang", f"{text}; {name_ranks(sorted(absent))} run elsewhere and may be missing", fix)]
 
 
 def check_lost(facts: RunFacts) -> list[Verdict]:
@@ -146,17 +160,19 @@ def next_commands(facts: RunFacts, state: str) -> tuple[str, ...]:
         return (f"shardwise watch {facts.path}",)
     nproc = max((len(launcher.pids) for launcher in facts.launchers), default=1)
     nodes = max((launcher.nodes for launcher in facts.launchers), default=1)
+    first = [launcher.host for launcher in facts.launchers if launcher.node == 0]
+    node_options = f"--nnodes {nodes} --node-rank NODE --master-addr {first[0] if first else 'HOST'} "
     if facts.job is not None:
         lines = [shlex.join(_train_argv(facts, facts.job, nproc))]
     else:
         targets = filter(None, (launcher.target for launcher in facts.launchers))
         target = next(targets, "SCRIPT")
         lines = [
-            f"shardwise launch --nproc-per-node {nproc} {target} ...",
+            f"shardwise launch {node_options if nodes > 1 else ''}--nproc-per-node {nproc} {target} ...",
             "# ... are the arguments of the script, which are not recorded",
         ]
     if nodes > 1:
-        lines.append(f"# on {nodes} nodes: with the same --hosts, or --nnodes, --node-rank and --master-addr")
+        lines.append(f"# on each of {nodes} nodes, with its own --node-rank; a run of --hosts, with the same --hosts")
     return tuple(lines)
 
 
@@ -164,6 +180,8 @@ def _train_argv(facts: RunFacts, job: Mapping[str, Any], nproc: int) -> list[str
     name, attribute = _relative(str(job.get("path", "JOB.py"))), str(job.get("attribute", "job"))
     if attribute != "job":
         name = f"{name}:{attribute}"
+    if facts.options:
+        return ["shardwise", "train", name, *facts.options, f"--run-dir={facts.path}", "--resume=auto"]
     argv = ["shardwise", "train", name, "--nproc", str(nproc)]
     if (facts.path / "plan.toml").is_file():
         argv += ["--plan", str(facts.path / "plan.toml")]

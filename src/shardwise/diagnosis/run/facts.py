@@ -83,6 +83,8 @@ class RunFacts:
     """Status of each rank on this machine, from its recorded calls; process ids of other machines are meaningless."""
     job: Mapping[str, Any] | None = None
     """Contents of job.json; None for a script."""
+    options: tuple[str, ...] = ()
+    """Options of the `train` command, without the run directory; empty if they were not recorded."""
     saved: int | None = None
     """Step of the newest undamaged checkpoint."""
     damages: tuple[str, ...] = ()
@@ -145,6 +147,7 @@ def read_run(path: Path) -> RunFacts:
         marks=_by_rank(ranks, lambda rank: last_mark(run.recorder(rank))),
         ranks=_by_rank(ranks - remote, lambda rank: _rank_status(run, rank, now)),
         job=_read_json(run.job),
+        options=tuple(map(str, (_read_json(run.start) or {}).get("options", ()))),
         saved=saved,
         damages=damages,
         nccl=_read_nccl(run),
