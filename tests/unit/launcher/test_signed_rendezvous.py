@@ -78,4 +78,4 @@ def test_a_pickle_that_somebody_planted_in_the_store_is_never_loaded(store, tmp_
         _join(order)
     assert not (tmp_path / "ran").exists()
     store.delete_key("torch.rendezvous.run.0")
-    assert _join(order) == RendezvousResult((0,), (3,))
+    assert _join(order) == RendezvousResult((0,), (3,), 3)

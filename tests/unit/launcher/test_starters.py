@@ -39,7 +39,7 @@ def test_a_rendezvous_gets_the_environment_and_no_command_line_shows_it():
     with theirs:
         process = PlainStarter().start_rendezvous(order, theirs)
     try:
-        assert MessageStream(ours, RendezvousResult).receive(60) == [RendezvousResult((0,), (3,))]
+        assert MessageStream(ours, RendezvousResult).receive(60) == [RendezvousResult((0,), (3,), 3)]
         assert b"MY_TOKEN=hidden-word" in Path(f"/proc/{process.pid}/environ").read_bytes()
         assert b"MY_TOKEN" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
     finally:

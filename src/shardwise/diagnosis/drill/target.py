@@ -129,7 +129,7 @@ def _job_target(spec: DrillSpec) -> DrillTarget:
     )
 
     def launch(run: RunDirectory) -> LocalLaunch:
-        write_run_inputs(run, reference, plan, started_at=time.time())
+        write_run_inputs(run, reference, plan, spec=train, started_at=time.time())
         return worker_launch(train, run, nproc=spec.nproc)
 
     return DrillTarget(name=reference.name, launch=launch, steps=steps)

@@ -184,6 +184,8 @@ class NodeAssignment:
     first_rank: int = 0
     node: int = 0
     num_nodes: int = 1
+    cores: int | None = None
+    """CPU cores of this node's ranks; None means all usable cores."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Additional environment variables of the ranks, such as the network interface."""
 
@@ -212,7 +214,7 @@ def start_ranks(
             world_size=assignment.world_size,
             local_rank=local_rank,
             local_world_size=spec.nproc,
-            cores=usable_cores(),
+            cores=assignment.cores or usable_cores(),
             extra=shared,
         )
         environ |= compile_cache(environ)

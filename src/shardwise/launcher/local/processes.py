@@ -314,4 +314,6 @@ class RendezvousResult(msgspec.Struct, frozen=True, tag="result"):
 
     nodes: tuple[int, ...] = ()
     nprocs: tuple[int, ...] = ()
+    num_local: int = 0
+    """Number of ranks, of any node, that share the CPU cores of this node; more than its own with several launchers."""
     refusal: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ from shardwise.launcher.local.processes import (
     ignore_stop_signals,
 )
 from shardwise.launcher.transport import MessageStream
+from shardwise.runs.events import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,10 +31,11 @@ _NO_KEEP_ALIVE = timedelta(hours=1)
 
 
 class _NodeCard(msgspec.Struct):
-    """The node number and number of ranks that a node publishes in the store after it has joined."""
+    """What a node publishes in the store after it has joined: its number, its ranks, and the CPU cores that it uses."""
 
     node: int
     nproc: int
+    cores: str
 
 
 def rendezvous_work(order: StartRendezvous, descriptor: int | None, parent: int) -> Callable[[], None]:
@@ -77,9 +80,20 @@ def _join(order: StartRendezvous) -> RendezvousResult:
         keep_alive_interval=int(_NO_KEEP_ALIVE.total_seconds()),
     )
     info = handler.next_rendezvous()
-    info.store.set(f"card/{info.rank}", msgspec.json.encode(_NodeCard(order.node, order.nproc)))
+    cores = _own_cores()
+    info.store.set(f"card/{info.rank}", msgspec.json.encode(_NodeCard(order.node, order.nproc, cores)))
     cards = [msgspec.json.decode(info.store.get(f"card/{rank}"), type=_NodeCard) for rank in range(info.world_size)]
-    return RendezvousResult(tuple(card.node for card in cards), tuple(card.nproc for card in cards))
+    return RendezvousResult(
+        nodes=tuple(card.node for card in cards),
+        nprocs=tuple(card.nproc for card in cards),
+        num_local=sum(card.nproc for card in cards if card.cores == cores),
+    )
+
+
+def _own_cores() -> str:
+    """Return the machine and the CPU cores of this process, equal for launchers that share cores."""
+    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return f"{socket.gethostname()} {boot_id()} {affinity}"
 
 
 if __name__ == "__main__":

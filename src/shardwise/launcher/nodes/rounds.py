@@ -15,6 +15,7 @@ from functools import partial
 from signal import Signals
 from typing import TYPE_CHECKING
 
+from shardwise.hardware import usable_cores
 from shardwise.launcher.explain import gather_evidence
 from shardwise.launcher.local.attempts import (
     Launched,
@@ -363,6 +364,7 @@ def _assign(link: HubLink, join: JoinRound, members: RendezvousResult, variables
         first_rank=sum(members.nprocs[:index]),
         node=index,
         num_nodes=len(members.nodes),
+        cores=max(1, usable_cores() * members.nprocs[index] // max(1, members.num_local)),
         variables=variables,
     )
 
