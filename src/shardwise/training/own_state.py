@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import MismatchError, load_newest
 from shardwise.checkpoint import save as save_tensors
+from shardwise.checkpoint.convert.convert import KINDS
 from shardwise.checkpoint.manifest import DTYPES
 from shardwise.errors import InputError, nearest, some_of
 from shardwise.parallel.collectives import stages_of
@@ -62,14 +63,27 @@ def load(path: Path | str, state: MutableMapping[str, Any]) -> int | None:
     `path` is a directory of checkpoints, one checkpoint, or a run directory, saved at any world size under any
     strategy. Models and optimizers are loaded in place, objects with a load_state_dict receive their state, and plain
     values of `state` are replaced. Returns the step of the checkpoint; returns None and leaves `state` unchanged if
-    `path` contains no checkpoint.
+    `path` contains no checkpoint, and raises InputError if it is a checkpoint of another format.
     """
     parts = _StateParts(state)
     report = load_newest(Path(path), parts.load_targets, group=_group(), strict=False)
     if report is None:
+        _refuse_foreign(Path(path))
         return None
     state.update(parts.restore(report.facts))
     return report.step
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Raise InputError if a path without a checkpoint of shardwise has one of another format, such as transformers'."""
+    for place in (path, *sorted(path.glob("checkpoint-*"))):
+        for kind in KINDS.values():
+            if kind.is_at(place):
+                raise InputError(
+                    f"{place} is not a checkpoint of shardwise, but {kind.description}",
+                    code="checkpoint.foreign-format",
+                    fix=f"run shardwise checkpoint convert {place} NEW --to shardwise, and load NEW",
+                )
 
 
 def _group() -> dist.ProcessGroup | None:

@@ -93,6 +93,14 @@ def test_nothing_there_is_none_and_what_does_not_fit_changes_nothing(tmp_path):
     net = make_net()
     state = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), "epoch": 3}
     assert sw.load(tmp_path, state) is None
+    assert sw.load(tmp_path / "nowhere", state) is None
+    foreign = tmp_path / "foreign"
+    (foreign / "checkpoint-5").mkdir(parents=True)
+    (foreign / "checkpoint-5" / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    torch.save(net.state_dict(), foreign / "net.pt")
+    for path, kind in ((foreign, "Hugging Face"), (foreign / "net.pt", "torch.save")):
+        with refuses("checkpoint.foreign-format", kind, str(path), "shardwise checkpoint convert"):
+            sw.load(path, state)
     sw.save(tmp_path, state, step=7)
     with refuses("checkpoint.part-missing", "epochs", "epoch"):
         sw.load(tmp_path, {"model": net, "epochs": 0})
