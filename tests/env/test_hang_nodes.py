@@ -57,6 +57,8 @@ def test_a_rank_that_sleeps_on_another_host_is_named_by_both_launchers_and_its_s
     verdict = r"ranks 0-2 wait in all_reduce #6 .*train.py:20 .*; rank 3 on \S+ is in stuck at \S*train.py:5"
     outputs = run(tmp_path, "sleep")
     assert all(re.search(verdict, output) for output in outputs), outputs
+    for number, output in enumerate(outputs):
+        assert re.search(rf"stacks of this node are in {tmp_path}/run{number}/stacks on \S+", output)
     assert "line 5 in stuck" in (tmp_path / "run1" / "stacks" / "rank3.txt").read_text()
 
 

@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from refusals import refuses
-from shardwise.diagnosis.guard.guard import RANKS_CONTINUE
+from shardwise.diagnosis.guard.guard import RANKS_CONTINUE, _describe_places
 from shardwise.diagnosis.guard.hang import RankProgress, RankStatus, Wait, decide
 from shardwise.diagnosis.run.cause import place_of
 from shardwise.diagnosis.run.explain import check_lost, check_progress, describe_events, explain, next_commands
@@ -151,8 +151,9 @@ def test_the_view_of_node_0_decides_after_node_1_was_cut_off(tmp_path):
 
 
 def test_a_sentence_of_several_nodes_is_in_the_story_once():
-    found = [Event(float(n), "verdict", None, {"text": WAITS}, node=n) for n in range(2)]
-    assert len(describe_events(found)) == 1
+    for place in ("", "; stacks of this node are in /x/stacks on host-{}"):
+        found = [Event(float(n), "verdict", None, {"text": WAITS + place.format(n)}, node=n) for n in range(2)]
+        assert len(describe_events(found)) == 1
 
 
 @pytest.mark.parametrize("kind", ENDS)
@@ -366,6 +367,12 @@ def test_ranks_that_wait_for_ranks_of_another_node_may_be_stuck():
     assert verdict.fact.startswith("ranks 0-1 wait in all_reduce #5 at train.py:88 for 30 s; rank 2")
     assert "node-b" in verdict.fix
     assert explain(facts).state == "stuck"
+
+
+def test_collectives_of_ranks_that_ended_are_named_if_one_was_inside():
+    left = [in_call(0, 5), in_call(1, 5)]
+    assert _describe_places(left) == ""
+    assert "rank 2 was in all_reduce #6" in _describe_places([*left, in_call(2, 6, for_s=1)])
 
 
 def test_ranks_that_wait_for_a_moment_are_not_stuck():

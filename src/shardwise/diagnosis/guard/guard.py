@@ -19,7 +19,7 @@ from shardwise.runs import EventLog
 from shardwise.runs.calls import ENOUGH_SEPARATE_STEPS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardwise.diagnosis.guard.hang import RankStatus
     from shardwise.diagnosis.guard.peers import Exchange
@@ -202,10 +202,7 @@ class Guard:
     def _conclude(self, text: str) -> None:
         """Store the stacks of all ranks and record the verdict."""
         if self._store_stacks():
-            where = f"stacks are in {self._run.stacks(0).parent}"
-            if self._peers is not None:  # nodes may have disks of their own
-                where = f"stacks of this node are in {self._run.stacks(0).parent.resolve()} on {socket.gethostname()}"
-            text = f"{text}; {where}"
+            text = f"{text}; {_describe_stacks(self._run, is_single=self._peers is None)}"
         self._record("verdict", text)
 
     def _store_stacks(self) -> bool:
@@ -234,12 +231,21 @@ class Guard:
         return self._verdict
 
     def places(self) -> str:
-        """Return the last recorded collective of each rank that ended; empty if no rank was inside one.
+        """Return the last recorded collective of each rank that ended; empty if no rank was inside one."""
+        return _describe_places([view.status() for view in self._views.values()])
 
-        Then ranks ended in a collective that C++ issued, such as DDP's, and earlier ones would mislead.
-        """
-        statuses = [view.status() for view in self._views.values()]
-        return describe_ends(statuses) if any(status.waits for status in statuses) else ""
+
+def _describe_places(ranks: Sequence[RankStatus]) -> str:
+    # If no rank was inside a recorded collective, C++ issued the one in which they ended (DDP): earlier ones mislead.
+    return describe_ends(ranks) if any(status.waits for status in ranks) else ""
+
+
+def _describe_stacks(run: RunDirectory, *, is_single: bool) -> str:
+    folder = run.stacks(0).parent
+    if is_single:
+        return f"stacks are in {folder}"
+    # Nodes may have disks of their own.
+    return f"stacks of this node are in {folder.resolve()} on {socket.gethostname()}"
 
 
 _SEPARATE_FIX = (
