@@ -1,11 +1,14 @@
 """What every node of a run would be told to run."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from shardwise.cli.main import cli
+from shardwise.runner.local import resume_argv
+from shardwise.training.spec import TrainSpec
 
 
 @pytest.fixture
@@ -51,3 +54,9 @@ def test_what_is_printed_prints_the_same_again(dry_run):
     (node, _) = nodes_of(dry_run("--nnodes=2", "--nproc=2", "--max-restarts=3", "--master_addr=a"))
     again = nodes_of(dry_run(*node[2 : node.index("train.py")]))
     assert again[0] == node
+
+
+def test_command_that_continues_a_run_names_it_and_has_the_options_of_its_node():
+    spec = TrainSpec.of("job.py", nnodes="2", node_rank=1, master_addr="a", save_every=5, resume="elsewhere")
+    options = ["--save-every=5", "--nnodes=2", "--node-rank=1", "--master-addr=a", "--run-dir=runs/x", "--resume=auto"]
+    assert resume_argv(spec, Path("runs/x")) == ["shardwise", "train", "job.py", *options]

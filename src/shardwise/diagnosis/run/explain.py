@@ -124,9 +124,9 @@ def _check_elsewhere(facts: RunFacts, waiting: Sequence[tuple[int, Wait]]) -> li
     text = Stall(waiting=tuple(waiting), missing=(), is_verdict=False).text
     if not absent:
         return [ok("progress", text)]
-    hosts = sorted({facts.hosts.get(rank, "another node") for rank in absent})
-    fix = f"run shardwise doctor run on {', '.join(hosts)}; the launchers report a hang with its cause"
-    return [warn("hang", f"{text}; {name_ranks(sorted(absent))} run elsewhere and may be missing", fix)]
+    hosts = ", ".join(sorted({facts.hosts.get(rank, "another node") for rank in absent}))
+    fix = f"run shardwise doctor run on {hosts}; the launchers report a hang with its cause"
+    return [warn("hang", f"{text}; {name_ranks(sorted(absent))} on {hosts} may not have arrived", fix)]
 
 
 def check_lost(facts: RunFacts) -> list[Verdict]:
