@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardwise.job.callbacks import EarlyStopping as EarlyStopping
     from shardwise.job.optimizers import SGD as sgd  # noqa: F401, N811 - lower case as sw.adamw
     from shardwise.job.optimizers import AdamW as adamw  # noqa: F401, N813 - called like a function
+    from shardwise.job.optimizers import Muon as muon  # noqa: F401, N813
     from shardwise.layout import Layout as Layout
     from shardwise.measurement.specs import bench as bench
     from shardwise.monitor.watch import watch as watch
@@ -83,6 +84,7 @@ _PUBLIC = {
     "losses": ("shardwise.job.losses", ""),
     "metrics": ("shardwise.job.metrics", ""),
     "models": ("shardwise.models", ""),
+    "muon": ("shardwise.job.optimizers", "Muon"),
     "no_sync": ("shardwise.training.own_loop", "no_sync"),
     "parallelize": ("shardwise.training.own_loop", "parallelize"),
     "plan": ("shardwise.planner.plan", "plan"),

@@ -1,15 +1,15 @@
-"""Optimizer factories, which return a torch optimizer for named parameters: AdamW, SGD and their protocol."""
+"""Optimizer factories, which return a torch optimizer for named parameters: AdamW, SGD, Muon and their protocol."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from shardwise.errors import JobError
+from shardwise.errors import JobError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch.nn import Parameter
     from torch.optim import Optimizer
@@ -69,6 +69,80 @@ class SGD:
         if self.momentum and kind.get("fused"):
             _initialize_momentum(optimizer)
         return optimizer
+
+
+AdjustLr = Literal["original", "match_rms_adamw"]
+NsDType = Literal["auto", "bf16", "fp32", "fp64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon:
+    """Muon for the matrices of hidden layers, AdamW for all other parameters (embeddings, heads, norms, biases, filters).
+
+    Muon orthogonalizes the momentum of a whole matrix by Newton-Schulz iterations, as torch.optim.Muon does. The model
+    determines which parameters are matrices of hidden layers: see `shardwise.parallel.muon_matrices`.
+    """
+
+    lr: float
+    """Learning rate of Muon, before `adjust_lr`."""
+    momentum: float = 0.95
+    nesterov: bool = True
+    weight_decay: float = 0.1
+    eps: float = 1e-7
+    """Smallest norm by which a matrix is divided before the iterations."""
+    ns_steps: int = 5
+    """Number of Newton-Schulz iterations."""
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
+    ns_dtype: NsDType = "auto"
+    """Dtype of the iterations; "auto" is bf16 as in torch, and fp64 for fp64 parameters (`shardwise verify`)."""
+    adjust_lr: AdjustLr = "original"
+    """Factor of the learning rate: sqrt(max(1, outputs / inputs)), or 0.2 sqrt(max(outputs, inputs))."""
+    adamw_lr: float = 3e-4
+    adamw_betas: tuple[float, float] = (0.9, 0.999)
+    adamw_eps: float = 1e-8
+    adamw_weight_decay: float = 0.01
+    """Weight decay of AdamW; norms and biases get none."""
+    include: tuple[str, ...] = ()
+    """Parameters or modules with two-dimensional weights to update by Muon too: names or their suffixes, in which `*`
+    matches one component."""
+    exclude: tuple[str, ...] = ()
+    """Parameters or modules to update by AdamW instead of Muon."""
+    split: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict, hash=False)
+    """Fused weights as pattern -> number of equal matrices along the outputs, or the outputs of each matrix."""
+    fused: bool = True
+    """Use torch's fused kernel for AdamW; set False on devices without one."""
+
+    def __post_init__(self) -> None:
+        numbers = ("lr", "momentum", "weight_decay", "eps", "adamw_lr", "adamw_eps", "adamw_weight_decay")
+        _check_finite("muon", **{name: getattr(self, name) for name in numbers})
+        if type(self.ns_steps) is not int or not 1 <= self.ns_steps < _MOST_NS_STEPS:
+            raise JobError(
+                f"muon(ns_steps={self.ns_steps!r}) is invalid, because ns_steps must be an integer from 1 to 99",
+                code="optimizer.setting-out-of-range",
+                fix="set optimizer.ns_steps=5",
+            )
+        for name, kind in (("ns_dtype", NsDType), ("adjust_lr", AdjustLr)):
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                raise JobError(
+                    f"muon({name}={value!r}) is invalid, because {name} must be one of {', '.join(get_args(kind))}",
+                    code="optimizer.setting-unknown",
+                    fix=nearest(str(value), get_args(kind)),
+                )
+        for name in ("include", "exclude"):
+            if isinstance(getattr(self, name), str):  # a string is a sequence of one-letter patterns
+                object.__setattr__(self, name, (getattr(self, name),))
+
+    def __call__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> Optimizer:
+        """Raise JobError: names and shapes do not show which parameters are embeddings, heads and fused weights."""
+        raise JobError(
+            "sw.muon requires the model to find embeddings, output heads and fused weights, but got parameters only",
+            code="optimizer.muon-without-model",
+            fix="set Job(optimizer=sw.muon(...)), or call shardwise.parallel.muon.for_model(sw.muon(...), model)",
+        )
+
+
+_MOST_NS_STEPS = 100
 
 
 def decay_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_decay: float) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardwise.parallel.collectives import gather_flat, in_buckets
 from shardwise.parallel.gradsync import local
 from shardwise.parallel.mixed_adamw import mixed_optimizer
+from shardwise.parallel.muon import MuonAdamW
 from shardwise.parallel.parameter_rules import check_optimizer, check_sharded_updates, copy_attributes
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ def make_optimizer(
         owned.append((name, parameter if piece is None else piece.owned))
     optimizer = factory(owned)
     check_optimizer(optimizer)
-    check_sharded_updates(optimizer)
+    if not isinstance(optimizer, MuonAdamW):  # it gathers the shards that it needs
+        check_sharded_updates(optimizer)
     mixed = None
     if precision is not None and precision.needs_mixed_optimizer:
         optimizer = mixed = mixed_optimizer(optimizer, owned, precision)

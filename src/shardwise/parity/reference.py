@@ -26,6 +26,7 @@ from shardwise.job.generators import host_states, seed_generators
 from shardwise.job.schedules import check_schedule
 from shardwise.parallel.counter_dropout import CounterMasks, replace_dropouts
 from shardwise.parallel.lora import add_adapters
+from shardwise.parallel.muon import for_model
 from shardwise.parallel.optimizer import Optimized
 from shardwise.parallel.parameter_rules import trainable_of
 from shardwise.parallel.weights import fill_parameters
@@ -60,7 +61,8 @@ class PlainTraining:
         self.model = plain_model(job, prepare_meta_model(job, plan, world), double=plan.precision.parameter == "fp64")
         named = trainable_of(list(self.model.named_parameters()))
         seed_generators(job.seed + 1 + plan.layout.draw_index(world.rank))  # the same seed as in training
-        self.optimized = Optimized(optimizer=job.optimizer(named), named=named)
+        optimizer = for_model(job.optimizer, self.model)(named)
+        self.optimized = Optimized(optimizer=optimizer, named=named)
         self._parameters = [parameter for _, parameter in named]
         self._rates = [group["lr"] for group in self.optimized.param_groups]
         self._masks = CounterMasks(self.model, "cpu") if job.masks == "keyed" else None

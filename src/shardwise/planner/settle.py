@@ -15,7 +15,7 @@ from shardwise.hardware import probe_gpus
 from shardwise.job import Job, Lora, refer
 from shardwise.job.callbacks import EarlyStopping
 from shardwise.job.load import job_parameters, literal, parse_overrides, replace_at
-from shardwise.job.optimizers import SGD, AdamW
+from shardwise.job.optimizers import SGD, AdamW, Muon
 from shardwise.job.schedules import Constant, Cosine, Linear
 from shardwise.planner.search.subject import choose_precision, search_plan
 from shardwise.plans.pipeline import fill_pipeline, split_batch
@@ -178,7 +178,7 @@ def split_settings(job: str, settings: Sequence[str]) -> tuple[JobReference, dic
 def set_keys() -> frozenset[str]:
     """Return the dotted keys that --set accepts: fields of Job, Plan and their sections, optimizers and schedules."""
     sections: list[tuple[str, Any]] = [("", Job), ("", Plan), ("lora.", Lora), ("on_evaluate.", EarlyStopping)]
-    sections += [("optimizer.", kind) for kind in (AdamW, SGD)]
+    sections += [("optimizer.", kind) for kind in (AdamW, Muon, SGD)]
     sections += [("schedule.", kind) for kind in (Constant, Cosine, Linear)]
     for field in dataclasses.fields(Plan):
         kind: Any = field.default_factory

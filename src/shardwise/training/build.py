@@ -24,6 +24,7 @@ from shardwise.parallel.first_passes import watch_forward
 from shardwise.parallel.gradsync import GradNorm
 from shardwise.parallel.lora import adapt_meta_model
 from shardwise.parallel.meta_model import job_meta_model
+from shardwise.parallel.muon import for_model
 from shardwise.parallel.optimizer import make_optimizer
 from shardwise.parallel.parameter_rules import (
     check_dense,
@@ -164,6 +165,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
     if job.lora is None:  # frozen weights beside adapters may have the compute dtype
         note_dtypes(meta_model.module, plan, context.note)
     step_context = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))
+    make = for_model(job.optimizer, meta_model.module)  # the full model, which a pipeline splits
     split, model = _apply_plan(job, meta_model, plan, mesh_context)
     # Data-parallel ranks sample different dropout masks, independent of the model's initialization.
     seed_generators(job.seed + 1 + plan.layout.draw_index(world.rank))
@@ -176,7 +178,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
     )
     parts = StepParts(
         optimized=make_optimizer(
-            job.optimizer,
+            make,
             trainable,
             shard_mesh=mesh_context.axis("shard") if plan.zero == 1 else None,
             on_host=plan.offload.optimizer == "cpu" and plan.offload.parameters == "none",

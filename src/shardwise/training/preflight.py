@@ -21,7 +21,7 @@ from shardwise.dist import local_world
 from shardwise.engines.engine import engine_named, require_supported
 from shardwise.errors import JobError, PlanError, RankFailedError, some_of
 from shardwise.job.job import call_model
-from shardwise.job.optimizers import SGD, AdamW
+from shardwise.job.optimizers import SGD, AdamW, Muon
 from shardwise.launcher.local.function import run_forked
 from shardwise.parallel.context import check_context
 from shardwise.parallel.first_passes import written_parameters
@@ -169,6 +169,8 @@ def check_job(job: Job, plan: Plan) -> None:
             code="support.lora-engine",
             fix="pass --set engine=torch, or remove Job.lora",
         )
+    if isinstance(job.optimizer, Muon):
+        _check_muon(plan)
     if job.masks == "keyed" and (not engine.has_keyed_dropout or plan.compile != "none"):
         unsupported, fix = f"compile = {plan.compile}", "compile=none"
         if not engine.has_keyed_dropout:
@@ -177,6 +179,22 @@ def check_job(job: Job, plan: Plan) -> None:
             f"counter-based dropout (masks=keyed) is not supported by {unsupported}",
             code="support.keyed-masks-engine",
             fix=f"pass --set {fix}, or --set masks=drawn",
+        )
+
+
+def _check_muon(plan: Plan) -> None:
+    """Raise PlanError if the plan's engine or its offload cannot gather the matrices that Muon orthogonalizes."""
+    if not engine_named(plan.engine).uses_fsdp:
+        raise PlanError(
+            f"engine {plan.engine} does not support sw.muon, which updates whole matrices",
+            code="support.muon-engine",
+            fix="pass --set engine=torch, or use sw.adamw",
+        )
+    if plan.offload.optimizer != "none" or plan.offload.parameters != "none":
+        raise PlanError(
+            "sw.muon orthogonalizes matrices on the device, but the plan offloads optimizer states to the host",
+            code="support.muon-offload",
+            fix="pass --set offload.parameters=none --set offload.optimizer=none, or use sw.adamw",
         )
 
 
@@ -275,8 +293,10 @@ def try_on_shards(factory: OptimizerFactory, module: nn.Module, tensor_rules: Ma
 
     Parameters are sharded along dimension 0 as in ZeRO, or with `tensor_rules` as in tensor parallelism.
     """
-    if isinstance(factory, AdamW | SGD) or dist.is_initialized():
-        return  # AdamW and SGD are elementwise; in an initialized world, build_step runs the trial on the real shards
+    if isinstance(factory, AdamW | SGD | Muon) or dist.is_initialized():
+        # AdamW and SGD are elementwise, and Muon gathers its shards; in an initialized world, build_step runs the trial
+        # on the real shards.
+        return
     dims = _shard_dims(module, tensor_rules)
     try:
         errors = _run_on_two_ranks(lambda: _trial_error(factory, module, dims))
