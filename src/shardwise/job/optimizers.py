@@ -77,10 +77,10 @@ NsDType = Literal["auto", "bf16", "fp32", "fp64"]
 
 @dataclass(frozen=True, kw_only=True)
 class Muon:
-    """Muon for the matrices of hidden layers, AdamW for all other parameters (embeddings, heads, norms, biases, filters).
+    """Muon for the matrices of hidden layers; AdamW for embeddings, output heads, norms, biases and filters.
 
-    Muon orthogonalizes the momentum of a whole matrix by Newton-Schulz iterations, as torch.optim.Muon does. The model
-    determines which parameters are matrices of hidden layers: see `shardwise.parallel.muon_matrices`.
+    Muon orthogonalizes the momentum of a whole matrix by Newton-Schulz iterations, as torch.optim.Muon does. The full
+    model determines which parameters are matrices of hidden layers.
     """
 
     lr: float
@@ -133,7 +133,7 @@ class Muon:
             if isinstance(getattr(self, name), str):  # a string is a sequence of one-letter patterns
                 object.__setattr__(self, name, (getattr(self, name),))
 
-    def __call__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> Optimizer:
+    def __call__(self, _: Iterable[tuple[str, Parameter]]) -> Optimizer:
         """Raise JobError: names and shapes do not show which parameters are embeddings, heads and fused weights."""
         raise JobError(
             "sw.muon requires the model to find embeddings, output heads and fused weights, but got parameters only",

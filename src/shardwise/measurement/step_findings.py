@@ -185,7 +185,7 @@ def predict_step(job: Job, plan: Plan, describe: Callable[[Job, DType], Model], 
     """
     cluster = this_machine(processes)
     shape = describe(job, plan.precision.activations).for_plan(plan)
-    optimizer = optimizer_shape(job.optimizer)
+    optimizer = optimizer_shape(job)
     calibration = calibration_for(cluster.node)
     memory = predict_memory(shape, plan, optimizer=optimizer, context=calibration.context_bytes.value)
     time = predict_time(shape, plan, cluster, calibration, optimizer=optimizer)

@@ -108,23 +108,23 @@ class MuonAdamW(Optimizer):
 
     def _update_matrices(self, weights: Sequence[_Weight], group: Mapping[str, Any]) -> None:
         """Update weights whose shards lie on the same axes by Muon; communicates over these axes."""
-        updates = []
-        for weight in weights:
-            state = self.state[weight.parameter]
-            gradient: Any = weight.parameter.grad
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(gradient)
-            mean, change = local(state["momentum_buffer"]), local(gradient)
-            mean.lerp_(change, 1 - group["momentum"])
-            if group["nesterov"]:
-                mean = change.lerp(mean, group["momentum"])
-            updates.append(mean.to(weight.dtype))
+        updates = [self._momentum(weight).to(weight.dtype) for weight in weights]
         updates = _orthogonalized(updates, weights, 0)
         for weight, update in zip(weights, updates, strict=True):
             values = local(weight.parameter.detach())
             values.mul_(1 - group["lr"] * group["weight_decay"])
             for ratio, change in weight.scaled(update):
                 values.add_(change, alpha=-(group["lr"] * ratio))
+
+    def _momentum(self, weight: _Weight) -> Tensor:
+        """Return this rank's shard of the momentum, after adding the gradient to it; does not communicate."""
+        state = self.state[weight.parameter]
+        gradient: Any = weight.parameter.grad
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        mean, change = local(state["momentum_buffer"]), local(gradient)
+        mean.lerp_(change, 1 - weight.group["momentum"])
+        return change.lerp(mean, weight.group["momentum"]) if weight.group["nesterov"] else mean
 
     def _update_others(self, group: Mapping[str, Any]) -> None:
         """Update a group by AdamW, elementwise."""

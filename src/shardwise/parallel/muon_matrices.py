@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from shardwise.errors import JobError, nearest
 from shardwise.job.lora import is_adapter, is_target
 from shardwise.models.transformer import Attention
+from shardwise.parallel.lora import add_adapters
+from shardwise.parallel.meta_model import structure
 from shardwise.parallel.recompute import block_of, find_blocks
 from shardwise.parallel.skeleton import joined
 from shardwise.parallel.tensor_rules import is_transposed
@@ -25,6 +27,7 @@ from shardwise.parallel.tensor_rules import is_transposed
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from shardwise.job import Job
     from shardwise.job.optimizers import AdjustLr, Muon
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -84,7 +87,7 @@ def find_matrices(module: nn.Module, settings: Muon) -> dict[str, Matrix]:
         matched.update(excluded)
         is_output = id(parameter) in embeddings or any(name.startswith(joined(head, "")) for head in heads)
         is_hidden = _is_linear_weight(owner, kind) and not is_output
-        if parameter.ndim != 2 or excluded or not (included or is_hidden):  # noqa: PLR2004 - a matrix
+        if parameter.ndim != 2 or excluded or not (included or is_hidden):
             continue
         matched.update(included)
         splits = _matching(settings.split, name)
@@ -99,6 +102,14 @@ def find_matrices(module: nn.Module, settings: Muon) -> dict[str, Matrix]:
             fix="name parameters by sw.muon(include=...), or use sw.adamw",
         )
     return found
+
+
+def job_matrices(job: Job, settings: Muon) -> dict[str, Matrix]:
+    """Return `find_matrices` of a job's model, with its adapters, which is built on the meta device."""
+    module = structure(job.model, job.seed).module
+    if job.lora is not None:
+        add_adapters(module, job.lora)
+    return find_matrices(module, settings)
 
 
 def _trained_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

@@ -163,7 +163,9 @@ def test_only_rank_0_builds_a_model_that_is_too_large_for_every_rank(monkeypatch
             built_here.append(not model.scale.is_meta)
             return model
 
-        meta_model = job_meta_model(make_model, seed=0, weights=None, rank=world.rank, size=world.size, dtype=torch.float32)
+        meta_model = job_meta_model(
+            make_model, seed=0, weights=None, rank=world.rank, size=world.size, dtype=torch.float32
+        )
         place = MeshContext(
             device=world.device, layout=sw.Layout(replicate=2), rank=world.rank, mesh=None, dp_group=None
         )

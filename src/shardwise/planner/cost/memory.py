@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardwise.planner.cost.stages import Share, StageParts
-    from shardwise.planner.model.shape import ModelShape, Moment, Part
+    from shardwise.planner.model.shape import ModelShape, Moment, Part, Weight
     from shardwise.plans.plan import Plan
 
 WORKSPACE = 2 * (32 << 20)
@@ -34,7 +34,9 @@ FRAGMENTED = 1.06
 """Ratio of reserved to allocated memory at the peak, from rounding and fragmentation: assumed. 1.15 was observed once,
 for 8.8 billion parameters sharded over 64 ranks (52.9 GiB allocated, 60.9 reserved on an H200)."""
 BUCKET = 25 << 20
-"""Bytes that ZeRO-1 gathers in one collective."""
+"""Bytes that ZeRO-1 gathers, and Muon exchanges, in one collective."""
+NS_BYTES = 2
+"""Bytes of an element in the Newton-Schulz iterations of Muon, which are in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,14 @@ class OptimizerShape:
     """State elements, in the optimizer's dtype."""
     temporaries: float = 0.0
     """Temporary elements during the update; a fused kernel has none."""
+    matrices: frozenset[str] = frozenset()
+    """Names of the weights that Muon orthogonalizes; they have one state, the momentum, instead of `states`."""
+    ns_steps: int = 0
+    """Newton-Schulz iterations of these matrices."""
+
+    def states_of(self, weight: Weight) -> float:
+        """Return the state elements per element of a weight."""
+        return 1.0 if weight.name in self.matrices else self.states
 
 
 ADAMW = OptimizerShape()
@@ -276,10 +286,21 @@ def _update(own: RankState, rest: Mapping[str, float]) -> tuple[str, dict[str, f
     if not own.uses_buckets and not own.sheds_gradients:
         now["gradients"] = own.parameter_bytes * own.total("owned_trained" if own.sharded else "trained")
     owned = own.total("owned_trained" if own.plan.zero else "trained")
-    now["temporaries"] = own.parameter_bytes * own.optimizer.temporaries * owned
+    now["temporaries"] = own.parameter_bytes * own.optimizer.temporaries * owned + _orthogonalization(own)
     if own.plan.zero == 1:
         now["gather buffers"] = _gather_buffers(own)
     return "update", now
+
+
+def _orthogonalization(own: RankState) -> float:
+    """Return the bytes of Muon's update: six copies of the largest matrix, and four buffers of its exchange."""
+    weights = [weight for share in own.shares for weight in share.part.weights]
+    matrices = [weight.numel for weight in weights if weight.name in own.optimizer.matrices]
+    largest = NS_BYTES * max(matrices, default=0)
+    if not own.plan.zero or own.plan.layout.folded.shard == 1:
+        return float(6 * largest)
+    total = NS_BYTES * own.total("trained") / own.plan.layout.folded.shard
+    return float(6 * largest + 4 * max(largest, min(BUCKET, total))) if matrices else 0.0
 
 
 def _gather_buffers(own: RankState) -> float:

@@ -119,11 +119,13 @@ class Share(NamedTuple):
     """Number of elements in the input of a reduce-scatter over the shard axis."""
     narrow: float
     """Number of parameters stored in the compute dtype; under sharding, only those in this rank's shard."""
+    states: float
+    """Number of elements of optimizer states; under sharding, only those in this rank's shard."""
 
 
-def _share(part: Part, count: int, plan: Plan) -> Share:
+def _share(part: Part, count: int, plan: Plan, optimizer: OptimizerShape) -> Share:
     layout = plan.layout.folded
-    whole = trained = owned = owned_trained = cast = narrow = 0.0
+    whole = trained = owned = owned_trained = cast = narrow = states = 0.0
     for weight in part.weights:
         if weight.tied and plan.layout.pp == 1:
             continue
@@ -133,6 +135,7 @@ def _share(part: Part, count: int, plan: Plan) -> Share:
         if weight.trained:
             trained += numel
             owned_trained += own
+            states += optimizer.states_of(weight) * (own if plan.zero else numel)
         if weight.cast:
             cast += numel
         if weight.narrow:
@@ -148,6 +151,7 @@ def _share(part: Part, count: int, plan: Plan) -> Share:
         unit=owned * layout.shard,
         unit_trained=owned_trained * layout.shard,
         narrow=narrow,
+        states=states,
     )
 
 
@@ -167,7 +171,7 @@ class RankState:
         self.plan = plan
         self.optimizer = optimizer
         self.rank = stages[0].rank
-        self.shares = [_share(part, count, plan) for stage in stages for part, count in stage.parts]
+        self.shares = [_share(part, count, plan, optimizer) for stage in stages for part, count in stage.parts]
         self.chunks = [chunk for chunk, stage in enumerate(stages) for _ in stage.parts]
         """Index of each share's stage among the stages of the rank."""
         actions = PipelineShape(plan.layout.pp, plan.pipeline.schedule, plan.accumulation, len(stages))
@@ -211,8 +215,7 @@ class RankState:
         if plan.offload.parameters == "none":
             rest["parameters"] = self.parameters()
         if plan.offload.optimizer == "none":
-            owned = self.total("owned_trained" if plan.zero else "trained")
-            rest["optimizer states"] = ELEMENT_BYTES[plan.precision.optimizer] * self.optimizer.states * owned
+            rest["optimizer states"] = ELEMENT_BYTES[plan.precision.optimizer] * self.total("states")
         if self.uses_buckets:
             rest["gradients"] = self.parameter_bytes * self.total("trained")
         if plan.communication.sync_every > 1:
@@ -233,8 +236,8 @@ class RankState:
         """Return the bytes that offload stores on the host: parameters, their gradients and optimizer states."""
         if self.plan.offload.optimizer == "none":
             return 0.0
-        states = ELEMENT_BYTES[self.plan.precision.optimizer] * self.optimizer.states
-        trained = (2 * self.parameter_bytes + states) * self.total("owned_trained" if self.plan.zero else "trained")
+        trained = 2 * self.parameter_bytes * self.total("owned_trained" if self.plan.zero else "trained")
+        trained += ELEMENT_BYTES[self.plan.precision.optimizer] * self.total("states")
         if self.plan.offload.parameters == "none":
             return trained
         return trained + self.parameters() - self.trained_bytes()

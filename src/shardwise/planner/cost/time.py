@@ -23,7 +23,7 @@ from shardwise.planner.cost.events import (
     run_pass,
     run_streams,
 )
-from shardwise.planner.cost.memory import ADAMW
+from shardwise.planner.cost.memory import ADAMW, NS_BYTES
 from shardwise.planner.cost.stage_costs import Wires, stage_cost
 from shardwise.planner.cost.stages import stages_of_plan
 from shardwise.units import ELEMENT_BYTES
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shardwise.planner.cost.memory import OptimizerShape
     from shardwise.planner.cost.stage_costs import StageCost
     from shardwise.planner.cost.stages import StageParts
-    from shardwise.planner.model.shape import ModelShape, Part
+    from shardwise.planner.model.shape import ModelShape, Part, Weight
     from shardwise.plans.plan import Plan
 
 
@@ -138,6 +138,8 @@ class TimeModel:
             self._add_pipeline(parts, plan, costs=costs, ranks=ranks, busiest=busiest, hop=hop)
         trained = max(sum(cost.trained for cost in costs) for costs in by_rank)
         parts |= self._after(trained, plan)
+        for name, seconds in self._orthogonalization(stages, plan).items():
+            parts[name] = parts.get(name, 0.0) + seconds
         parts["input"] = shape.input.at(plan.micro_batch) * plan.accumulation / self.calibration.from_host.value
         doubt = sum(cost.forward.doubt + cost.backward.doubt + cost.again.doubt for cost in busiest)
         return self._time(shape, plan, parts, plan.accumulation * doubt)
@@ -233,6 +235,34 @@ class TimeModel:
             parts["meet"] = self.wires.in_buckets("all_reduce", moved, layout, "replicate") / every
             parts["update"] += OUTER_PASSES * moved / bandwidth / every
         return parts
+
+    def _orthogonalization(self, stages: Sequence[StageParts], plan: Plan) -> dict[str, float]:
+        """Return seconds of Muon's Newton-Schulz iterations on the busiest rank, and of the exchange of shards.
+
+        The ranks that shard matrices share them evenly.
+        """
+        layout = plan.layout.folded
+        sharing = layout.shard if plan.zero else 1
+        compute, sent = [0.0] * layout.pp, [0.0] * layout.pp
+        for stage in stages if self.optimizer.matrices else ():
+            for part, count in stage.parts:
+                for weight in (each for each in part.weights if each.name in self.optimizer.matrices):
+                    tp = layout.tp if weight.split else 1
+                    compute[stage.rank] += count * self._newton_schulz(weight) / (sharing * tp)
+                    sent[stage.rank] += count * NS_BYTES * weight.numel / (sharing * tp)
+        parts = {"update": max(compute)}
+        if sharing > 1 and any(sent):
+            parts["collect"] = 2 * self.wires.in_buckets("all_to_all", max(sent), layout, "shard")
+        return parts
+
+    def _newton_schulz(self, weight: Weight) -> float:
+        """Return the seconds of the iterations of one matrix: products n n m, n n n and n n m for n <= m, in bf16.
+
+        A fused weight counts as one matrix, which takes longer than its parts.
+        """
+        n, m = sorted((weight.rows, weight.numel // weight.rows))
+        flops = self.optimizer.ns_steps * (4.0 * n * n * m + 2.0 * n**3)
+        return flops / self.calibration.matmul(n, n, m, "bf16").value
 
     def _time(self, shape: ModelShape, plan: Plan, parts: dict[str, float], doubt: float) -> Time:
         seconds = sum(parts.values())

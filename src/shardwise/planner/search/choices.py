@@ -239,7 +239,8 @@ class Floors:
         self._parameter_bytes = ELEMENT_BYTES[question.precision.parameter]
         self._compute_bytes = ELEMENT_BYTES[question.precision.activations]
         self._reduce_bytes = ELEMENT_BYTES[question.precision.reduce]
-        self._states = question.optimizer.states * ELEMENT_BYTES[question.precision.optimizer]
+        least = min(1.0, question.optimizer.states) if question.optimizer.matrices else question.optimizer.states
+        self._states = least * ELEMENT_BYTES[question.precision.optimizer]
         self._numels: dict[tuple[int, int], tuple[float, float, float]] = {}
         self._stages_known: dict[tuple[object, ...], tuple[StageParts, ...]] = {}
         self._saved: dict[tuple[object, ...], float] = {}

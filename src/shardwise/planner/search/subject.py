@@ -132,15 +132,20 @@ def job_subject(
         batch_source="--batch-size" if batch_size else "the job's",
         precision=chosen,
         precision_source=why,
-        optimizer=optimizer_shape(job.optimizer),
+        optimizer=optimizer_shape(job),
         accepts=accepts or job_rules(job),
     )
 
 
-def optimizer_shape(factory: object) -> OptimizerShape:
+def optimizer_shape(job: Job) -> OptimizerShape:
     """Return the shape of an optimizer's state; an unknown optimizer counts as AdamW, which has the most state."""
+    factory = job.optimizer
     if isinstance(factory, optimizers.SGD):
         return OptimizerShape(name="sgd", states=1.0) if factory.momentum else SGD
+    if isinstance(factory, optimizers.Muon):
+        from shardwise.parallel.muon_matrices import job_matrices  # imports torch
+
+        return OptimizerShape(name="muon", matrices=frozenset(job_matrices(job, factory)), ns_steps=factory.ns_steps)
     return ADAMW
 
 
