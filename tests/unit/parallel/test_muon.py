@@ -14,8 +14,12 @@ from training.test_strategies import check_equal, trained
 import shardwise as sw
 from jobs import sentences_job
 from refusals import refuses
+from shardwise.hardware.cluster import parse_cluster
+from shardwise.measurement.memory import LiveBytes
 from shardwise.parallel.muon import for_model
 from shardwise.parallel.muon_matrices import find_matrices
+from shardwise.planner.cost.memory import predict_memory
+from shardwise.planner.search.subject import describe_job, job_subject, optimizer_shape
 from shardwise.plans import Offload
 from shardwise.testing import run_ranks
 from shardwise.training.preflight import check_job
@@ -234,3 +238,31 @@ def test_engines_and_offload_that_cannot_gather_matrices_are_refused():
             check_job(job_of(), plan(engine=engine))
     with refuses("support.muon-offload"):
         check_job(job_of(), plan(offload=Offload(optimizer="cpu")))
+
+
+def test_the_planner_predicts_one_state_for_matrices_and_the_copies_of_the_largest():
+    job = sentences_job("llama-tiny", optimizer=sw.muon(lr=0.1), batch_size=1)
+    model = job.model()
+    optimizer = for_model(job.optimizer, model)(model.named_parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    with LiveBytes("cpu") as live:
+        live.watch("before", [*model.parameters(), *(each.grad for each in model.parameters()), *states])
+        before = live.current_bytes
+        optimizer.step()
+        copies = live.peak_bytes - before
+    plan = sw.Plan.preset("ddp", 1, batch_size=1)
+    shape, cluster = describe_job(job, "fp32").for_plan(plan), parse_cluster("1xH100")
+    predicted = predict_memory(shape, plan, optimizer=optimizer_shape(job), context=0).at_peak
+    assert predicted["optimizer states"] == sum(value.nbytes for value in states)
+    assert predicted["temporaries"] == pytest.approx(copies, rel=0.01)
+
+    def update(own, job):
+        question = job_subject(job, cluster).question(cluster)
+        return question.time_model().predict(shape, own).parts["update"]
+
+    sharded = sw.Plan.preset("zero1", 2, batch_size=2)
+    assert update(plan, job) > 2 * update(plan, dataclasses.replace(job, optimizer=sw.adamw(lr=0.1)))
+    assert update(sharded, job) < 0.6 * update(plan, job)

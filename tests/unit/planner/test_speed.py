@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+import shardwise as sw
 from jobs import Pooled, points_job, sentences_job
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.planner.search.search import search
@@ -23,6 +24,7 @@ def test_a_long_job_on_one_gpu_is_compiled_whole_and_captured():
     assert (plan.compile, plan.capture) == ("model", "step")
     assert "of a step saved" in plan.source("compile")
     assert "of a step saved" in plan.source("capture")
+    assert settled(sentences_job(steps=100_000, optimizer=sw.muon(lr=0.1))).capture == "none"
 
 
 def test_several_ranks_compile_their_blocks():

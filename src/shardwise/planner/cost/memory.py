@@ -293,14 +293,19 @@ def _update(own: RankState, rest: Mapping[str, float]) -> tuple[str, dict[str, f
 
 
 def _orthogonalization(own: RankState) -> float:
-    """Return the bytes of Muon's update: six copies of the largest matrix, and four buffers of its exchange."""
-    weights = [weight for share in own.shares for weight in share.part.weights]
-    matrices = [weight.numel for weight in weights if weight.name in own.optimizer.matrices]
-    largest = NS_BYTES * max(matrices, default=0)
-    if not own.plan.zero or own.plan.layout.folded.shard == 1:
-        return float(6 * largest)
-    total = NS_BYTES * own.total("trained") / own.plan.layout.folded.shard
-    return float(6 * largest + 4 * max(largest, min(BUCKET, total))) if matrices else 0.0
+    """Return the bytes of Muon's largest update: four copies of the matrix, two of its Gram matrix, four buffers."""
+    largest = copies = 0
+    for share in own.shares:
+        for weight in share.part.weights:
+            if weight.name in own.optimizer.matrices:
+                short = min(weight.rows, weight.numel // weight.rows)
+                largest = max(largest, NS_BYTES * weight.numel)
+                copies = max(copies, NS_BYTES * (4 * weight.numel + 2 * short**2))
+    shard = own.plan.layout.folded.shard
+    if not own.plan.zero or shard == 1 or not largest:
+        return float(copies)
+    # The shards of a batch, sent, received and gathered, and its results.
+    return copies + 4 * max(largest, min(float(BUCKET), NS_BYTES * own.total("trained") / shard))
 
 
 def _gather_buffers(own: RankState) -> float:

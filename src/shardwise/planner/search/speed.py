@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterableDataset
 
 from shardwise.data.loaders import dataset_length, dataset_of
+from shardwise.job.optimizers import Muon
 from shardwise.planner.search.search import refused_by_rule
 from shardwise.plans.pipeline import SCHEDULES
 from shardwise.training.evaluate import training_length
@@ -39,6 +40,7 @@ def with_speed_options(job: Job, plan: Plan, question: Question) -> Plan:
         return _with(plan, "compile", "none", "eager, since the shapes of batches change")
     plan = _with(plan, "compile", *_choose_compile(job, plan, question))
     is_capturable = plan.layout.world_size == 1 and plan.offload.optimizer == "none" and job.masks != "keyed"
+    is_capturable = is_capturable and not isinstance(job.optimizer, Muon)  # it has no fused kernel
     if not is_capturable or refused_by_rule(question, dataclasses.replace(plan, capture="step")):
         return plan
     if question.memory_of(plan).total > CAPTURED_SHARE * question.capacity:
