@@ -254,6 +254,7 @@ PUBLIC = [
     "losses",
     "metrics",
     "models",
+    "muon",
     "no_sync",
     "parallelize",
     "plan",

@@ -12,7 +12,7 @@ from training.test_resume import trained as resumed
 from training.test_strategies import check_equal, trained
 
 import shardwise as sw
-from jobs import sentences_job
+from jobs import FP64, sentences_job
 from refusals import refuses
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.measurement.memory import LiveBytes
@@ -266,3 +266,26 @@ def test_the_planner_predicts_one_state_for_matrices_and_the_copies_of_the_large
     sharded = sw.Plan.preset("zero1", 2, batch_size=2)
     assert update(plan, job) > 2 * update(plan, dataclasses.replace(job, optimizer=sw.adamw(lr=0.1)))
     assert update(sharded, job) < 0.6 * update(plan, job)
+
+
+def test_a_custom_loop_over_shards_equals_one_process():
+    tokens = (torch.arange(16) * 7) % 10
+
+    def losses(world, name):
+        torch.manual_seed(0)
+        plan = dataclasses.replace(sw.Plan.preset(name, world.size, batch_size=16), precision=FP64)
+        model = sw.parallelize(Net(), plan, world)
+        optimizer = for_model(sw.muon(lr=0.02, split={"fused": 2}), model)(model.named_parameters())
+        mine = tokens.chunk(world.size)[world.rank]
+        found = []
+        for _ in range(3):
+            loss = functional.cross_entropy(model(mine), (mine + 1) % 10)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(world.sum({"loss": loss.item()})["loss"] / world.size)
+        return found
+
+    expected = run_ranks(losses, 1, "ddp")[0]
+    for name in ("ddp", "zero3"):
+        assert run_ranks(losses, 2, name)[0] == pytest.approx(expected, rel=1e-9)

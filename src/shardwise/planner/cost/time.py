@@ -138,7 +138,7 @@ class TimeModel:
             self._add_pipeline(parts, plan, costs=costs, ranks=ranks, busiest=busiest, hop=hop)
         trained = max(sum(cost.trained for cost in costs) for costs in by_rank)
         parts |= self._after(trained, plan)
-        for name, seconds in self._orthogonalization(stages, plan).items():
+        for name, seconds in _orthogonalization(self, stages, plan).items():
             parts[name] = parts.get(name, 0.0) + seconds
         parts["input"] = shape.input.at(plan.micro_batch) * plan.accumulation / self.calibration.from_host.value
         doubt = sum(cost.forward.doubt + cost.backward.doubt + cost.again.doubt for cost in busiest)
@@ -236,34 +236,6 @@ class TimeModel:
             parts["update"] += OUTER_PASSES * moved / bandwidth / every
         return parts
 
-    def _orthogonalization(self, stages: Sequence[StageParts], plan: Plan) -> dict[str, float]:
-        """Return seconds of Muon's Newton-Schulz iterations on the busiest rank, and of the exchange of shards.
-
-        The ranks that shard matrices share them evenly.
-        """
-        layout = plan.layout.folded
-        sharing = layout.shard if plan.zero else 1
-        compute, sent = [0.0] * layout.pp, [0.0] * layout.pp
-        for stage in stages if self.optimizer.matrices else ():
-            for part, count in stage.parts:
-                for weight in (each for each in part.weights if each.name in self.optimizer.matrices):
-                    tp = layout.tp if weight.split else 1
-                    compute[stage.rank] += count * self._newton_schulz(weight) / (sharing * tp)
-                    sent[stage.rank] += count * NS_BYTES * weight.numel / (sharing * tp)
-        parts = {"update": max(compute)}
-        if sharing > 1 and any(sent):
-            parts["collect"] = 2 * self.wires.in_buckets("all_to_all", max(sent), layout, "shard")
-        return parts
-
-    def _newton_schulz(self, weight: Weight) -> float:
-        """Return the seconds of the iterations of one matrix: products n n m, n n n and n n m for n <= m, in bf16.
-
-        A fused weight counts as one matrix, which takes longer than its parts.
-        """
-        n, m = sorted((weight.rows, weight.numel // weight.rows))
-        flops = self.optimizer.ns_steps * (4.0 * n * n * m + 2.0 * n**3)
-        return flops / self.calibration.matmul(n, n, m, "bf16").value
-
     def _time(self, shape: ModelShape, plan: Plan, parts: dict[str, float], doubt: float) -> Time:
         seconds = sum(parts.values())
         wire, origin = self.wires.figure(plan.layout)
@@ -284,6 +256,42 @@ class TimeModel:
                 "communication": origin,
             },
         )
+
+
+# Muon: the Newton-Schulz iterations of whole matrices, and the exchange of their shards.
+
+
+def _orthogonalization(model: TimeModel, stages: Sequence[StageParts], plan: Plan) -> dict[str, float]:
+    """Return seconds of Muon's Newton-Schulz iterations on the busiest rank, and of the exchange of shards.
+
+    The ranks that shard matrices share them evenly.
+    """
+    layout = plan.layout.folded
+    sharing = layout.shard if plan.zero else 1
+    compute, sent = [0.0] * layout.pp, [0.0] * layout.pp
+    for stage in stages if model.optimizer.matrices else ():
+        for part, count in stage.parts:
+            for weight in (each for each in part.weights if each.name in model.optimizer.matrices):
+                tp = layout.tp if weight.split else 1
+                compute[stage.rank] += count * _newton_schulz(model, weight) / (sharing * tp)
+                sent[stage.rank] += count * NS_BYTES * weight.numel / (sharing * tp)
+    parts = {"update": max(compute)}
+    if sharing > 1 and any(sent):
+        parts["collect"] = 2 * model.wires.in_buckets("all_to_all", max(sent), layout, "shard")
+    return parts
+
+
+def _newton_schulz(model: TimeModel, weight: Weight) -> float:
+    """Return the seconds of the iterations of one matrix: products n n m, n n n and n n m for n <= m, in bf16.
+
+    A fused weight counts as one matrix, which takes longer than its parts.
+    """
+    n, m = sorted((weight.rows, weight.numel // weight.rows))
+    flops = model.optimizer.ns_steps * (4.0 * n * n * m + 2.0 * n**3)
+    return flops / model.calibration.matmul(n, n, m, "bf16").value
+
+
+# FLOPs of the model, and seconds of a step by part.
 
 
 def training_flops(part: Part) -> float:
