@@ -128,8 +128,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             flag = max(field.option.flags, key=len, default=f"--{name.replace('_', '-')}")
             if field.option.positional:
                 arguments += map(str, values)
-            elif value is True:
-                options.append(flag)
+            elif isinstance(value, bool):
+                options += [switch_flag(field, flag)] if value != field.default else []
             elif value != field.default:
                 options += [f"{flag}={each}" for each in values]
         return options, arguments
@@ -190,6 +190,11 @@ def option_names(kind: type[Spec]) -> dict[str, str]:
 def _public_name(field: FlatField) -> str:
     name = next(iter(_long_names(field)), field.name)
     return field.name if keyword.iskeyword(name) else name  # --async
+
+
+def switch_flag(field: FlatField, flag: str) -> str:
+    """Return the flag that changes a boolean option from its default: --no-FLAG if it is on by default."""
+    return f"--no-{flag.removeprefix('--')}" if field.default is True else flag
 
 
 def _long_names(field: FlatField) -> list[str]:

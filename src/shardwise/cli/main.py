@@ -21,7 +21,7 @@ import msgspec
 from shardwise.environment import MPI_STARTERS, Identity, identify
 from shardwise.errors import EnvironmentVariablesError, InputError, ShardwiseError, nearest, with_code
 from shardwise.runs.console import BAD_INPUT, INTERRUPTED, PREEMPTED, echo, echo_error
-from shardwise.spec import FlatField, Report, Spec, flat_fields, plain_type
+from shardwise.spec import FlatField, Report, Spec, flat_fields, plain_type, switch_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -250,6 +250,8 @@ def _parameter(name: str, field: FlatField) -> Callable[[Callable[..., int]], Ca
         return click.argument(name, metavar=field.option.metavar, required=required, **more)
     flags = field.option.flags or (f"--{name.replace('_', '-')}",)
     more = _value(field.hint)
+    if field.default is True:
+        flags, more["flag_value"] = tuple(switch_flag(field, flag) for flag in flags), False
     if field.default is msgspec.NODEFAULT:
         more["required"] = True
     elif not more.get("multiple"):

@@ -17,6 +17,7 @@ from shardwise.job.callbacks import EarlyStopping
 from shardwise.job.load import job_parameters, literal, parse_overrides, replace_at
 from shardwise.job.optimizers import SGD, AdamW, Muon
 from shardwise.job.schedules import Constant, Cosine, Linear
+from shardwise.planner.search.choices import SPEED_OPTIONS
 from shardwise.planner.search.subject import choose_precision, search_plan
 from shardwise.plans.pipeline import fill_pipeline, split_batch
 from shardwise.plans.plan import Plan, preset_degrees
@@ -25,7 +26,9 @@ from shardwise.plans.toml import read_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
+    from shardwise.dist import World
     from shardwise.job import JobReference
     from shardwise.job.job import Framework
 
@@ -47,6 +50,27 @@ class LocalDevice:
     """The framework of the job's model."""
     default_reason: str = "auto: the simplest, on a CPU"
     """Reason to report if "auto" resolves to ddp without a search."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How "auto" measures plans on GPUs before it chooses one."""
+
+    reference: JobReference | None
+    """The job, which the measuring process loads; None if it is not in a file, so that nothing is measured."""
+    note: Callable[[str], None]
+    """Receives messages for the user."""
+    device: str = "cuda:0"
+    may_measure: bool = True
+    """Whether plans may be measured now; if not, only earlier measurements in the cache are used."""
+    stored: Plan | None = None
+    """The plan of the run that is resumed, whose options are used again without measuring."""
+    refusal: str = ""
+    """Why nothing is measured; empty if nothing prevents it."""
+    budget_s: float = 60.0
+    """Seconds of measuring, without compilation."""
+    folder: Path | None = None
+    """Directory of the cache; None is the user's cache directory."""
 
 
 def settle(
@@ -230,8 +254,19 @@ def local_device(requested: str | None, nproc: int, framework: Framework = "torc
     return LocalDevice(kind="cuda", has_bf16=all(gpu.has_bf16 for gpu in gpus), name=gpus[0].name)
 
 
-def settle_job_plan(job: Job, plan: str, *, world_size: int, device: LocalDevice, overrides: Mapping[str, str]) -> Plan:
-    """Resolve "auto", a preset, a product of degrees or a .toml path into a Plan of this job, checked by its engine."""
+def settle_job_plan(
+    job: Job,
+    plan: str,
+    *,
+    world_size: int,
+    device: LocalDevice,
+    overrides: Mapping[str, str],
+    tuning: Tuning | None = None,
+) -> Plan:
+    """Resolve "auto", a preset, a product of degrees or a .toml path into a Plan of this job, checked by its engine.
+
+    On GPUs, `tuning` lets "auto" measure a few plans whose predictions are close; None decides by predictions.
+    """
     settled = settle(
         plan,
         batch_size=job.batch_size,
@@ -240,10 +275,62 @@ def settle_job_plan(job: Job, plan: str, *, world_size: int, device: LocalDevice
         overrides=overrides,
         choose=functools.partial(search_plan, job),
     )
+    if plan == "auto" and device.kind == "cuda" and tuning is not None:
+        settled = _tuned(job, settled, tuning, fixed={key.partition(".")[0] for key in overrides})
     engine = engine_for(job, settled)
     engine.check(settled)
     engine.require()
     return settled
+
+
+def _tuned(job: Job, plan: Plan, tuning: Tuning, *, fixed: AbstractSet[str]) -> Plan:
+    """Return the plan with the options of the run that is resumed, or of the fastest measured plan."""
+    stored = tuning.stored
+    if stored is not None:
+        return with_stored_options(plan, stored, fixed)
+    if tuning.refusal:
+        tuning.note(f"note: --plan auto chooses by predictions, because {tuning.refusal}")
+        return plan
+    from shardwise.planner.search.race import tune_plan  # imports torch
+
+    return tune_plan(job, plan, tuning, fixed=fixed)
+
+
+def with_stored_options(plan: Plan, stored: Plan, fixed: AbstractSet[str]) -> Plan:
+    """Return the plan with the options of speed of a stored plan, if that is for the same layout and batch."""
+    same = ("layout", "zero", "precision", "engine", "offload", "batch_size")
+    if any(getattr(plan, name) != getattr(stored, name) for name in same):
+        return plan
+    names = [name for name in SPEED_OPTIONS if name not in fixed]
+    if fixed & set(BATCH_KEYS):
+        names = [name for name in names if name not in BATCH_KEYS]
+    values: dict[str, Any] = {name: getattr(stored, name) for name in names}
+    sources = {**plan.sources, **dict.fromkeys(names, "auto: as in the run that is resumed")}
+    return dataclasses.replace(plan, **values, sources=sources)
+
+
+def settle_in_world(job: Job, plan: str, here: World, overrides: Mapping[str, str], tuning: Tuning | None) -> Plan:
+    """Resolve the plan of a world that already runs, for the device of this rank; call on one rank."""
+    device = engine_named(job.engine).local_device(None)
+    if device is None:
+        device = _device_of(here)
+    if tuning is not None:
+        # The other ranks wait for this one, which the guard of `shardwise launch` would report as a hang.
+        may_measure = tuning.may_measure and (here.size == 1 or here.source != "shardwise")
+        tuning = dataclasses.replace(tuning, device=str(here.device), may_measure=may_measure)
+    return settle_job_plan(job, plan, world_size=here.size, device=device, overrides=overrides, tuning=tuning)
+
+
+def _device_of(here: World) -> LocalDevice:
+    import torch
+
+    if here.device.type != "cuda":
+        return LocalDevice()
+    return LocalDevice(
+        kind="cuda",
+        has_bf16=torch.cuda.get_device_capability(here.device) >= (8, 0),
+        name=torch.cuda.get_device_name(here.device),
+    )
 
 
 def check_model_fits(job: Job, plan: Plan) -> None:

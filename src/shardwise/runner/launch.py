@@ -21,13 +21,12 @@ from shardwise.launcher.spec import LaunchSpec
 from shardwise.runner.local import (
     SettledLaunch,
     describe,
-    report_effects,
     report_preset,
     settle_launch,
     target_of,
     watches_hangs,
 )
-from shardwise.runner.observers import Tee, failure_text, start_guard, start_replica_watch
+from shardwise.runner.observers import Tee, failure_text, report_effects, start_guard, start_replica_watch
 from shardwise.runner.remote import start_by_slurm, start_remote
 from shardwise.runs import create_run, share_run
 from shardwise.runs.console import INTERRUPTED, JOB_FAILED, echo_error

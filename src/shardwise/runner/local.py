@@ -13,7 +13,6 @@ import msgspec
 
 from shardwise.diagnosis.catalogue import find_preset
 from shardwise.diagnosis.env import CERTAIN, EnvironmentFacts
-from shardwise.diagnosis.run.nccl_log import run_effects
 from shardwise.environment import identify, profiler, run_secret, variables
 from shardwise.errors import InputError, LaunchError
 from shardwise.hardware import probe_gpus, usable_cores
@@ -33,8 +32,8 @@ from shardwise.launcher.options import (
 )
 from shardwise.launcher.slurm import nodes_of_step
 from shardwise.launcher.spec import LaunchSpec, RendezvousSpec, SubmitSpec
-from shardwise.planner.settle import split_settings
-from shardwise.plans.toml import plan_to_toml
+from shardwise.planner.settle import Tuning, split_settings
+from shardwise.plans.toml import plan_to_toml, read_plan
 from shardwise.recorder.imports import RecorderOptions, deterministic_variables
 from shardwise.runs import RunDirectory, create_run, share_run
 from shardwise.runs.console import echo_error
@@ -216,22 +215,41 @@ def open_run(spec: TrainSpec, reference: JobReference) -> RunDirectory:
 
 def with_inherited_settings(spec: TrainSpec) -> TrainSpec:
     """Return the Spec with the --set options of the run that it resumes, for fields of the job that it does not set."""
+    run = resumed_run(spec)
+    if run is None:
+        return spec
+    reference, _ = split_settings(spec.job, spec.settings)
+    known = msgspec.json.decode(run.job.read_bytes(), type=JobReference)
+    missing = [f"{key}={value}" for key, value in known.overrides.items() if key not in reference.overrides]
+    if not missing or (known.path, known.attribute) != (reference.path, reference.attribute):
+        return spec
+    if identify().rank == 0:
+        echo_error(f"note: --set {' --set '.join(missing)} applies, as in the run that is resumed")
+    return spec.replace(settings=(*missing, *spec.settings))
+
+
+def resumed_run(spec: TrainSpec) -> RunDirectory | None:
+    """Return the run that a Spec resumes, given as a run, its checkpoints or one checkpoint; None for a new run."""
     resumed = spec.save.resume
     path = spec.run_dir if resumed == "auto" else Path(resumed or "")
     if path is None or resumed in {None, "never"}:
-        return spec
-    reference, _ = split_settings(spec.job, spec.settings)
-    for folder in (path, *path.resolve().parents[:3]):  # a run, its checkpoints, or one checkpoint
-        if not RunDirectory(folder).job.is_file():
-            continue
-        known = msgspec.json.decode(RunDirectory(folder).job.read_bytes(), type=JobReference)
-        missing = [f"{key}={value}" for key, value in known.overrides.items() if key not in reference.overrides]
-        if not missing or (known.path, known.attribute) != (reference.path, reference.attribute):
-            return spec
-        if identify().rank == 0:
-            echo_error(f"note: --set {' --set '.join(missing)} applies, as in the run that is resumed")
-        return spec.replace(settings=(*missing, *spec.settings))
-    return spec
+        return None
+    folders = (path, *path.resolve().parents[:3])
+    return next((RunDirectory(folder) for folder in folders if RunDirectory(folder).job.is_file()), None)
+
+
+def tuning_of(spec: TrainSpec, reference: JobReference | None, *, refusal: str = "") -> Tuning | None:
+    """Return how the plan auto is measured, None with --no-tune; a dry run uses earlier measurements only.
+
+    A resumed run keeps the options of its plan. `refusal` is a reason not to measure.
+    """
+    if not spec.tune:
+        return None
+    if spec.deterministic:
+        refusal = "--deterministic changes the kernels that would be measured"
+    run = resumed_run(spec)
+    stored = read_plan(run.plan) if run is not None and run.plan.is_file() else None
+    return Tuning(reference=reference, note=echo_error, may_measure=not spec.dry_run, stored=stored, refusal=refusal)
 
 
 def write_run_inputs(
@@ -381,16 +399,3 @@ def settle_preset(name: str | None, *, nproc: int, num_gpus: int, uses_ddp: bool
             if verdict.state == "fail":
                 raise LaunchError(f"{verdict.name}: {verdict.fact}", code="env.variable-unusable", fix=verdict.fix)
     return added
-
-
-def report_effects(name: str | None, added: Mapping[str, str], run: RunDirectory) -> None:
-    """Print which variables of a preset NCCL read in a finished run; does nothing without a preset."""
-    if name is None:
-        return
-    verdicts = run_effects(added, run)
-    unused = [verdict for verdict in verdicts if verdict.state != "ok"]
-    if len(unused) < len(verdicts):
-        num_read = len(verdicts) - len(unused)
-        echo_error(f"shardwise: preset {name}: NCCL read {num_read} of {len(verdicts)} variables")
-    for verdict in unused:
-        echo_error(f"shardwise: preset {name}: {verdict.name}: {verdict.fact}: {verdict.fix}")

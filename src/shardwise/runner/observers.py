@@ -21,6 +21,7 @@ import msgspec
 
 from shardwise.diagnosis.guard.guard import Guard
 from shardwise.diagnosis.guard.replicas import ReplicaWatch
+from shardwise.diagnosis.run.nccl_log import run_effects
 from shardwise.errors import InputError, JobError, with_code
 from shardwise.job import Job, JobReference, load_job, refer
 from shardwise.launcher.explain import explain_outcome
@@ -35,7 +36,7 @@ from shardwise.spec import Report
 from shardwise.training.spec import TrainResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -342,3 +343,16 @@ def conclude(spec: TrainSpec, launched: Launched, run: RunDirectory, *, is_first
         return TrainReport(exit_code=BAD_INPUT, failure=f"shardwise: {message}", traceback=failure.traceback)
     explanation = f"{explain_outcome(outcome, run)}\nshardwise: the run is in {where}"
     return TrainReport(exit_code=JOB_FAILED, run=where, failure=explanation)
+
+
+def report_effects(name: str | None, added: Mapping[str, str], run: RunDirectory) -> None:
+    """Print which variables of a preset NCCL read in a finished run; does nothing without a preset."""
+    if name is None:
+        return
+    verdicts = run_effects(added, run)
+    unused = [verdict for verdict in verdicts if verdict.state != "ok"]
+    if len(unused) < len(verdicts):
+        num_read = len(verdicts) - len(unused)
+        echo_error(f"shardwise: preset {name}: NCCL read {num_read} of {len(verdicts)} variables")
+    for verdict in unused:
+        echo_error(f"shardwise: preset {name}: {verdict.name}: {verdict.fact}: {verdict.fix}")

@@ -22,7 +22,7 @@ from shardwise.launcher.nodes.node import NodesSpec, join_run, node_facts
 from shardwise.launcher.nodes.rounds import launch_nodes
 from shardwise.monitor.sinks import SinkSpec, parse_sink
 from shardwise.parallel.support import uses_ddp
-from shardwise.planner.settle import LocalDevice, check_model_fits, local_device, settle_job_plan, split_settings
+from shardwise.planner.settle import check_model_fits, local_device, settle_in_world, settle_job_plan, split_settings
 from shardwise.plans import Plan
 from shardwise.plans.toml import plan_to_toml
 from shardwise.recorder.imports import be_deterministic
@@ -30,15 +30,23 @@ from shardwise.runner.local import (
     describe_plan,
     has_inputs,
     open_run,
-    report_effects,
     report_preset,
     settle_nodes,
     settle_preset,
+    tuning_of,
     with_inherited_settings,
     worker_launch,
     write_run_inputs,
 )
-from shardwise.runner.observers import Follower, TrainReport, conclude, following, read_result, start_guard
+from shardwise.runner.observers import (
+    Follower,
+    TrainReport,
+    conclude,
+    following,
+    read_result,
+    report_effects,
+    start_guard,
+)
 from shardwise.runner.remote import start_by_slurm, start_remote
 from shardwise.runs import RunDirectory, create_run, share_run
 from shardwise.runs.console import echo, echo_error
@@ -61,7 +69,7 @@ def train(
     """Train a job on ranks that this function starts, or as a rank of an existing world.
 
     `train("job.py", nproc=2)` starts ranks and accepts the options of `shardwise train`. `train(job, plan, world)`
-    must be called on every rank of a world, and accepts the checkpoint and replica options, `run_dir` and
+    must be called on every rank of a world, and accepts the checkpoint and replica options, `tune`, `run_dir` and
     `show_progress`. Both write a run directory with the trained weights: `report.weights`, `report.load_model()`.
     """
     refuse_during_import("sw.train")
@@ -106,17 +114,19 @@ def _train_here(
     from shardwise.training.loop import train as train_in  # imports torch
 
     spec = TrainSpec.of("", **options)
-    if spec != TrainSpec(job="", run_dir=spec.run_dir, save=spec.save, replicas=spec.replicas):
+    if spec != TrainSpec(job="", run_dir=spec.run_dir, save=spec.save, replicas=spec.replicas, tune=spec.tune):
         raise LaunchError(
             f"train with a world cannot start ranks, got the options {', '.join(options)}",
             code="train.option-inside-world",
-            fix="pass only checkpoint and replica options, run_dir=, run= and show_progress=",
+            fix="pass only checkpoint and replica options, tune=, run_dir=, run= and show_progress=",
         )
+    tuning = tuning_of(spec, None, refusal="this Job is not in a file, from which another process could load it")
     if isinstance(job, str):
-        job = load_job(refer(job, {}))
+        reference = refer(job, {})
+        job, tuning = load_job(reference), tuning_of(spec, reference)
 
     def prepare() -> tuple[Plan, RunDirectory]:
-        settled = _settled_here(job, plan, world, {}) if isinstance(plan, str) else plan
+        settled = settle_in_world(job, plan, world, {}, tuning) if isinstance(plan, str) else plan
         made = run or create_run(spec.run_dir, _script_name())
         if not made.plan.exists():
             made.plan.write_text(plan_to_toml(settled))
@@ -181,7 +191,16 @@ def train_job(spec: TrainSpec) -> TrainReport:
     nproc = spec.nproc or 1
     device = local_device(spec.place.device, nproc, job.engine)
     num_nodes = nodes.most if nodes else 1
-    plan = settle_job_plan(job, spec.plan, world_size=nproc * num_nodes, device=device, overrides=plan_overrides)
+    # Every node settles the plan by itself, and measurements of two nodes could choose different plans.
+    refusal = "the nodes of a run must choose the same plan" if nodes is not None else ""
+    plan = settle_job_plan(
+        job,
+        spec.plan,
+        world_size=nproc * num_nodes,
+        device=device,
+        overrides=plan_overrides,
+        tuning=tuning_of(spec, reference, refusal=refusal),
+    )
     check_model_fits(job, plan)
     if spec.dry_run:
         echo(describe_plan(requested, nodes, plan))
@@ -326,7 +345,7 @@ def _train_in_world(
     with world(backend=spec.place.backend, device=engine.world_device(spec.place.device)) as here:
 
         def prepare() -> tuple[Plan, RunDirectory]:
-            plan = _settled_here(job, spec.plan, here, plan_overrides)
+            plan = settle_in_world(job, spec.plan, here, plan_overrides, tuning_of(spec, reference))
             run = open_run(spec, reference)
             write_run_inputs(run, reference, plan)
             return plan, run
@@ -355,11 +374,6 @@ def _failures(run: RunDirectory, here: World, *, is_new: bool) -> Iterator[None]
         raise
 
 
-def _settled_here(job: Job, plan: str, here: World, overrides: Mapping[str, str]) -> Plan:
-    device = engine_named(job.engine).local_device(None) or _device_of(here)
-    return settle_job_plan(job, plan, world_size=here.size, device=device, overrides=overrides)
-
-
 def _from_main(here: World, make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and return its result, or raise its error, on every rank. Communicates over the world."""
     result: T | ShardwiseError | None = None
@@ -385,15 +399,3 @@ def _compare_jobs(here: World, reference: JobReference) -> None:
             code="job.file-differs",
             fix="copy the same file to all nodes",
         )
-
-
-def _device_of(here: World) -> LocalDevice:
-    import torch
-
-    if here.device.type != "cuda":
-        return LocalDevice()
-    return LocalDevice(
-        kind="cuda",
-        has_bf16=torch.cuda.get_device_capability(here.device) >= (8, 0),
-        name=torch.cuda.get_device_name(here.device),
-    )

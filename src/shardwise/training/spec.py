@@ -62,6 +62,9 @@ class TrainSpec(Spec, frozen=True, kw_only=True):
     """Processes to start on this node (default: 1)."""
     plan: str = "auto"
     """auto, a preset, a product of axes such as dp2.tp2, or a .toml file."""
+    tune: bool = True
+    """On GPUs, choose the plan auto by predictions alone (default: long jobs measure a few plans for at most 60 s, and
+    cache the result)."""
     settings: Annotated[tuple[str, ...], option("--set", metavar="KEY=VALUE")] = ()
     """Override a field of the job or the plan."""
     run_dir: Path | None = None

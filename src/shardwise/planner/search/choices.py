@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"))
 """Offload targets of parameters and optimizer states."""
+SPEED_OPTIONS = ("compile", "capture", "fused_loss", "recompute", "micro_batch", "accumulation")
+"""Fields of a plan that change its speed and memory, but neither the algorithm nor the precision."""
 LEAST_TOKENS = 4096
 """Minimum tokens per sample on each context-parallel rank (a judgement, not a measurement)."""
 

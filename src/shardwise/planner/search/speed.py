@@ -2,24 +2,29 @@
 
 The search compares eager plans. This file adds what makes the chosen plan faster with the same results: torch.compile
 of the model with its loss on one rank, or of each block on several, and on one rank the capture of the step as a CUDA
-graph. A short job stays eager: the seconds saved in all steps must exceed the seconds of compilation.
+graph. A short job stays eager: the seconds saved in all steps must exceed the seconds of compilation. The first part
+decides by predictions, the second by the measurements of a race (`race.py`), for long jobs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
 from shardwise.data.loaders import dataset_length, dataset_of
 from shardwise.job.optimizers import Muon
+from shardwise.planner.search.choices import SPEED_OPTIONS
 from shardwise.planner.search.search import refused_by_rule
 from shardwise.plans.pipeline import SCHEDULES
 from shardwise.training.evaluate import training_length
 from shardwise.training.step.captured import sampled_forms
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardwise.job import Job
     from shardwise.planner.search.search import Question
     from shardwise.plans import Plan
@@ -39,14 +44,19 @@ def with_speed_options(job: Job, plan: Plan, question: Question) -> Plan:
     if len(set(sampled_forms(job, plan.micro_batch))) > 1:
         return _with(plan, "compile", "none", "eager, since the shapes of batches change")
     plan = _with(plan, "compile", *_choose_compile(job, plan, question))
-    is_capturable = plan.layout.world_size == 1 and plan.offload.optimizer == "none" and job.masks != "keyed"
-    is_capturable = is_capturable and not isinstance(job.optimizer, Muon)  # it has no fused kernel
-    if not is_capturable or refused_by_rule(question, dataclasses.replace(plan, capture="step")):
-        return plan
-    if question.memory_of(plan).total > CAPTURED_SHARE * question.capacity:
+    if not is_capturable(job, plan, question) or refused_by_rule(question, dataclasses.replace(plan, capture="step")):
         return plan
     _, gain = _predicted_gain(question, plan, capture="step")
     return _with(plan, "capture", "step", f"one CUDA graph, {gain:.0%} of a step saved (predicted)")
+
+
+def is_capturable(job: Job, plan: Plan, question: Question) -> bool:
+    """Return whether a step may be captured: one GPU, no offload, drawn dropout masks, and enough free memory."""
+    if plan.layout.world_size > 1 or plan.offload.optimizer != "none" or job.masks == "keyed":
+        return False
+    if question.cluster.device.kind == "cpu" or isinstance(job.optimizer, Muon):  # Muon has no fused kernel
+        return False
+    return question.memory_of(plan).total <= CAPTURED_SHARE * question.capacity
 
 
 def _with(plan: Plan, field: str, value: str, reason: str) -> Plan:
@@ -91,3 +101,87 @@ def count_steps(job: Job) -> int | None:
     if dataset is None or isinstance(dataset, IterableDataset):
         return None
     return training_length(job, dataset, -(-dataset_length(dataset) // job.batch_size)).num_steps
+
+
+# The choice by measured steps, and its explanation for the start report.
+
+
+TIE = 0.01
+"""Relative difference of measured steps below which the simpler plan is chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A candidate with its measured step and compilation."""
+
+    plan: Plan
+    step_s: float = 0.0
+    """Measured compute, and the predicted communication of the layout."""
+    compile_s: float = 0.0
+    error: str = ""
+
+    def cost(self, num_steps: int | None) -> float:
+        """Return the seconds of a step, with its share of the compilation if the number of steps is known."""
+        return self.step_s + (self.compile_s / num_steps if num_steps else 0.0)
+
+
+def decide(measured: Sequence[Measured], num_steps: int | None) -> Measured | None:
+    """Return the fastest plan, or the one with the fewest options within TIE of it; None if no plan was measured.
+
+    Compilation counts: it must save more seconds in `num_steps` steps than it takes.
+    """
+    usable = [each for each in measured if not each.error]
+    if not usable:
+        return None
+    limit = min(each.cost(num_steps) for each in usable) * (1 + TIE)
+    close = [each for each in usable if each.cost(num_steps) <= limit]
+    return min(close, key=lambda each: (_num_options(each.plan), each.cost(num_steps)))
+
+
+def _num_options(plan: Plan) -> int:
+    """Return how many options of speed a plan uses; more accumulation steps than one count as one option."""
+    flags = (plan.compile != "none", plan.capture != "none", plan.fused_loss, plan.recompute != "none")
+    return sum(flags) + (plan.accumulation > 1)
+
+
+def explain_choice(best: Measured, measured: Sequence[Measured], plan: Plan) -> Plan:
+    """Return the chosen plan with the measured gain of each option in `sources`; `plan` is the predicted plan."""
+    usable = [each for each in measured if not each.error]
+    sources = dict(plan.sources)
+    for name in SPEED_OPTIONS:
+        value = getattr(best.plan, name)
+        is_used = name in ("compile", "capture", "fused_loss") and value not in ("none", False)
+        if not is_used and value == getattr(plan, name):
+            continue
+        gain = _gain(best, name, usable)
+        text = f"{gain:.0%} of a step saved (measured)" if gain >= TIE else f"the simplest of {len(usable)} fast plans"
+        if gain < TIE and is_used:
+            text = f"the fastest of {len(usable)} measured plans"
+        if name == "compile":
+            text = f"{COMPILED[value]}, {text}"
+        if name == "compile" and value != "none":
+            text += f", {best.compile_s:.0f} s of compilation"
+        sources[name] = f"auto: {text}"
+    return dataclasses.replace(best.plan, sources=sources)
+
+
+COMPILED = {"none": "eager", "blocks": "each block, and the loss", "model": "model and loss in one graph"}
+
+
+def _gain(best: Measured, name: str, usable: Sequence[Measured]) -> float:
+    """Return the fraction of a step that an option saves against the fastest plan that differs in it.
+
+    Plans that differ in this option alone are preferred to plans that differ in others as well.
+    """
+    others = [each for each in usable if getattr(each.plan, name) != getattr(best.plan, name)]
+    alone = [each for each in others if _differing(each.plan, best.plan) <= {name, *_TOGETHER.get(name, ())}]
+    found = min((each.step_s for each in alone or others), default=best.step_s)
+    return 1 - best.step_s / found
+
+
+_TOGETHER = {"micro_batch": ("accumulation",), "accumulation": ("micro_batch",), "compile": ("capture",)}
+"""Options that change with another one; the eager plan is neither compiled nor captured."""
+
+
+def _differing(one: Plan, other: Plan) -> set[str]:
+    return {name for name in SPEED_OPTIONS if getattr(one, name) != getattr(other, name)}

@@ -179,20 +179,25 @@ def _machines(world_size: int) -> Cluster:
     return this_machine(world_size)
 
 
+def job_question(job: Job, world_size: int) -> tuple[Subject, Question]:
+    """Return the model of a job and the input of its search on machines like this one."""
+    cluster = _machines(world_size)
+    subject = job_subject(job, cluster)
+    return subject, subject.question(cluster)
+
+
 def search_plan(job: Job, world_size: int) -> tuple[Plan | None, str]:
     """Return the best plan for a job on the GPUs of this type of machine, or None, and the reason."""
     try:
-        cluster = _machines(world_size)
-        subject = job_subject(job, cluster)
+        subject, question = job_question(job, world_size)
     except ShardwiseError as error:
         return None, f"could not be searched ({error.fact})"
-    question = subject.question(cluster)
     answer = search(question)
     if answer.best is None:
         return None, "that fits was not found (shardwise plan shows the numbers)"
     from shardwise.planner.search.speed import with_speed_options  # imports torch
 
-    best, device = answer.best, cluster.device
+    best, device = answer.best, question.cluster.device
     plan = with_speed_options(job, best.plan, question)
     seconds = question.time_model().predict(question.model.for_plan(plan), plan).seconds
     why = (

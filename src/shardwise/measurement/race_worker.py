@@ -1,0 +1,212 @@
+"""Entry point of the process that measures the candidates of a race (`planner/search/race.py`), one after another.
+
+A deep model is measured with 2 and with 4 of its repeated blocks, and the time of all blocks follows from the line
+through both: a large model is measured in seconds, and one that does not fit into the memory of one rank at all. Other
+ranks are fake, so compute is real and communication takes no time. A candidate that fails is reported with its reason
+and does not affect the next one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from shardwise.dist import fake_world, world
+from shardwise.job import load_job
+from shardwise.job.schedules import Constant
+from shardwise.launcher.local.processes import die_with_parent
+from shardwise.measurement.step import settle_gradients
+from shardwise.measurement.timing import time_block, wait_for
+from shardwise.parallel.meta_model import structure
+from shardwise.parallel.recompute import find_blocks
+from shardwise.planner.search.race import RaceSpec, TimedPlan
+from shardwise.plans.toml import plan_from_toml
+from shardwise.training.build import build_step
+from shardwise.training.step.step import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from shardwise.dist import World
+    from shardwise.job import Job
+    from shardwise.plans import Plan
+
+BLOCKS = (2, 4)
+"""Numbers of blocks of the truncated models."""
+WARM_UP, CAPTURED_WARM_UP = 3, 5
+"""Steps before the timed ones: they compile, create optimizer states and, with a CUDA graph, capture it."""
+LEAST_GROUPS, MOST_GROUPS = 3, 10
+"""Timed groups of steps, whose median counts; the device is synchronized between groups."""
+GROUP_S = 0.05
+"""Seconds of a group: the steps of a group overlap with their launches, as in training."""
+MOST_STEPS = 20
+"""Steps of a group at most."""
+
+
+def main() -> int:
+    """Measure the plans of the RaceSpec in argv, append each result to its file, and return the exit code."""
+    spec = msgspec.json.decode(sys.argv[1], type=RaceSpec)
+    die_with_parent(spec.parent_pid)
+    plans = [plan_from_toml(text, "the race") for text in spec.plans]
+    if spec.device.startswith("cuda"):
+        torch.cuda.set_device(spec.device)
+    job = load_job(spec.reference)
+    size = plans[0].layout.world_size
+    with world(device=spec.device) if size == 1 else fake_world(size, 0, spec.device) as here:
+        race = Race(job, here, budget_s=spec.budget_s)
+        for number, plan in enumerate(plans):
+            if race.left_s <= 0:
+                break
+            timed = race.measure(number, plan, share_s=race.left_s / (len(plans) - number))
+            with Path(spec.results).open("ab") as file:
+                file.write(msgspec.json.encode(timed) + b"\n")
+    return 0
+
+
+class Race:
+    """Measures plans of one job on one rank within a time limit, to which compilation does not count."""
+
+    def __init__(self, job: Job, here: World, *, budget_s: float) -> None:
+        # A constant rate and a random start: the values of the weights do not change the time of a step.
+        self._job = dataclasses.replace(job, schedule=Constant(), weights=None, steps=1, epochs=None, tokens=None)
+        self._here = here
+        self.left_s = budget_s
+        self._num_blocks = count_blocks(structure(self._job.model, job.seed).module)
+
+    def measure(self, number: int, plan: Plan, *, share_s: float) -> TimedPlan:
+        """Return the time of one plan, or its error; `share_s` limits the timed steps."""
+        began, compile_s = time.monotonic(), 0.0
+        try:
+            timed = self._measure(number, plan, share_s)
+            compile_s = timed.compile_s
+        except Exception as error:  # noqa: BLE001 - the job's code and the compiler may raise anything
+            timed = TimedPlan(number=number, error=describe_error(error))
+        self._free()
+        self.left_s -= max(0.0, time.monotonic() - began - compile_s)
+        return timed
+
+    def _measure(self, number: int, plan: Plan, share_s: float) -> TimedPlan:
+        if self._num_blocks is not None:
+            try:
+                return self._extrapolate(number, plan, self._num_blocks, share_s)
+            except torch.OutOfMemoryError:
+                raise  # the whole model needs even more
+            except Exception:  # noqa: BLE001 - forward may need all of its blocks; the whole model shows the real error
+                self._free()
+        step_s, compile_s = self._time(self._job, plan, share_s)
+        self._num_blocks = None
+        return TimedPlan(number=number, step_s=step_s, compile_s=compile_s)
+
+    def _extrapolate(self, number: int, plan: Plan, num_blocks: int, share_s: float) -> TimedPlan:
+        steps, compiles = [], []
+        for keep in BLOCKS:
+            job = truncated(self._job, keep)
+            step_s, compile_s = self._time(job, plan, share_s / len(BLOCKS))
+            self._free()
+            steps.append(step_s)
+            compiles.append(compile_s)
+        return TimedPlan(
+            number=number,
+            step_s=extend(BLOCKS, steps, num_blocks),
+            compile_s=extend(BLOCKS, compiles, num_blocks),
+            blocks=BLOCKS,
+        )
+
+    def _time(self, job: Job, plan: Plan, share_s: float) -> tuple[float, float]:
+        """Return the median seconds of a step and the seconds of compilation."""
+        here, steps = self._here, list[Step]()
+        # Without communication gradients may be NaN, which would skip the update.
+        settle = (lambda: settle_gradients(steps[0])) if here.backend == "fake" else None
+        steps.append(build_step(job, plan, here, before_update=settle, report_loss=False))
+        step = steps[0]
+        batch = next(iter(step.feed))
+        num_warm = WARM_UP if plan.capture == "none" else CAPTURED_WARM_UP
+        warm_s = [time_block(lambda: step(batch), 1, here.device) for _ in range(num_warm)]
+        group = max(1, min(MOST_STEPS, round(GROUP_S / warm_s[-1])))
+        groups, began = list[float](), time.monotonic()
+        while len(groups) < LEAST_GROUPS or (len(groups) < MOST_GROUPS and time.monotonic() - began < share_s):
+            groups.append(time_block(lambda: step(batch), group, here.device) / group)
+        step_s = statistics.median(groups)
+        is_compiled = plan.compile != "none"
+        return step_s, max(0.0, sum(warm_s) - num_warm * step_s) if is_compiled else 0.0
+
+    def _free(self) -> None:
+        """Free the memory of the last step: reference cycles, compiled graphs and cached device memory."""
+        torch.compiler.reset()
+        gc.collect()
+        if self._here.device.type == "cuda":
+            wait_for(self._here.device)
+            torch.cuda.empty_cache()
+
+
+def extend(counts: Sequence[int], seconds: Sequence[float], number: int) -> float:
+    """Return the seconds of `number` blocks from those of two smaller numbers, on a line that does not fall."""
+    slope = max(0.0, (seconds[1] - seconds[0]) / (counts[1] - counts[0]))
+    return seconds[0] + slope * (number - counts[0])
+
+
+def describe_error(error: Exception) -> str:
+    """Return the class and the first line of an error."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+# Truncated models: the first blocks of each list of repeated blocks.
+
+
+def count_blocks(model: nn.Module) -> int | None:
+    """Return the number of blocks of every list of repeated blocks; None if a truncated model would not be alike.
+
+    All lists must have the same number of blocks, all blocks of a list the same class and parameters, and there must
+    be more blocks than both truncated models have together.
+    """
+    counts = set()
+    for names in block_lists(model).values():
+        blocks = [model.get_submodule(name) for name in names]
+        if len({_signature(block) for block in blocks}) != 1:
+            return None
+        counts.add(len(blocks))
+    if len(counts) != 1 or min(counts) <= sum(BLOCKS):
+        return None
+    return counts.pop()
+
+
+def block_lists(model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of the repeated blocks by the name of their ModuleList or Sequential."""
+    found: dict[str, list[str]] = {}
+    for name in find_blocks(model):
+        found.setdefault(name.rpartition(".")[0], []).append(name)
+    return found
+
+
+def _signature(block: nn.Module) -> tuple[object, ...]:
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in block.named_parameters()]
+    return (type(block), *shapes)
+
+
+def truncated(job: Job, keep: int) -> Job:
+    """Return the job with a model that has only the first `keep` blocks of each list."""
+
+    def make() -> nn.Module:
+        model = job.model()
+        for parent, names in block_lists(model).items():
+            blocks = model.get_submodule(parent)
+            for name in reversed(names[keep:]):
+                del blocks[int(name.rpartition(".")[2])]  # type: ignore[operator]
+        return model
+
+    return dataclasses.replace(job, model=make)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

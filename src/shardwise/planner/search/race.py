@@ -1,0 +1,349 @@
+"""The measured race of `--plan auto`: a few plans whose predicted times are close train some steps on the real device.
+
+The time model does not know how well the compiler fuses a model. Predictions choose the layout, the precision and at
+most five candidates with other options of speed (compilation, CUDA graph, fused loss, recompute, micro-batches); their
+measured times choose between the candidates. One child process measures them (`measurement/race_worker.py`), so that
+the launching process initializes no CUDA context. The invariant: a candidate passes the rules of `train` and computes
+the same results as the predicted plan. Measurements are cached per job, device and versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from shardwise.engines.engine import engine_named
+from shardwise.environment import cache_directory, rank_environment
+from shardwise.errors import ShardwiseError
+from shardwise.hardware.probe import package_version
+from shardwise.job import JobReference  # noqa: TC001 - read at run time by msgspec
+from shardwise.launcher.local.processes import RankProcess, compile_cache
+from shardwise.planner.cost.time import WAITING
+from shardwise.planner.search.choices import RECOMPUTES, SPEED_OPTIONS, divisors
+from shardwise.planner.search.search import refused_by_rule
+from shardwise.planner.search.speed import Measured, count_steps, decide, explain_choice, is_capturable
+from shardwise.planner.search.subject import job_question
+from shardwise.planner.trace.trace import fingerprint
+from shardwise.plans.toml import plan_to_toml
+from shardwise.training.step.captured import sampled_forms
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from shardwise.job import Job
+    from shardwise.planner.search.search import Question
+    from shardwise.planner.settle import Tuning
+    from shardwise.plans.plan import Plan
+
+MOST_CANDIDATES = 5
+MOST_KINDS = 4
+"""Candidates that differ in compilation or fused loss; the others have different micro-batches or recompute."""
+MODEL_ERROR = 0.25
+"""Largest predicted excess over the fastest candidate, as a fraction: predictions of compiled steps err by as much."""
+LEAST_JOB_S = 1200.0
+"""Predicted seconds of the shortest job for which plans are measured: a race takes one to two minutes."""
+BUDGET_S = 60.0
+"""Seconds of measuring, without compilation."""
+COMPILE_LIMIT_S = 240.0
+"""Seconds of compilation in addition to BUDGET_S, after which the race ends with the candidates measured so far."""
+WORKER = "shardwise.measurement.race_worker"
+VERSION = 1
+"""Version of the measurement and of its files."""
+
+
+class RaceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The input of the process that measures plans."""
+
+    reference: JobReference
+    plans: tuple[str, ...]
+    """The candidates as TOML."""
+    device: str
+    budget_s: float
+    results: str
+    """File to which each TimedPlan is appended as one line of JSON."""
+    parent_pid: int
+
+
+class TimedPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The measurement of one candidate."""
+
+    number: int
+    """Index of the candidate."""
+    step_s: float = 0.0
+    """Seconds of one optimizer step of the whole model on one rank, without communication."""
+    compile_s: float = 0.0
+    error: str = ""
+    """Why the candidate cannot be used; empty if it was measured."""
+    blocks: tuple[int, ...] = ()
+    """Numbers of blocks from which `step_s` was extrapolated; empty if the whole model was measured."""
+
+
+class RaceRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The measurements of one race, as cached."""
+
+    version: int = VERSION
+    timed: tuple[TimedPlan, ...]
+    seconds: float
+    """Seconds of the whole race."""
+
+
+def tune_plan(job: Job, plan: Plan, tuning: Tuning, *, fixed: Collection[str]) -> Plan:
+    """Return the plan with the options of the fastest measured candidate; `sources` has what each option gained.
+
+    `fixed` are fields that the user has set. The plan is returned unchanged if measuring would not pay.
+    """
+    try:
+        question = job_question(job, plan.layout.world_size)[1]
+    except ShardwiseError:
+        return plan  # auto is ddp without a search
+    num_steps = count_steps(job)
+    if not is_worth_racing(job, plan, question, num_steps):
+        return plan
+    plans = race_candidates(job, plan, question, fixed=fixed)
+    record = cached_race(job, plans, question, tuning) if plans else None
+    if record is None:
+        return plan
+    measured = measured_plans(record, plans, question)
+    best = decide(measured, num_steps)
+    if best is None or plan not in [each.plan for each in measured]:
+        return plan  # the predicted plan was not reached, so nothing is known about it
+    return explain_choice(best, measured, plan)
+
+
+def measured_plans(record: RaceRecord, plans: Sequence[Plan], question: Question) -> list[Measured]:
+    """Return the measured candidates, with the predicted communication of each added to its measured compute."""
+    found = []
+    for timed in record.timed:
+        plan = plans[timed.number]
+        step_s = timed.step_s + _communication_s(question, plan)
+        found.append(Measured(plan=plan, step_s=step_s, compile_s=timed.compile_s, error=timed.error))
+    return found
+
+
+def is_worth_racing(job: Job, plan: Plan, question: Question, num_steps: int | None) -> bool:
+    """Return whether a race can pay: a long job with constant shapes, trained by torch without pipeline stages."""
+    if plan.layout.pp > 1 or not engine_named(plan.engine).uses_fsdp:  # fake ranks send no activations
+        return False
+    seconds = question.time_model().predict(question.model.for_plan(plan), plan).seconds
+    if num_steps is not None and num_steps * seconds < LEAST_JOB_S:
+        return False
+    return len(set(sampled_forms(job, plan.micro_batch))) <= 1
+
+
+def _communication_s(question: Question, plan: Plan) -> float:
+    """Return the predicted seconds of a step in which compute waits for or competes with communication."""
+    if plan.layout.world_size == 1:
+        return 0.0
+    parts = question.time_model().predict(question.model.for_plan(plan), plan).parts
+    return sum(parts.get(name, 0.0) for name in (*WAITING, "contention"))
+
+
+# The candidates: the eager plan, the predicted plan, other kinds of compilation, then other splits of the batch.
+
+
+def race_candidates(job: Job, plan: Plan, question: Question, *, fixed: Collection[str]) -> list[Plan]:
+    """Return the plans to measure: the eager one, the predicted one, and others with a close prediction.
+
+    A list of fewer than two plans means that no other plan is within MODEL_ERROR of the fastest one.
+    """
+    changes: dict[str, Any] = {"compile": "none", "capture": "none"}
+    eager = dataclasses.replace(plan, **{name: value for name, value in changes.items() if name not in fixed})
+    times: dict[Plan, float] = {}
+    model = question.time_model()
+    for candidate in (plan, *_variants(job, plan, question, fixed)):
+        if candidate not in times:
+            times[candidate] = model.predict(question.model.for_plan(candidate), candidate).seconds
+    limit = min(times.values()) * (1 + MODEL_ERROR)
+    close = [each for each in sorted(times, key=lambda each: times[each]) if times[each] <= limit and each != eager]
+    chosen = list(dict.fromkeys((eager, plan)))
+    first = len(chosen)
+    kinds = {_kind(each) for each in chosen}
+    for candidate in close:
+        is_new = _kind(candidate) not in kinds and len(chosen) < MOST_KINDS
+        if is_new and not refused_by_rule(question, candidate):
+            kinds.add(_kind(candidate))
+            chosen.append(candidate)
+    for candidate in close:
+        is_new = candidate not in chosen and len(chosen) < MOST_CANDIDATES
+        if is_new and not refused_by_rule(question, candidate):
+            chosen.append(candidate)
+    return chosen if len(chosen) > first else []
+
+
+def _kind(plan: Plan) -> tuple[str, bool]:
+    return plan.compile, plan.fused_loss
+
+
+def _variants(job: Job, plan: Plan, question: Question, fixed: Collection[str]) -> Iterator[Plan]:
+    """Yield the plan with every combination of options that fits into memory, by the rules of the search."""
+    shape = question.model.plain
+    choices: dict[str, tuple[Any, ...]] = {"compile": ("none", "blocks", "model"), "fused_loss": (False, True)}
+    if not shape.num_blocks:
+        choices["compile"] = ("none", "model")
+    if plan.layout.world_size > 1:
+        choices["compile"] = ("none", "blocks")
+    if shape.head is None:
+        choices["fused_loss"] = (False,)
+    choices["capture"] = ("none", "step")
+    choices["recompute"] = RECOMPUTES
+    choices["micro_batch"] = _micro_batches(plan)
+    if "accumulation" in fixed:
+        choices["micro_batch"] = (plan.micro_batch,)
+    for name in choices:
+        if name in fixed:
+            choices[name] = (getattr(plan, name),)
+    per_rank = plan.micro_batch * plan.accumulation
+    for values in itertools.product(*choices.values()):
+        changes = dict(zip(choices, values, strict=True))
+        changes["accumulation"] = per_rank // changes["micro_batch"]
+        candidate = dataclasses.replace(plan, **changes)
+        if _is_possible(job, candidate, question):
+            yield candidate
+
+
+def _micro_batches(plan: Plan) -> tuple[int, ...]:
+    """Return the micro-batch and the next smaller and larger ones that divide the samples of a rank."""
+    known = divisors(plan.micro_batch * plan.accumulation)
+    place = known.index(plan.micro_batch)
+    return tuple(known[max(0, place - 1) : place + 2])
+
+
+def _is_possible(job: Job, plan: Plan, question: Question) -> bool:
+    if plan.compile == "model" and plan.fused_loss:
+        return False  # a fused loss runs kernels of its own behind the model: blocks compile as well
+    if plan.capture == "step" and not is_capturable(job, plan, question):
+        return False
+    return question.has_capacity(question.memory_of(plan))
+
+
+# The cache: one file of measurements per job, device, candidates and versions.
+
+
+def cached_race(job: Job, plans: Sequence[Plan], question: Question, tuning: Tuning) -> RaceRecord | None:
+    """Return the measurements of these plans from the cache, or measure them now if `tuning` permits; else None."""
+    if tuning.reference is None:
+        return None
+    texts = tuple(plan_to_toml(dataclasses.replace(plan, sources={})) for plan in plans)
+    folder = tuning.folder or cache_directory() / "races"
+    path = folder / f"{_race_key(job, texts, question, tuning)}.json"
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=RaceRecord)
+        if record.version == VERSION and all(timed.number < len(plans) for timed in record.timed):
+            return record
+    except (OSError, msgspec.DecodeError):
+        pass  # never measured, or the file is damaged
+    if not tuning.may_measure:
+        return None
+    tuning.note(
+        f"shardwise: measuring {len(plans)} plans for at most {tuning.budget_s:.0f} s, and the time of their"
+        " compilation; --no-tune skips this, and later runs of this job read the result"
+    )
+    record = run_race(tuning.reference, texts, device=tuning.device, budget_s=tuning.budget_s)
+    _report_race(record, plans, tuning)
+    if sum(not timed.error for timed in record.timed) > 1:
+        _write_atomically(path, msgspec.json.format(msgspec.json.encode(record), indent=1))
+    return record
+
+
+def _race_key(job: Job, texts: Sequence[str], question: Question, tuning: Tuning) -> str:
+    """Return a digest of everything that a measurement depends on."""
+    reference = tuning.reference
+    digest = hashlib.sha256(fingerprint(job, question.precision.compute).encode())
+    versions = [package_version(name) for name in ("shardwise", "torch", "torchao", "triton")]
+    given = (reference and (reference.digest, reference.attribute, sorted(reference.overrides.items())), job.batch_size)
+    digest.update(f"{VERSION} {versions} {torch.version.cuda} {question.cluster.device.name} {given}".encode())
+    digest.update(f"{tuning.device.partition(':')[0]} {question.cluster.num_devices}".encode())
+    for text in texts:
+        digest.update(text.encode())
+    return digest.hexdigest()[:32]
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    part = path.with_suffix(f".{os.getpid()}.part")
+    with contextlib.suppress(OSError):  # in a read-only home, plans are measured again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(data)
+        part.replace(path)
+
+
+def _report_race(record: RaceRecord, plans: Sequence[Plan], tuning: Tuning) -> None:
+    """Pass to `note` how long the race took, and which candidates were removed or not reached."""
+    compile_s = sum(timed.compile_s for timed in record.timed)
+    num_measured = sum(not timed.error for timed in record.timed)
+    tuning.note(
+        f"shardwise: measured {num_measured} of {len(plans)} plans in {record.seconds:.0f} s,"
+        f" {compile_s:.0f} s of them compilation"
+    )
+    for timed in record.timed:
+        if timed.error:
+            tuning.note(f"note: {describe_options(plans[timed.number])} was not measured: {timed.error}")
+
+
+def describe_options(plan: Plan) -> str:
+    """Return the options of speed of a plan as text."""
+    return ", ".join(f"{name} = {str(getattr(plan, name)).lower()}" for name in SPEED_OPTIONS)
+
+
+# The child process that measures.
+
+
+def run_race(
+    reference: JobReference,
+    plans: Sequence[str],
+    *,
+    device: str,
+    budget_s: float = BUDGET_S,
+    compile_limit_s: float = COMPILE_LIMIT_S,
+) -> RaceRecord:
+    """Measure plans one after another in a child process; a plan that was not reached in time has no TimedPlan."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
+        results, output = Path(name) / "results", Path(name) / "output"
+        spec = RaceSpec(
+            reference=reference,
+            plans=tuple(plans),
+            device=device,
+            budget_s=budget_s,
+            results=str(results),
+            parent_pid=os.getpid(),
+        )
+        environ = rank_environment(rank=0, world_size=1, local_rank=0, local_world_size=1)
+        environ |= compile_cache(environ)
+        with output.open("wb") as file:
+            argv = [sys.executable, "-m", WORKER, msgspec.json.encode(spec).decode()]
+            popen = subprocess.Popen(
+                argv, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, process_group=0
+            )
+        process = RankProcess(0, popen.pid, popen)
+        try:
+            while process.poll() is None and time.monotonic() - began < budget_s + compile_limit_s:
+                time.sleep(0.02)
+        finally:
+            process.end()
+        timed = read_results(results)
+        if len(timed) == 0 and popen.returncode:
+            reason = next(reversed(output.read_text(errors="replace").split("\n\n")[-1].splitlines()), "")
+            timed = (TimedPlan(number=0, error=reason or f"the process ended with {popen.returncode}"),)
+    return RaceRecord(timed=timed, seconds=time.monotonic() - began)
+
+
+def read_results(path: Path) -> tuple[TimedPlan, ...]:
+    """Return the measurements in a file of JSON lines; a line that is not complete is ignored."""
+    found = []
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for line in lines:
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(msgspec.json.decode(line, type=TimedPlan))
+    return tuple(found)
