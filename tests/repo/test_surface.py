@@ -84,6 +84,7 @@ SURFACE = {
         "JOB",
         "--nproc/--nproc-per-node",
         "--plan",
+        "--no-tune",
         "--set",
         "--run-dir",
         "--save-every",

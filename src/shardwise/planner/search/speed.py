@@ -149,39 +149,40 @@ def explain_choice(best: Measured, measured: Sequence[Measured], plan: Plan) -> 
     usable = [each for each in measured if not each.error]
     sources = dict(plan.sources)
     for name in SPEED_OPTIONS:
-        value = getattr(best.plan, name)
-        is_used = name in ("compile", "capture", "fused_loss") and value not in ("none", False)
-        if not is_used and value == getattr(plan, name):
+        value, before = getattr(best.plan, name), getattr(plan, name)
+        other = _OFF.get(name, before)  # the value with which the measured time is compared
+        if value == other:
+            other = before
+        if value == other:
             continue
-        gain = _gain(best, name, usable)
-        text = f"{gain:.0%} of a step saved (measured)" if gain >= TIE else f"the simplest of {len(usable)} fast plans"
-        if gain < TIE and is_used:
-            text = f"the fastest of {len(usable)} measured plans"
+        text = _gain(best, name, [each for each in usable if getattr(each.plan, name) == other])
         if name == "compile":
-            text = f"{COMPILED[value]}, {text}"
+            text = f"{_COMPILED[value]}, {text}"
         if name == "compile" and value != "none":
             text += f", {best.compile_s:.0f} s of compilation"
         sources[name] = f"auto: {text}"
     return dataclasses.replace(best.plan, sources=sources)
 
 
-COMPILED = {"none": "eager", "blocks": "each block, and the loss", "model": "model and loss in one graph"}
+_OFF = {"compile": "none", "capture": "none", "fused_loss": False}
+_COMPILED = {"none": "eager", "blocks": "each block, and the loss", "model": "model and loss in one graph"}
+_TOGETHER = {"micro_batch", "accumulation"}
+"""Options of which one follows from the other."""
 
 
-def _gain(best: Measured, name: str, usable: Sequence[Measured]) -> float:
-    """Return the fraction of a step that an option saves against the fastest plan that differs in it.
-
-    Plans that differ in this option alone are preferred to plans that differ in others as well.
-    """
-    others = [each for each in usable if getattr(each.plan, name) != getattr(best.plan, name)]
-    alone = [each for each in others if _differing(each.plan, best.plan) <= {name, *_TOGETHER.get(name, ())}]
-    found = min((each.step_s for each in alone or others), default=best.step_s)
-    return 1 - best.step_s / found
-
-
-_TOGETHER = {"micro_batch": ("accumulation",), "accumulation": ("micro_batch",), "compile": ("capture",)}
-"""Options that change with another one; the eager plan is neither compiled nor captured."""
+def _gain(best: Measured, name: str, others: Sequence[Measured]) -> str:
+    """Return the part of a step that an option saves, compared with the plan that is otherwise the most similar."""
+    if not others:
+        return "part of the fastest measured plan"
+    near = min(others, key=lambda each: (len(differing(each.plan, best.plan)), each.step_s))
+    gain = 1 - best.step_s / near.step_s
+    also = differing(near.plan, best.plan) - {name} - (_TOGETHER if name in _TOGETHER else set())
+    together = f" together with {' and '.join(sorted(also))}" if also else ""
+    if gain < TIE:
+        return f"as fast as the other value{together} (measured), and simpler"
+    return f"{gain:.0%} of a step saved{together} (measured)"
 
 
-def _differing(one: Plan, other: Plan) -> set[str]:
+def differing(one: Plan, other: Plan) -> set[str]:
+    """Return the options of speed in which two plans differ."""
     return {name for name in SPEED_OPTIONS if getattr(one, name) != getattr(other, name)}

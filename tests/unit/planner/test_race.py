@@ -1,0 +1,270 @@
+"""The race of `--plan auto`: candidates, their measurement in a child process, the decision and the cache."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs import sentences_job, token_job_text
+from shardwise.dist import fake_world
+from shardwise.hardware.cluster import parse_cluster
+from shardwise.job import load_job, refer
+from shardwise.measurement.race_worker import Race, count_blocks, extend, truncated
+from shardwise.models import resnet18
+from shardwise.planner.search import race
+from shardwise.planner.search.race import RaceRecord, TimedPlan, race_candidates, run_race, tune_plan
+from shardwise.planner.search.search import search
+from shardwise.planner.search.speed import Measured, decide, explain_choice, with_speed_options
+from shardwise.planner.search.subject import job_subject
+from shardwise.planner.settle import LocalDevice, Tuning, settle_job_plan, with_stored_options
+from shardwise.plans import Plan
+from shardwise.plans.toml import plan_to_toml
+from shardwise.runner.local import tuning_of
+from shardwise.training.spec import TrainSpec
+
+H100 = LocalDevice(kind="cuda", has_bf16=True, name="H100")
+EAGER = Plan.preset("ddp", 1, batch_size=8)
+BLOCKS = dataclasses.replace(EAGER, compile="blocks")
+MODEL = dataclasses.replace(EAGER, compile="model", capture="step")
+
+
+def measured(*seconds, compile_s=20.0):
+    """Return EAGER, BLOCKS and MODEL with these seconds of a step."""
+    plans = zip((EAGER, BLOCKS, MODEL), seconds, strict=True)
+    return [Measured(plan=plan, step_s=step_s, compile_s=compile_s * (plan is not EAGER)) for plan, step_s in plans]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_steps", "best"),
+    [
+        ((1.0, 0.8, 0.5), None, MODEL),
+        ((1.0, 0.8, 0.795), None, BLOCKS),  # within 1 %, the plan with fewer options
+        ((1.0, 0.991, 0.992), None, EAGER),
+        ((1.0, 0.8, 0.5), 30, EAGER),  # 30 steps save 15 s of 20 s of compilation
+        ((1.0, 0.8, 0.5), 100, MODEL),
+    ],
+)
+def test_fastest_plan_wins_if_its_compilation_pays(seconds, num_steps, best):
+    assert decide(measured(*seconds), num_steps).plan == best
+
+
+def test_plan_that_failed_is_not_chosen():
+    found = [*measured(1.0, 0.8, 0.5)[:2], Measured(plan=MODEL, error="OutOfMemoryError: 1 GiB")]
+    assert decide(found, None).plan == BLOCKS
+    assert decide(found[2:], None) is None
+
+
+def test_start_report_has_the_measured_gain_of_each_option():
+    found = [*measured(1.0, 0.8, 0.5), Measured(plan=dataclasses.replace(MODEL, capture="none"), step_s=0.52)]
+    plan = explain_choice(found[2], found, BLOCKS)
+    saved = "50% of a step saved together with capture"
+    assert plan.source("compile") == f"auto: model and loss in one graph, {saved} (measured), 20 s of compilation"
+    assert plan.source("capture") == "auto: 4% of a step saved (measured)"
+    assert explain_choice(found[0], found, MODEL).source("compile").startswith("auto: eager, as fast as")
+
+
+# The candidates.
+
+
+def candidates(job, cluster="1xH100", *, fixed=(), **changes):
+    found = parse_cluster(cluster)
+    question = job_subject(job, found).question(found)
+    plan = dataclasses.replace(with_speed_options(job, search(question).best.plan, question), **changes)
+    return plan, race_candidates(job, plan, question, fixed=fixed)
+
+
+def test_candidates_differ_in_speed_options_only():
+    plan, found = candidates(sentences_job(steps=100_000))
+    assert 2 < len(found) == len(set(found)) <= 5
+    assert (found[0].compile, found[0].capture) == ("none", "none")
+    assert found[1] == plan
+    assert {(each.layout, each.zero, each.precision, each.batch_size) for each in found} == {
+        (plan.layout, plan.zero, plan.precision, plan.batch_size)
+    }
+    assert len({(each.compile, each.fused_loss) for each in found}) > 2
+
+
+def test_candidates_keep_what_the_user_has_set_and_what_the_rules_refuse():
+    fixed = ("compile", "micro_batch", "recompute", "fused_loss")
+    _, found = candidates(sentences_job(steps=100_000), fixed=fixed, compile="blocks")
+    assert {(each.compile, each.micro_batch, each.recompute, each.fused_loss) for each in found} <= {
+        ("blocks", 8, "none", False)
+    }
+    _, found = candidates(sentences_job(steps=100_000, masks="keyed"))
+    assert {(each.compile, each.capture) for each in found} <= {("none", "none")}
+    _, found = candidates(sentences_job(steps=100_000), "8xH100")
+    assert {each.compile for each in found} == {"none", "blocks"}
+
+
+# Measurement.
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    path = tmp_path / "job.py"
+    path.write_text(token_job_text(8))
+    return str(path)
+
+
+def test_child_process_measures_candidates_and_removes_one_that_fails(job_file):
+    Path(job_file).write_text(token_job_text(1))  # one block, so that only one graph is compiled
+    plans = [EAGER, dataclasses.replace(EAGER, micro_batch=3), BLOCKS]
+    record = run_race(refer(job_file, {}), [plan_to_toml(plan) for plan in plans], device="cpu")
+    eager, failed, blocks = record.timed
+    assert (eager.error, eager.blocks, eager.compile_s) == ("", (), 0.0)
+    assert "PlanError" in failed.error
+    assert (blocks.error, blocks.number) == ("", 2)
+    assert min(eager.step_s, blocks.step_s, blocks.compile_s) > 0
+
+
+def test_race_ends_at_its_time_limit(job_file):
+    record = run_race(refer(job_file, {}), [plan_to_toml(EAGER)], device="cpu", budget_s=0.0, compile_limit_s=0.1)
+    assert record.timed == ()
+    assert record.seconds < 10
+
+
+def test_process_that_cannot_start_reports_the_reason(job_file):
+    reference = refer(job_file, {})
+    Path(job_file).write_text("job = 1")
+    [timed] = run_race(reference, [plan_to_toml(EAGER)], device="cpu").timed
+    assert "changed since" in timed.error
+
+
+class NeedsEveryBlock(torch.nn.Module):
+    """Reads its seventh block by index."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, 8)
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(8))
+        for index, block in enumerate(self.blocks):
+            self.blocks[index] = Wrapped(block)
+
+    def forward(self, x):
+        return self.blocks[6](self.embedding(x)) @ self.embedding.weight.T
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_fake_ranks_measure_a_truncated_model_or_else_the_whole_one(job_file):
+    plan = Plan.preset("zero2", 2, batch_size=8)
+    with fake_world(2) as here:
+        timed = Race(load_job(refer(job_file, {})), here, budget_s=60).measure(3, plan, share_s=0.1)
+        assert (timed.number, timed.blocks, timed.error) == (3, (2, 4), "")
+        # communication.find_unused_parameters is not used by zero2, so seven unused blocks are no error
+        whole = Race(sentences_job(model=NeedsEveryBlock), here, budget_s=60).measure(0, plan, share_s=0.1)
+        assert (whole.blocks, whole.error) == ((), "")
+        assert whole.step_s > 0
+
+
+def test_truncated_models_keep_their_first_blocks(job_file):
+    job = load_job(refer(job_file, {}))
+    assert count_blocks(job.model()) == 8
+    assert [type(module).__name__ for module in truncated(job, 2).model()] == ["Embedding", "Block", "Block", "Linear"]
+    assert count_blocks(resnet18(num_classes=10)) is None
+    assert extend((2, 4), (0.3, 0.5), 12) == pytest.approx(1.3)
+    assert extend((2, 4), (0.5, 0.4), 12) == pytest.approx(0.5)  # noise: a deeper model is not faster
+
+
+# The whole choice, with the measuring process replaced.
+
+
+@pytest.fixture
+def races(monkeypatch):
+    """Replace the child process: every candidate takes 1 s a step but the last, which takes 0.5 s."""
+    calls = []
+
+    def fake(reference, plans, **_):
+        calls.append(reference)
+        timed = [TimedPlan(number=number, step_s=1.0, compile_s=1.0) for number in range(len(plans))]
+        timed[-1] = dataclasses_replace(timed[-1], step_s=0.5)
+        return RaceRecord(timed=tuple(timed), seconds=2.0)
+
+    monkeypatch.setattr(race, "run_race", fake)
+    monkeypatch.setattr(race, "LEAST_JOB_S", 0.0)
+    return calls
+
+
+def dataclasses_replace(struct, **changes):
+    return type(struct)(**{**{name: getattr(struct, name) for name in struct.__struct_fields__}, **changes})
+
+
+def test_measurements_are_cached_and_decide(job_file, races, tmp_path):
+    reference, notes = refer(job_file, {}), []
+    job = load_job(reference)
+    tuning = Tuning(reference=reference, note=notes.append, device="cpu", folder=tmp_path / "cache")
+    dry = dataclasses.replace(tuning, may_measure=False)
+    assert tune_plan(job, EAGER, dry, fixed=()) is EAGER
+    tuned = tune_plan(job, EAGER, tuning, fixed=())
+    assert tuned != EAGER
+    assert "50% of a step saved (measured)" in " ".join(tuned.sources.values())
+    assert len(notes) == 2
+    assert tune_plan(job, EAGER, dry, fixed=()) == tuned
+    assert tune_plan(job, EAGER, tuning, fixed=()) == tuned
+    assert len(races) == 1
+    [file] = (tmp_path / "cache").iterdir()
+    file.write_text("{")
+    tune_plan(job, EAGER, tuning, fixed=())
+    assert len(races) == 2
+
+
+def test_other_job_is_measured_again_and_short_job_is_not(job_file, races, tmp_path, monkeypatch):
+    for overrides in ({}, {"optimizer.lr": "0.1"}):
+        reference = refer(job_file, overrides)
+        tuning = Tuning(reference=reference, note=lambda _: None, device="cpu", folder=tmp_path / "cache")
+        tune_plan(load_job(reference), EAGER, tuning, fixed=())
+    assert len(races) == 2
+    monkeypatch.setattr(race, "LEAST_JOB_S", 1e9)
+    assert tune_plan(load_job(reference), EAGER, tuning, fixed=()) is EAGER
+
+
+def settled(monkeypatch, spec, *, device=H100, overrides=None, refusal="", reference="reference"):
+    """Return the plan that `train` settles on for a job whose search finds MODEL, and the notes."""
+    notes, job = [], sentences_job(steps=100_000)
+    monkeypatch.setattr("shardwise.planner.settle.search_plan", lambda *_: (MODEL, ""))
+    monkeypatch.setattr(race, "tune_plan", lambda *_, **__: BLOCKS)
+    tuning = tuning_of(spec, reference, refusal=refusal)
+    tuning = tuning and dataclasses.replace(tuning, note=notes.append)
+    plan = settle_job_plan(job, "auto", world_size=1, device=device, overrides=overrides or {}, tuning=tuning)
+    return plan, notes
+
+
+def test_only_auto_on_a_gpu_with_tuning_measures(monkeypatch):
+    spec = TrainSpec.of("job.py")
+    assert settled(monkeypatch, spec) == (BLOCKS, [])
+    assert settled(monkeypatch, TrainSpec.of("job.py", tune=False)) == (MODEL, [])
+    assert settled(monkeypatch, spec, device=LocalDevice())[0].compile == "none"
+    for plan, notes in (
+        settled(monkeypatch, spec, refusal="of nodes"),
+        settled(monkeypatch, spec.replace(deterministic=True)),
+    ):
+        assert plan == MODEL
+        assert len(notes) == 1
+
+
+def test_no_tune_travels_on_the_command_line():
+    assert TrainSpec.of("job.py", tune=False).to_argv() == (["--no-tune"], ["job.py"])
+    assert TrainSpec.of("job.py").to_argv() == ([], ["job.py"])
+
+
+def test_resumed_run_keeps_its_options_without_measuring(monkeypatch, tmp_path):
+    stored = dataclasses.replace(EAGER, micro_batch=4, accumulation=2, recompute="full")
+    (tmp_path / "job.json").write_text("{}")
+    (tmp_path / "plan.toml").write_text(plan_to_toml(stored))
+    plan, _ = settled(monkeypatch, TrainSpec.of("job.py", resume=str(tmp_path)))
+    assert plan == stored
+    assert "resumed" in plan.source("compile")
+    plan, _ = settled(
+        monkeypatch, TrainSpec.of("job.py", resume=str(tmp_path)), overrides={"compile": "blocks", "micro_batch": "8"}
+    )
+    assert (plan.compile, plan.micro_batch, plan.accumulation, plan.recompute) == ("blocks", 8, 1, "full")
+    two = Plan.preset("ddp", 2, batch_size=8)
+    assert with_stored_options(two, stored, frozenset()) is two
