@@ -76,12 +76,13 @@ def main() -> int:
 class Race:
     """Measures plans of one job on one rank within a time limit, to which compilation does not count."""
 
-    def __init__(self, job: Job, here: World, *, budget_s: float) -> None:
+    def __init__(self, job: Job, here: World, *, budget_s: float, truncates: bool = True) -> None:
+        """Prepare the job; without `truncates`, models are measured whole."""
         # A constant rate and a random start: the values of the weights do not change the time of a step.
         self._job = dataclasses.replace(job, schedule=Constant(), weights=None, steps=1, epochs=None, tokens=None)
         self._here = here
         self.left_s = budget_s
-        self._num_blocks = count_blocks(structure(self._job.model, job.seed).module)
+        self._num_blocks = count_blocks(structure(self._job.model, job.seed).module) if truncates else None
 
     def measure(self, number: int, plan: Plan, *, share_s: float) -> TimedPlan:
         """Return the time of one plan, or its error; `share_s` limits the timed steps."""

@@ -238,14 +238,19 @@ def resumed_run(spec: TrainSpec) -> RunDirectory | None:
     return next((RunDirectory(folder) for folder in folders if RunDirectory(folder).job.is_file()), None)
 
 
-def tuning_of(spec: TrainSpec, reference: JobReference | None, *, refusal: str = "") -> Tuning | None:
+def tuning_of(spec: TrainSpec, reference: JobReference | None, *, num_nodes: int = 1) -> Tuning | None:
     """Return how the plan auto is measured, None with --no-tune; a dry run uses earlier measurements only.
 
-    A resumed run keeps the options of its plan. `refusal` is a reason not to measure.
+    A resumed run keeps the options of its plan. `reference` is None for a Job that is not in a file.
     """
     if not spec.tune:
         return None
-    if spec.deterministic:
+    refusal = ""
+    if reference is None:
+        refusal = "this Job is not in a file, from which a measuring process could load it"
+    elif num_nodes > 1:  # every node settles the plan by itself, and its measurements could choose another plan
+        refusal = "all nodes must choose the same plan"
+    elif spec.deterministic:
         refusal = "--deterministic changes the kernels that would be measured"
     run = resumed_run(spec)
     stored = read_plan(run.plan) if run is not None and run.plan.is_file() else None

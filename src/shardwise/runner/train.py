@@ -120,7 +120,7 @@ def _train_here(
             code="train.option-inside-world",
             fix="pass only checkpoint and replica options, tune=, run_dir=, run= and show_progress=",
         )
-    tuning = tuning_of(spec, None, refusal="this Job is not in a file, from which another process could load it")
+    tuning = tuning_of(spec, None)
     if isinstance(job, str):
         reference = refer(job, {})
         job, tuning = load_job(reference), tuning_of(spec, reference)
@@ -191,15 +191,14 @@ def train_job(spec: TrainSpec) -> TrainReport:
     nproc = spec.nproc or 1
     device = local_device(spec.place.device, nproc, job.engine)
     num_nodes = nodes.most if nodes else 1
-    # Every node settles the plan by itself, and measurements of two nodes could choose different plans.
-    refusal = "the nodes of a run must choose the same plan" if nodes is not None else ""
+    tuning = tuning_of(spec, reference, num_nodes=num_nodes)
     plan = settle_job_plan(
         job,
         spec.plan,
         world_size=nproc * num_nodes,
         device=device,
         overrides=plan_overrides,
-        tuning=tuning_of(spec, reference, refusal=refusal),
+        tuning=tuning,
     )
     check_model_fits(job, plan)
     if spec.dry_run:

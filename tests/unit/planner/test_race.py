@@ -226,12 +226,12 @@ def test_other_job_is_measured_again_and_short_job_is_not(job_file, races, tmp_p
     assert tune_plan(load_job(reference), EAGER, tuning, fixed=()) is EAGER
 
 
-def settled(monkeypatch, spec, *, device=H100, overrides=None, refusal="", reference="reference"):
+def settled(monkeypatch, spec, *, device=H100, overrides=None, reference="reference", num_nodes=1):
     """Return the plan that `train` settles on for a job whose search finds MODEL, and the notes."""
     notes, job = [], sentences_job(steps=100_000)
     monkeypatch.setattr("shardwise.planner.settle.search_plan", lambda *_: (MODEL, ""))
     monkeypatch.setattr(race, "tune_plan", lambda *_, **__: BLOCKS)
-    tuning = tuning_of(spec, reference, refusal=refusal)
+    tuning = tuning_of(spec, reference, num_nodes=num_nodes)
     tuning = tuning and dataclasses.replace(tuning, note=notes.append)
     plan = settle_job_plan(job, "auto", world_size=1, device=device, overrides=overrides or {}, tuning=tuning)
     return plan, notes
@@ -242,12 +242,9 @@ def test_only_auto_on_a_gpu_with_tuning_measures(monkeypatch):
     assert settled(monkeypatch, spec) == (BLOCKS, [])
     assert settled(monkeypatch, TrainSpec.of("job.py", tune=False)) == (MODEL, [])
     assert settled(monkeypatch, spec, device=LocalDevice())[0].compile == "none"
-    for plan, notes in (
-        settled(monkeypatch, spec, refusal="of nodes"),
-        settled(monkeypatch, spec.replace(deterministic=True)),
-    ):
-        assert plan == MODEL
-        assert len(notes) == 1
+    for changes in ({"num_nodes": 2}, {"reference": None}, {"spec": spec.replace(deterministic=True)}):
+        plan, notes = settled(monkeypatch, **{"spec": spec, **changes})
+        assert (plan, len(notes)) == (MODEL, 1)
 
 
 def test_no_tune_travels_on_the_command_line():

@@ -165,7 +165,7 @@ def race_candidates(job: Job, plan: Plan, question: Question, *, fixed: Collecti
     eager = dataclasses.replace(plan, **{name: value for name, value in changes.items() if name not in fixed})
     times: dict[Plan, float] = {}
     model = question.time_model()
-    for candidate in (plan, *_variants(job, plan, question, fixed)):
+    for candidate in (plan, *plan_variants(job, plan, question, fixed)):
         if candidate not in times:
             times[candidate] = model.predict(question.model.for_plan(candidate), candidate).seconds
     least = min(times.values())
@@ -190,7 +190,7 @@ def _kind(plan: Plan) -> tuple[str, bool]:
     return plan.compile, plan.fused_loss
 
 
-def _variants(job: Job, plan: Plan, question: Question, fixed: Collection[str]) -> Iterator[Plan]:
+def plan_variants(job: Job, plan: Plan, question: Question, fixed: Collection[str]) -> Iterator[Plan]:
     """Yield the plan with every combination of options that fits into memory, by the rules of the search."""
     shape = question.model.plain
     choices: dict[str, tuple[Any, ...]] = {"compile": ("none", "blocks", "model"), "fused_loss": (False, True)}
@@ -198,7 +198,7 @@ def _variants(job: Job, plan: Plan, question: Question, fixed: Collection[str]) 
         choices["compile"] = ("none", "model")
     if plan.layout.world_size > 1:
         choices["compile"] = ("none", "blocks")
-    if shape.head is None:
+    if shape.head is None or shape.head.rows <= 1:  # a few logits per sample, as of images
         choices["fused_loss"] = (False,)
     choices["capture"] = ("none", "step")
     choices["recompute"] = RECOMPUTES
