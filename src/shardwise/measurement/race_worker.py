@@ -45,9 +45,10 @@ BLOCKS = (2, 4)
 """Numbers of blocks of the truncated models."""
 WARM_UP, CAPTURED_WARM_UP = 3, 5
 """Steps before the timed ones: they compile, create optimizer states and, with a CUDA graph, capture it."""
-LEAST_GROUPS, MOST_GROUPS = 3, 10
-"""Timed groups of steps, whose median counts; the device is synchronized between groups."""
-GROUP_S = 0.05
+LEAST_GROUPS, MOST_GROUPS = 3, 20
+"""Timed groups of steps, whose median counts; the device is synchronized between groups. Errors of both truncated
+models are multiplied by the number of blocks, so a median of many groups is needed."""
+GROUP_S = 0.1
 """Seconds of a group: the steps of a group overlap with their launches, as in training."""
 MOST_STEPS = 20
 """Steps of a group at most."""
