@@ -60,6 +60,8 @@ def test_candidate_without_memory_is_removed_and_the_next_is_measured(tmp_path):
     path.write_text(text.replace("torch.relu(self.linear(x))", grown))
     large = Plan.preset("ddp", 1, batch_size=16)
     small = dataclasses.replace(large, micro_batch=8, accumulation=2)
-    record = run_race(refer(str(path), {}), [plan_to_toml(plan) for plan in (large, small)], device="cuda:0")
+    record = run_race(
+        refer(str(path), {}), [plan_to_toml(plan) for plan in (large, small)], device="cuda:0", budget_s=60
+    )
     assert "OutOfMemoryError" in record.timed[0].error
     assert record.timed[1].error == ""

@@ -103,8 +103,9 @@ class Race:
                 return self._extrapolate(number, plan, self._num_blocks, share_s)
             except torch.OutOfMemoryError:
                 raise  # the whole model needs even more
-            except Exception:  # noqa: BLE001 - forward may need all of its blocks; the whole model shows the real error
-                self._free()
+            except Exception:  # noqa: BLE001, S110 - forward may need all blocks; the whole model shows the real error
+                pass
+            self._free()  # here, because the exception refers to the tensors of its frames
         step_s, compile_s = self._time(self._job, plan, share_s)
         self._num_blocks = None
         return TimedPlan(number=number, step_s=step_s, compile_s=compile_s)

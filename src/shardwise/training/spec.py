@@ -63,8 +63,8 @@ class TrainSpec(Spec, frozen=True, kw_only=True):
     plan: str = "auto"
     """auto, a preset, a product of axes such as dp2.tp2, or a .toml file."""
     tune: bool = True
-    """On GPUs, choose the plan auto by predictions alone (default: long jobs measure a few plans for at most 60 s, and
-    cache the result)."""
+    """Measurements of the plan auto on GPUs: before a long job, a few plans train some steps for at most 60 s, and the
+    result is cached; --no-tune chooses by predictions alone."""
     settings: Annotated[tuple[str, ...], option("--set", metavar="KEY=VALUE")] = ()
     """Override a field of the job or the plan."""
     run_dir: Path | None = None

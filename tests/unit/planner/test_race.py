@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from jobs import sentences_job, token_job_text
+from shardwise.cli.train import command
 from shardwise.dist import fake_world
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.job import load_job, refer
@@ -61,7 +62,7 @@ def test_start_report_has_the_measured_gain_of_each_option():
     saved = "50% of a step saved together with capture"
     assert plan.source("compile") == f"auto: model and loss in one graph, {saved} (measured), 20 s of compilation"
     assert plan.source("capture") == "auto: 4% of a step saved (measured)"
-    assert explain_choice(found[0], found, MODEL).source("compile").startswith("auto: eager, as fast as")
+    assert explain_choice(found[0], found, MODEL).source("compile").startswith("auto: eager, since compilation")
 
 
 # The candidates.
@@ -110,7 +111,7 @@ def job_file(tmp_path):
 def test_child_process_measures_candidates_and_removes_one_that_fails(job_file):
     Path(job_file).write_text(token_job_text(1))  # one block, so that only one graph is compiled
     plans = [EAGER, dataclasses.replace(EAGER, micro_batch=3), BLOCKS]
-    record = run_race(refer(job_file, {}), [plan_to_toml(plan) for plan in plans], device="cpu")
+    record = run_race(refer(job_file, {}), [plan_to_toml(plan) for plan in plans], device="cpu", budget_s=60)
     eager, failed, blocks = record.timed
     assert (eager.error, eager.blocks, eager.compile_s) == ("", (), 0.0)
     assert "PlanError" in failed.error
@@ -127,7 +128,7 @@ def test_race_ends_at_its_time_limit(job_file):
 def test_process_that_cannot_start_reports_the_reason(job_file):
     reference = refer(job_file, {})
     Path(job_file).write_text("job = 1")
-    [timed] = run_race(reference, [plan_to_toml(EAGER)], device="cpu").timed
+    [timed] = run_race(reference, [plan_to_toml(EAGER)], device="cpu", budget_s=60).timed
     assert "changed since" in timed.error
 
 
@@ -248,6 +249,10 @@ def test_only_auto_on_a_gpu_with_tuning_measures(monkeypatch):
 
 
 def test_no_tune_travels_on_the_command_line():
+    assert [command.make_context("train", ["job.py", *argv]).params["tune"] for argv in ([], ["--no-tune"])] == [
+        True,
+        False,
+    ]
     assert TrainSpec.of("job.py", tune=False).to_argv() == (["--no-tune"], ["job.py"])
     assert TrainSpec.of("job.py").to_argv() == ([], ["job.py"])
 

@@ -57,10 +57,8 @@ SPLIT_ERROR = 0.1
 """The same of a candidate that differs in its micro-batches, recompute or CUDA graph only."""
 LEAST_JOB_S = 1200.0
 """Predicted seconds of the shortest job for which plans are measured: a race takes one to two minutes."""
-BUDGET_S = 60.0
-"""Seconds of measuring, without compilation."""
 COMPILE_LIMIT_S = 240.0
-"""Seconds of compilation in addition to BUDGET_S, after which the race ends with the candidates measured so far."""
+"""Seconds of compilation in addition to those of measuring, after which the race ends with what it has measured."""
 WORKER = "shardwise.measurement.race_worker"
 VERSION = 1
 """Version of the measurement and of its files."""
@@ -308,7 +306,7 @@ def run_race(
     plans: Sequence[str],
     *,
     device: str,
-    budget_s: float = BUDGET_S,
+    budget_s: float,
     compile_limit_s: float = COMPILE_LIMIT_S,
 ) -> RaceRecord:
     """Measure plans one after another in a child process; a plan that was not reached in time has no TimedPlan."""

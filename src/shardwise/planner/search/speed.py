@@ -178,6 +178,8 @@ def _gain(best: Measured, name: str, others: Sequence[Measured]) -> str:
     gain = 1 - best.step_s / near.step_s
     also = differing(near.plan, best.plan) - {name} - (_TOGETHER if name in _TOGETHER else set())
     together = f" together with {' and '.join(sorted(also))}" if also else ""
+    if gain < -TIE:
+        return "since compilation would take longer than it saves (measured)"
     if gain < TIE:
         return f"as fast as the other value{together} (measured), and simpler"
     return f"{gain:.0%} of a step saved{together} (measured)"
