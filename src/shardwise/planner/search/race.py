@@ -337,8 +337,11 @@ def run_race(
             process.end()
         timed = read_results(results)
         if not timed and code:
-            reason = next(reversed(output.read_text(errors="replace").split("\n\n")[-1].splitlines()), "")
-            timed = (TimedPlan(number=0, error=reason or f"the process ended with exit code {code}"),)
+            lines = output.read_text(errors="replace").split("\n")
+            reason = next(
+                (line for line in reversed(lines) if line.strip()), f"the process ended with exit code {code}"
+            )
+            timed = (TimedPlan(number=0, error=reason),)
     return RaceRecord(timed=timed, seconds=time.monotonic() - began)
 
 
