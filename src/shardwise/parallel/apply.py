@@ -18,7 +18,7 @@ from shardwise.parallel.batch_norm import (
 from shardwise.parallel.collectives import stages_of, unwrap
 from shardwise.parallel.context import context_parallel
 from shardwise.parallel.float8 import float8_linears
-from shardwise.parallel.fused_loss import align_heads, fuse_head
+from shardwise.parallel.fused_loss import fuse_head
 from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync, ShardSync, SummedSync
 from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
 from shardwise.parallel.recompute import find_blocks, recompute_block
@@ -91,13 +91,6 @@ def fuse_loss(module: nn.Module, plan: Plan, _: MeshContext, __: MetaModel) -> n
     """Make the output head return deferred logits, which the loss computes in chunks of tokens."""
     if plan.fused_loss:
         fuse_head(module)
-    return module
-
-
-def pad_head(module: nn.Module, plan: Plan, context: MeshContext, _: MetaModel) -> nn.Module:
-    """Pad the weight of a large head in forward, so that a compiled step need not pad its logits."""
-    if plan.compile == "model" and not plan.fused_loss and context.layout.world_size == 1:
-        align_heads(module)
     return module
 
 
@@ -190,7 +183,6 @@ TRANSFORMS = (
     use_float8,  # before tensor rules, which shard the new modules by their names
     split_tensors,  # before transforms that wrap forward: it replaces the forward of single layers
     fuse_loss,  # after the head is sharded: the loss uses this rank's shard of the vocabulary
-    pad_head,  # before compile, which fuses the padding with the loss
     split_sequences,  # before recompute, which must recompute attention over the full sequences
     recompute,  # before compile, so that the recomputed region is compiled
     compile_blocks,  # before sharding, so that the FSDP hooks stay outside the graphs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -253,34 +252,3 @@ def with_logits(output: Any) -> Any:
 
 def _computed(leaf: Any) -> Any:
     return leaf.compute() if isinstance(leaf, DeferredLogits) else leaf
-
-
-# Heads whose vocabulary is not a multiple of a kernel's tile.
-#
-# Rows of logits that do not start at multiples of 16 bytes halve the speed of the matrix products and of the loss, so
-# inductor copies the logits' gradient to a padded tensor (3 % of a step of GPT-2, whose vocabulary is 50,257, on an
-# H200). If the weight is padded instead, which is small, the loss writes the padded gradient itself.
-
-
-_TILE = 64
-_LEAST_PADDED = 8192
-"""Output features below which a copy is not worth avoiding."""
-
-
-def align_heads(module: nn.Module) -> None:
-    """Make large linear layers compute with a number of output features that is a multiple of 64, in place.
-
-    The additional features are cut off again, so results do not change.
-    """
-    for linear in module.modules():
-        if type(linear) is not nn.Linear or "forward" in vars(linear):
-            continue
-        if linear.out_features >= _LEAST_PADDED and linear.out_features % _TILE:
-            linear.forward = partial(_aligned_forward, linear)  # type: ignore[method-assign]
-
-
-def _aligned_forward(linear: nn.Linear, inputs: Tensor) -> Tensor:
-    extra = -linear.out_features % _TILE
-    bias = None if linear.bias is None else nn.functional.pad(linear.bias, (0, extra))
-    weight = nn.functional.pad(linear.weight, (0, 0, 0, extra))
-    return nn.functional.linear(inputs, weight, bias)[..., : linear.out_features]

@@ -62,12 +62,16 @@ class MixedAdamW(torch.optim.Optimizer):
         take_step_hooks(self, source)
         self._state_dtype = precision.optimizer
         self._keys = {parameter: _key(name, local(parameter).device) for name, parameter in named}
-        self._places = {parameter: _place(name, parameter) for name, parameter in named}
+        self._places = {parameter: _place(name, parameter, precision) for name, parameter in named}
         self.masters: dict[nn.Parameter, Tensor] = {}
         """fp32 copies of the bf16 parameters; their values are those of checkpoints."""
         for _, parameter in named:
             if precision.has_masters and parameter.dtype == torch.bfloat16:
                 self.masters[parameter] = parameter.detach().to(torch.float32, copy=True)
+
+    def masters_of(self, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+        """Return the master copies by the names of their parameters."""
+        return {name: self.masters[parameter] for name, parameter in named if parameter in self.masters}
 
     def publish(self) -> None:
         """Round the master copies to the parameters, after other code changed the masters."""
@@ -127,13 +131,10 @@ class MixedAdamW(torch.optim.Optimizer):
         gradient = local(parameter.grad)
         master = self.masters.get(parameter)
         update = _compiled_update() if values.is_cuda else adamw_update
-        shard = Shard(
-            values,
-            gradient,
-            local(state["exp_avg"]),
-            local(state["exp_avg_sq"]),
-            master if master is None else local(master),
-        )
+        first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        shard = Shard(values, gradient, first, second, None if master is None else local(master))
+        if self._places[parameter].shape[1] != values.ndim:
+            shard = shard.flattened()
         counter = Counter(self._keys[parameter], self._places[parameter], state["step"])
         update(shard, counter, factors, betas=group["betas"], eps=group["eps"])
 
@@ -147,6 +148,13 @@ class Shard(NamedTuple):
     second: Tensor
     master: Tensor | None
 
+    def flattened(self) -> Shard:
+        """Return one-dimensional views, with which one compiled kernel serves parameters of all shapes."""
+        master = None if self.master is None else self.master.view(-1)
+        return Shard(
+            self.parameter.view(-1), self.gradient.reshape(-1), self.first.view(-1), self.second.view(-1), master
+        )
+
 
 class Counter(NamedTuple):
     """What the random bits of a shard depend on."""
@@ -154,7 +162,7 @@ class Counter(NamedTuple):
     key: Tensor
     """int32 [2]: a hash of the parameter's name."""
     place: Tensor
-    """int32 [2, dims]: the offsets of the shard and the strides of the full tensor, modulo 2^32."""
+    """int64 [2, dims]: the offsets of the shard and the strides of the full tensor; one dim if its rows are whole."""
     step: Tensor
 
 
@@ -226,15 +234,17 @@ def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
 def random_bits(shape: torch.Size, counter: Counter) -> Tensor:
     """Return 32 random bits (int32) for each element of a shard, by its index in the full tensor.
 
-    All arithmetic is in int32, which wraps around: elements 2^32 apart share their bits, which does no harm.
+    The hash is computed in int32, which wraps around: elements 2^32 apart share their bits, which does no harm.
     """
     key, place, step = counter
-    index = (step.to(torch.int32) * _MIX_B) ^ key[0]
-    for dim, size in enumerate(shape):
-        positions = (torch.arange(size, dtype=torch.int32, device=key.device) + place[0, dim]) * place[1, dim]
-        index = index + positions.view([-1 if axis == dim else 1 for axis in range(len(shape))])
+    last = len(shape) - 1
+    index = torch.arange(shape[last], device=key.device) + place[0, last]
+    for dim in range(last):
+        rows = (torch.arange(shape[dim], device=key.device) + place[0, dim]) * place[1, dim]
+        index = rows.view(-1, *[1] * (last - dim)) + index
     # Right shifts extend the sign, so their upper bits are masked off.
-    bits = (index ^ ((index >> 16) & _LOW_16)) * _MIX_A
+    bits = index.to(torch.int32) ^ ((step.to(torch.int32) * _MIX_B) ^ key[0])
+    bits = (bits ^ ((bits >> 16) & _LOW_16)) * _MIX_A
     bits = ((bits ^ ((bits >> 13) & 0x7FFFF)) + key[1]) * _MIX_B
     return bits ^ ((bits >> 16) & _LOW_16)
 
@@ -251,14 +261,19 @@ def _key(name: str, device: torch.device) -> Tensor:
     return torch.tensor(halves, dtype=torch.int32, device=device)
 
 
-def _place(name: str, parameter: nn.Parameter) -> Tensor:
+def _place(name: str, parameter: nn.Parameter, precision: Precision) -> Tensor:
     """Return the offsets of this rank's shard and the strides of the full tensor, as in `Counter.place`."""
-    offsets = list(box_of(name, parameter).offsets)
+    box = box_of(name, parameter)
     strides = [1] * parameter.ndim
     for dim in range(parameter.ndim - 2, -1, -1):
         strides[dim] = strides[dim + 1] * parameter.shape[dim + 1]
-    place = torch.tensor([offsets, strides], dtype=torch.int64)
-    return place.to(torch.int32).to(local(parameter).device)  # int64 to int32 keeps the low bits
+    has_whole_rows = list(box.sizes)[1:] == list(parameter.shape)[1:]
+    if has_whole_rows and local(parameter).is_contiguous() and precision.optimizer != "int8":
+        first = box.offsets[0] * strides[0] if parameter.ndim else 0
+        place = [[first], [1]]
+    else:
+        place = [list(box.offsets), strides]
+    return torch.tensor(place, dtype=torch.int64, device=local(parameter).device)
 
 
 # 8-bit moments.

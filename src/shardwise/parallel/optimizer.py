@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.parallel.collectives import gather_flat, in_buckets
 from shardwise.parallel.gradsync import local
-from shardwise.parallel.mixed_adamw import mixed_optimizer
+from shardwise.parallel.mixed_adamw import MixedAdamW, mixed_optimizer
 from shardwise.parallel.muon import MuonAdamW
 from shardwise.parallel.parameter_rules import check_optimizer, check_sharded_updates, copy_attributes
 
@@ -113,20 +114,20 @@ def make_optimizer(
     if pieces:
         bridge = _Bridge(list(pieces.values()), shard_mesh)
         bridge.attach(optimizer)
-
-    def refresh() -> None:
-        if mixed is not None:
-            mixed.publish()
-            mixed.store_states()
-        else:
-            widen_states(optimizer)
-        if bridge is not None:
-            bridge.refresh(is_published=bool(mixed and mixed.masters))
-
-    masters: dict[str, Tensor] = {}
-    if mixed is not None:
-        masters = {name: mixed.masters[parameter] for name, parameter in owned if parameter in mixed.masters}
+    masters = {} if mixed is None else mixed.masters_of(owned)
+    refresh = partial(_refresh, optimizer, mixed, bridge)
     return Optimized(optimizer=optimizer, named=owned, refresh=refresh, masters=masters)
+
+
+def _refresh(optimizer: Optimizer, mixed: MixedAdamW | None, bridge: _Bridge | None) -> None:
+    """Bring parameters, masters and states together after other code changed the model or loaded a checkpoint."""
+    if mixed is None:
+        widen_states(optimizer)
+    else:
+        mixed.publish()
+        mixed.store_states()
+    if bridge is not None:
+        bridge.refresh(is_published=mixed is not None and bool(mixed.masters))
 
 
 def widen_states(optimizer: Optimizer) -> None:

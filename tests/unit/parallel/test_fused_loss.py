@@ -13,7 +13,7 @@ from jobs import Tokens, sentences_job
 from refusals import refuses
 from shardwise.engines.engine import require_supported
 from shardwise.job import losses
-from shardwise.parallel.fused_loss import DeferredLogits, align_heads, fuse_head
+from shardwise.parallel.fused_loss import DeferredLogits, fuse_head
 from shardwise.parity.verify import verify
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.testing import run_ranks
@@ -231,18 +231,3 @@ def test_a_model_without_a_known_head_is_refused_before_any_process_starts():
 def test_a_plan_under_which_it_would_train_wrongly_is_refused(name, overrides, refusal):
     with refuses(*refusal):
         require_supported(settled(name, {**overrides, "fused_loss": "true"}, world_size=2))
-
-
-def test_a_large_head_is_padded_to_tiles_with_the_same_result():
-    head = torch.nn.Linear(4, 8201)
-    x = torch.randn(2, 3, 4, requires_grad=True)
-    exact = head(x)
-    weights = torch.randn_like(exact)
-    expected = torch.autograd.grad((exact * weights).sum(), [x, head.weight, head.bias])
-    align_heads(head)
-    logits = head(x)
-    assert logits.stride()[-2] % 64 == 0
-    assert torch.equal(logits, exact)
-    found = torch.autograd.grad((logits.flatten(0, 1) * weights.flatten(0, 1)).sum(), [x, head.weight, head.bias])
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)

@@ -129,10 +129,12 @@ def test_int8_moments_train_in_a_band_of_fp32_ones():
 
 def test_stochastic_rounding_is_right_on_average_and_keyed_by_the_global_element():
     key = torch.tensor([7, -3], dtype=torch.int32)
-    whole = Counter(key, torch.tensor([[0, 0], [64, 1]], dtype=torch.int32), torch.tensor(5.0))
+    whole = Counter(key, torch.tensor([[0, 0], [64, 1]]), torch.tensor(5.0))
     bits = random_bits(torch.Size((256, 64)), whole)
-    part = Counter(key, torch.tensor([[100, 16], [64, 1]], dtype=torch.int32), torch.tensor(5.0))
+    part = Counter(key, torch.tensor([[100, 16], [64, 1]]), torch.tensor(5.0))
     assert torch.equal(random_bits(torch.Size((30, 40)), part), bits[100:130, 16:56])
+    flat = Counter(key, torch.tensor([[100 * 64], [1]]), torch.tensor(5.0))
+    assert torch.equal(random_bits(torch.Size((30 * 64,)), flat), bits[100:130].flatten())
     later = random_bits(torch.Size((256, 64)), whole._replace(step=torch.tensor(6.0)))
     assert (later == bits).float().mean() < 1e-3
     value = 1.0 + 2**-10  # a quarter of the way between two bf16 numbers at 1.0

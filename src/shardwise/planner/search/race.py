@@ -262,7 +262,7 @@ def cached_race(job: Job, plans: Sequence[Plan], question: Question, tuning: Tun
 def _race_key(job: Job, texts: Sequence[str], question: Question, tuning: Tuning) -> str:
     """Return a digest of everything that a measurement depends on."""
     reference = tuning.reference
-    digest = hashlib.sha256(fingerprint(job, question.precision.compute).encode())
+    digest = hashlib.sha256(fingerprint(job, question.precision.activations).encode())
     versions = [package_version(name) for name in ("shardwise", "torch", "torchao", "triton")]
     given = (reference and (reference.digest, reference.attribute, sorted(reference.overrides.items())), job.batch_size)
     digest.update(f"{VERSION} {versions} {torch.version.cuda} {question.cluster.device.name} {given}".encode())
