@@ -45,7 +45,8 @@ GROUPS = {
         " Curves export full_state_dict unwrap"
     ),
     "A job": (
-        "Job Loss Metric Lora adamw sgd losses metrics schedules datasets models EarlyStopping CallbackContext STOP"
+        "Job Loss Metric Lora adamw sgd muon losses metrics schedules datasets models EarlyStopping CallbackContext"
+        " STOP"
     ),
     "Errors": "ShardwiseError",
 }

@@ -158,9 +158,7 @@ def _determinism_variables(spec: LaunchSpec) -> dict[str, str]:
 def _note(target: Target) -> str:
     if isinstance(target, Program):
         return "shardwise: hangs are not detected, because a program that is not Python does not record collectives"
-    if profiler():
-        return f"shardwise: ranks are not forked, because a profiler is attached ({profiler()})"
-    return ""
+    return f"shardwise: ranks are not forked, because a profiler is attached ({profiler()})" if profiler() else ""
 
 
 def _is_folder(target: Target) -> bool:
@@ -234,8 +232,8 @@ def resumed_run(spec: TrainSpec) -> RunDirectory | None:
     path = spec.run_dir if resumed == "auto" else Path(resumed or "")
     if path is None or resumed in {None, "never"}:
         return None
-    folders = (path, *path.resolve().parents[:3])
-    return next((RunDirectory(folder) for folder in folders if RunDirectory(folder).job.is_file()), None)
+    runs = [RunDirectory(folder) for folder in (path, *path.resolve().parents[:3])]
+    return next((run for run in runs if run.job.is_file()), None)
 
 
 def tuning_of(spec: TrainSpec, reference: JobReference | None, *, num_nodes: int = 1) -> Tuning | None:
@@ -253,7 +251,7 @@ def tuning_of(spec: TrainSpec, reference: JobReference | None, *, num_nodes: int
     elif spec.deterministic:
         refusal = "--deterministic changes the kernels that would be measured"
     run = resumed_run(spec)
-    stored = read_plan(run.plan) if run is not None and run.plan.is_file() else None
+    stored = read_plan(run.plan) if run and run.plan.is_file() else None
     return Tuning(reference=reference, note=echo_error, may_measure=not spec.dry_run, stored=stored, refusal=refusal)
 
 
@@ -369,11 +367,6 @@ def _ranks(settled: SettledLaunch, node: int, num_nodes: int) -> list[str]:
     return lines
 
 
-def preset_variables(name: str | None) -> dict[str, str]:
-    """Return the variables of a preset that the user has not set; raises InputError if the preset does not exist."""
-    return {} if name is None else find_preset(name).missing_from(variables(""))
-
-
 def report_preset(name: str | None) -> None:
     """Print the variables that a preset sets or leaves unchanged; raises InputError if the preset does not exist."""
     if name is None:
@@ -390,7 +383,7 @@ def settle_preset(name: str | None, *, nproc: int, num_gpus: int, uses_ddp: bool
 
     Other problems are reported by `shardwise doctor env`. `num_gpus` is 0 for training on the CPU.
     """
-    added = preset_variables(name)
+    added = {} if name is None else find_preset(name).missing_from(variables(""))
     here = EnvironmentFacts(
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         num_gpus=num_gpus,

@@ -250,3 +250,24 @@ def test_measured_figures_narrow_the_uncertainty():
     before, after = (predict_time(shape, plan, where, calibration) for calibration in (listed, known))
     assert after.uncertainty < before.uncertainty
     assert (before.basis["memory"], after.basis["memory"]) == ("catalogue", "measured")
+
+
+def test_lower_precision_saves_the_predicted_memory_and_time():
+    shape = decoder_shape("billion", BILLION, 2048, compute="bf16", gathered=False)
+    where = parse_cluster("1xH200")
+
+    def predicted(**precision):
+        plan = Plan(micro_batch=8, compile="model", precision=Precision(**{"compute": "bf16", **precision}))
+        seconds = predict_time(shape, plan, where, default_calibration(where.node)).seconds
+        return seconds, predict_memory(shape, plan).at_peak
+
+    seconds, rest = predicted()
+    parameters = rest["parameters"] / 4
+    low_seconds, low = predicted(parameter="bf16", optimizer="bf16")
+    assert low["parameters"] == pytest.approx(2 * parameters)
+    assert low["master weights"] == pytest.approx(4 * parameters)
+    assert low["optimizer states"] == pytest.approx(rest["optimizer states"] / 2)
+    assert low_seconds < seconds
+    assert predicted(optimizer="int8")[1]["optimizer states"] == pytest.approx(rest["optimizer states"] / 4)
+    assert "master weights" not in predicted(parameter="bf16", optimizer="bf16", master="none")[1]
+    assert seconds / predicted(compute="float8")[0] == pytest.approx(1.197, rel=0.05)  # measured on an H200

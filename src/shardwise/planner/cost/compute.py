@@ -7,7 +7,7 @@ bandwidth; each operator also takes host time for its launch, which adds time wh
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.hardware.calibration import is_aligned
@@ -47,6 +47,10 @@ class Assumptions:
     """Rate of the attention kernel in use, as a fraction of the measured kernel's rate."""
     overlapped_tensor: float = 0.0
     """Fraction of tensor-parallel communication that overlaps with adjacent matrix products (async TP)."""
+
+    def in_float8(self) -> Assumptions:
+        """Return these assumptions with block products in float8, by factors that fit torchtitan's published table."""
+        return replace(self, matmul_dtype="fp8", quantized_backward=0.87, quantized_bytes=7.0)
 
 
 class Seconds(NamedTuple):

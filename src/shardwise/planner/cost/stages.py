@@ -216,6 +216,9 @@ class RankState:
             rest["parameters"] = self.parameters()
         if plan.offload.optimizer == "none":
             rest["optimizer states"] = ELEMENT_BYTES[plan.precision.optimizer] * self.total("states")
+        if plan.precision.has_masters:
+            owned = self.total("owned_trained" if plan.zero else "trained")
+            rest["master weights"] = ELEMENT_BYTES[plan.precision.master] * owned
         if self.uses_buckets:
             rest["gradients"] = self.parameter_bytes * self.total("trained")
         if plan.communication.sync_every > 1:

@@ -97,7 +97,7 @@ class TimeModel:
         self.assumptions = assumptions or Assumptions()
         self.wires = Wires(cluster, calibration)
         self.optimizer = optimizer
-        self._compute: dict[str, ComputeModel] = {}
+        self._compute: dict[tuple[str, bool], ComputeModel] = {}
 
     @property
     def contention(self) -> float:
@@ -105,11 +105,13 @@ class TimeModel:
         given = self.assumptions
         return given.host_contention if self.cluster.device.kind == "cpu" else given.contention
 
-    def compute(self, dtype: str) -> ComputeModel:
-        """Return the model of compute times in one dtype."""
-        if dtype not in self._compute:
-            self._compute[dtype] = ComputeModel(self.calibration, dtype, self.assumptions)
-        return self._compute[dtype]
+    def compute(self, dtype: str, *, is_float8: bool = False) -> ComputeModel:
+        """Return the model of compute times in one dtype, with the matrix products of blocks in float8 if requested."""
+        key = (dtype, is_float8)
+        if key not in self._compute:
+            assumptions = self.assumptions.in_float8() if is_float8 else self.assumptions
+            self._compute[key] = ComputeModel(self.calibration, dtype, assumptions)
+        return self._compute[key]
 
     def stages(self, shape: ModelShape, plan: Plan) -> list[StageCost]:
         """Return the time of a micro-batch on each stage."""
@@ -117,9 +119,10 @@ class TimeModel:
 
     def _costs(self, stages: Sequence[StageParts], shape: ModelShape, plan: Plan) -> list[StageCost]:
         known: dict[object, StageCost] = {}
+        compute = self.compute(shape.compute, is_float8=plan.precision.compute == "float8")
         for stage in stages:
             if stage.likeness not in known:
-                known[stage.likeness] = stage_cost(stage, shape, plan, self.compute(shape.compute), self.wires)
+                known[stage.likeness] = stage_cost(stage, shape, plan, compute, self.wires)
         return [known[stage.likeness] for stage in stages]
 
     def predict(self, shape: ModelShape, plan: Plan) -> Time:
@@ -212,10 +215,14 @@ class TimeModel:
         """Return seconds after the last backward: exposed reductions, gradient norm, optimizer, gathers of ZeRO-1."""
         layout, calibration = plan.layout.folded, self.calibration
         bandwidth = calibration.memory_bandwidth.value
-        width, element = ELEMENT_BYTES[plan.precision.reduce], ELEMENT_BYTES[plan.precision.optimizer]
+        precision = plan.precision
+        width, element = ELEMENT_BYTES[precision.reduce], ELEMENT_BYTES[precision.parameter]
         mine = trained / layout.shard
         parts = {"update": element * (trained if plan.zero < 2 else mine) / bandwidth}  # the norm reads every gradient
-        touched = element * (3 + 2 * self.optimizer.states) * mine
+        # The update reads gradients, reads and writes moments and parameters; masters are read in place of the latter.
+        touched = (3 * element + 2 * self.optimizer.states * ELEMENT_BYTES[precision.optimizer]) * mine
+        if precision.has_masters:
+            touched += (2 * ELEMENT_BYTES[precision.master] - element) * mine
         if plan.offload.optimizer == "cpu":
             parts["update"] += touched / calibration.host_optimizer_bandwidth.value
             if plan.offload.parameters != "cpu":
