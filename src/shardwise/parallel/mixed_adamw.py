@@ -317,6 +317,13 @@ def dense_state(value: Tensor, parameter: Tensor) -> Tensor:
     )
 
 
+def accumulate_in_fp32(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Make backward accumulate gradients of bf16 parameters in fp32, because a bf16 sum loses its small addends."""
+    for _, parameter in named:
+        if parameter.dtype == torch.bfloat16:
+            parameter.grad_dtype = torch.float32
+
+
 def mixed_optimizer(
     optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]], precision: Precision
 ) -> MixedAdamW:

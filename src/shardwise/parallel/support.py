@@ -77,9 +77,9 @@ def _check_bf16_parameters(plan: Plan) -> None:
             code="support.precision-mix",
             fix='set precision.compute = "bf16", or precision.parameter = "fp32"',
         )
-    if plan.zero < 2 and plan.accumulation > 1:
+    if plan.zero < 2 and plan.accumulation > 1 and plan.layout.folded.dp > 1:
         raise PlanError(
-            f"gradients of bf16 parameters would be accumulated over {plan.accumulation} micro-batches in bf16",
+            f"DDP would accumulate gradients of bf16 parameters over {plan.accumulation} micro-batches in bf16",
             code="support.bf16-accumulation",
             fix="set accumulation = 1, pass --plan zero2 or zero3, which accumulate in fp32, or use fp32 parameters",
         )

@@ -25,6 +25,7 @@ from shardwise.parallel.gradsync import GradNorm
 from shardwise.parallel.lora import adapt_meta_model
 from shardwise.parallel.meta_model import job_meta_model
 from shardwise.parallel.muon import for_model
+from shardwise.parallel.mixed_adamw import accumulate_in_fp32
 from shardwise.parallel.optimizer import make_optimizer
 from shardwise.parallel.parameter_rules import (
     check_dense,
@@ -172,6 +173,8 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
     named = parameters_of(model)
     owner = "the model" if split is None else f"pipeline stage {mesh_context.coordinate.pp}"
     trainable = trainable_of(named, owner=owner)
+    if plan.precision.parameter == "bf16" and plan.accumulation > 1 and plan.zero < 2:
+        accumulate_in_fp32(trainable)
     inner = gradient_sync(model, plan, mesh_context)
     sync = sync_by_rounds(
         inner, model, trainable, plan=plan, context=mesh_context, ends_round=step_context.length.syncs_after

@@ -38,16 +38,20 @@ def plan_of(name, precision, **changes):
     return dataclasses.replace(plan, precision=precision, **changes)
 
 
+def loss_of(report, world):
+    """Return the global loss of a step by its number. Communicates over the world."""
+    total = report.loss_share.double().clone()
+    if world.size > 1:
+        torch.distributed.all_reduce(total)
+    return {report.number: float(total)}
+
+
 def trained(world, name, precision, *, saves_to=None, resumes_from=None, **changes):
     """Train; return the losses by step and, on rank 0, the final weights. Saves a checkpoint after step SAVED."""
     step = build_step(make_job(), plan_of(name, precision, **changes), world, resume=resumes_from)
     losses = {}
     for batch in step.feed:
-        report = step(batch)
-        total = report.loss_share.double().clone()
-        if world.size > 1:
-            torch.distributed.all_reduce(total)
-        losses[report.number] = float(total)
+        losses |= loss_of(step(batch), world)
         if saves_to is not None and step.number == SAVED:
             tensors, facts = state_of(step, {})
             write.save(saves_to, SAVED, tensors, facts, group=world.own_host_group() if world.size > 1 else None)
@@ -106,6 +110,29 @@ def test_bf16_parameters_train_close_to_fp32_ones_and_hold_half_of_the_weights()
         assert found[STEPS - 1] < found[0]
 
 
+def accumulated(world, name, split):
+    """Train with gradient accumulation; return the dtypes of the gradients before the update, and the losses."""
+    dtypes, steps = set(), []
+
+    def observe():
+        dtypes.update(gradient.dtype for gradient in steps[0].local_gradients().values())
+
+    plan = plan_of(name, dataclasses.replace(MASTERS, reduce="fp32"), **split)
+    steps.append(build_step(make_job(), plan, world, before_update=observe))
+    losses = {}
+    for batch in steps[0].feed:
+        losses |= loss_of(steps[0](batch), world)
+    return dtypes, losses
+
+
+@pytest.mark.parametrize("name", ["one", "tp", "pp", "fsdp"])
+def test_gradients_of_bf16_parameters_accumulate_in_fp32(name):
+    split = {"micro_batch": 1 if name == "fsdp" else 2, "accumulation": 4}
+    dtypes, losses = run_ranks(accumulated, LAYOUTS[name], name, split)[0]
+    assert dtypes == ({torch.bfloat16} if name == "fsdp" else {torch.float32})  # FSDP2 casts the sum to the parameter
+    assert losses == pytest.approx(alone(MASTERS)[0], rel=0.03)
+
+
 @pytest.mark.parametrize("other", [FP64, Precision(compute="bf16")])
 def test_checkpoint_of_masters_resumes_in_another_precision_and_back(other, tmp_path):
     if other is FP64:
@@ -149,7 +176,7 @@ def test_stochastic_rounding_is_right_on_average_and_keyed_by_the_global_element
     ("plan", "code"),
     [
         (Plan(precision=dataclasses.replace(MASTERS, compute="fp32")), "support.precision-mix"),
-        (Plan(precision=MASTERS, accumulation=2), "support.bf16-accumulation"),
+        (Plan.preset("ddp", 2, precision=vars(MASTERS), accumulation=2), "support.bf16-accumulation"),
         (Plan.preset("ddp", 2, precision={"parameter": "bf16", "compute": "bf16"}), "support.bf16-reduce"),
         (Plan(precision=MASTERS, offload=Offload(optimizer="cpu")), "support.mixed-optimizer-option"),
     ],
