@@ -1,7 +1,5 @@
 """A described job on text: a small Llama-shaped decoder that learns the bytes of Python's own sources."""
 
-import dataclasses
-
 import shardwise as sw
 
 # <job>
@@ -17,5 +15,3 @@ job = sw.Job(
     metrics={"accuracy": sw.metrics.token_accuracy},
 )
 # </job>
-
-muon = dataclasses.replace(job, optimizer=sw.muon(lr=0.02, adamw_lr=3e-3))
