@@ -17,7 +17,7 @@ from shardwise.parallel.batch_norm import (
 )
 from shardwise.parallel.collectives import stages_of, unwrap
 from shardwise.parallel.context import context_parallel
-from shardwise.parallel.float8 import float8_linears
+from shardwise.parallel.float8 import float8_linears, select_linears
 from shardwise.parallel.fused_loss import fuse_head
 from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync, ShardSync, SummedSync
 from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
@@ -74,9 +74,12 @@ def guard_convolutions(module: nn.Module, plan: Plan, context: MeshContext, _: M
     return module
 
 
-def use_float8(module: nn.Module, plan: Plan, context: MeshContext, _: MetaModel) -> nn.Module:
+def use_float8(module: nn.Module, plan: Plan, context: MeshContext, meta_model: MetaModel) -> nn.Module:
     """Replace linear layers of blocks by layers that compute in float8, if the plan does."""
-    return float8_linears(module, plan, context.device) if plan.precision.compute == "float8" else module
+    if plan.precision.compute != "float8":
+        return module
+    names = select_linears(module, plan) if meta_model.float8 is None else meta_model.float8
+    return float8_linears(module, names, plan, context.device)
 
 
 def split_tensors(module: nn.Module, plan: Plan, context: MeshContext, meta_model: MetaModel) -> nn.Module:

@@ -115,6 +115,8 @@ class _WriteCheck:
             raise _write_error(names, f"zero = {plan.zero} gathers parameters for forward and frees the changed copy")
         if plan.layout.pp > 1:
             raise _write_error(names, "a pipeline runs forward of other micro-batches before backward")
+        if plan.precision.has_masters:
+            raise _write_error(names, "the optimizer overwrites bf16 parameters with its fp32 masters")
         if number > 1:
             raise _write_error(names, f"each of the {plan.accumulation} forward passes of a step changes them again")
         trained = {name for name, _ in self._optimized.named}

@@ -31,8 +31,8 @@ _RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise_with_gw_hp"}
 """Recipe of a plan -> torchao's; its rowwise recipe with the weight gradient in bf16 is the one that trains as well."""
 
 
-def float8_linears(module: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
-    """Replace the linear layers that `plan.float8` selects by float8 ones, which keep their names and parameters."""
+def float8_linears(module: nn.Module, names: Collection[str], plan: Plan, device: torch.device) -> nn.Module:
+    """Replace the linear layers in `names` by float8 ones, which keep their names and parameters."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         major, minor = torch.cuda.get_device_capability(device)
         raise JobError(
@@ -45,7 +45,6 @@ def float8_linears(module: nn.Module, plan: Plan, device: torch.device) -> nn.Mo
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise MissingExtraError.of('precision.compute = "float8"', "float8") from error
-    names = select_linears(module, plan)
     recipe: Any = Float8LinearConfig.from_recipe_name(_RECIPES[plan.float8.recipe])
     if device.type != "cuda":
         object.__setattr__(recipe, "emulate", True)  # the same rounding, with products in the original dtype

@@ -56,6 +56,8 @@ class MetaModel:
     """Buffers whose values `weights` provides; all other buffers already have their values."""
     tensor_rules: Mapping[str, str] = field(default_factory=dict)
     """Module name pattern -> tensor-parallel style; empty without tensor parallelism."""
+    float8: frozenset[str] | None = None
+    """Linear layers of all pipeline stages that compute in float8; None selects them in `module`."""
 
 
 def job_meta_model(

@@ -82,18 +82,26 @@ class MixedAdamW(torch.optim.Optimizer):
     def store_states(self) -> None:
         """Convert moments, such as those of a checkpoint saved in another precision, to the dtype of this optimizer."""
         for parameter, state in self.state.items():
+            if "step" in state:
+                state["step"] = state["step"].to(local(parameter).device)
             for name in _MOMENTS:
-                if name in state:
+                # A tensor that has the dtype is kept: snapshots refer to it, and its codes stay as they are.
+                if name in state and _stored_dtype(state[name]) != self._moment_dtype(parameter):
                     dense = dense_state(state[name], parameter)
                     state[name] = self._zeros(name, parameter)
                     _fill(local(state[name]), local(dense))
 
-    def _zeros(self, name: str, parameter: Tensor) -> Tensor:
+    def _moment_dtype(self, parameter: Tensor) -> torch.dtype:
         values = local(parameter)
         is_quantizable = values.numel() >= _LEAST_QUANTIZED and values.numel() % _BLOCK == 0
         if self._state_dtype == "int8" and is_quantizable:
-            return quantized_zeros(values, is_signed=name == "exp_avg")
-        dtype = torch.bfloat16 if self._state_dtype == "bf16" else torch.promote_types(values.dtype, torch.float32)
+            return torch.int8
+        return torch.bfloat16 if self._state_dtype == "bf16" else torch.promote_types(values.dtype, torch.float32)
+
+    def _zeros(self, name: str, parameter: Tensor) -> Tensor:
+        dtype = self._moment_dtype(parameter)
+        if dtype == torch.int8:
+            return quantized_zeros(local(parameter), is_signed=name == "exp_avg")
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
     def _initialize(self, parameter: nn.Parameter) -> dict[str, Any]:
@@ -225,10 +233,12 @@ def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
     """Round fp32 values to one of the two nearest bf16 values; the probability of each is its closeness.
 
     The lower half of an fp32 number is what bf16 lacks: adding 16 random bits carries into the upper half with the
-    probability of that remainder. Infinity and representable values stay unchanged.
+    probability of that remainder. Infinity, NaN and representable values stay unchanged.
     """
     raw = values.view(torch.int32) + (bits & _LOW_16)
-    return (raw & ~_LOW_16).view(torch.float32).to(torch.bfloat16)
+    rounded = (raw & ~_LOW_16).view(torch.float32)
+    # The sum carries from the NaN of CUDA (0x7FFFFFFF) into the sign, and the result would be -0.
+    return torch.where(values.isnan(), values, rounded).to(torch.bfloat16)
 
 
 def random_bits(shape: torch.Size, counter: Counter) -> Tensor:
@@ -268,7 +278,8 @@ def _place(name: str, parameter: nn.Parameter, precision: Precision) -> Tensor:
     for dim in range(parameter.ndim - 2, -1, -1):
         strides[dim] = strides[dim + 1] * parameter.shape[dim + 1]
     has_whole_rows = list(box.sizes)[1:] == list(parameter.shape)[1:]
-    if has_whole_rows and local(parameter).is_contiguous() and precision.optimizer != "int8":
+    is_flat = local(parameter).is_contiguous() and precision.optimizer != "int8"  # 8-bit moments have no flat view
+    if has_whole_rows and (is_flat or not parameter.ndim):
         first = box.offsets[0] * strides[0] if parameter.ndim else 0
         place = [[first], [1]]
     else:
@@ -291,6 +302,19 @@ def quantized_zeros(like: Tensor, *, is_signed: bool) -> Tensor:
 
 def _dense(value: Tensor) -> Tensor:
     return value.dequantize() if hasattr(value, "codes") else value
+
+
+def stored_tensors(value: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that contain an optimizer state: the codes and scales of an 8-bit moment, or the state."""
+    if not hasattr(value, "codes"):
+        return (value,)
+    codes: Tensor = value.codes
+    scales: Tensor = value.scale  # type: ignore[attr-defined]
+    return codes, scales
+
+
+def _stored_dtype(value: Tensor) -> torch.dtype:
+    return torch.int8 if hasattr(value, "codes") else value.dtype
 
 
 def _fill(state: Any, dense: Tensor) -> None:
@@ -334,6 +358,6 @@ def mixed_optimizer(
         raise JobError(
             f"precision ({precision}) requires AdamW, but the job's optimizer is {used}",
             code="optimizer.precision-unsupported",
-            fix="use sw.AdamW, or set precision.parameter and precision.optimizer to fp32",
+            fix="use sw.adamw, or set precision.parameter and precision.optimizer to fp32",
         )
     return MixedAdamW(optimizer, named, precision)

@@ -131,7 +131,9 @@ def _refresh(optimizer: Optimizer, mixed: MixedAdamW | None, bridge: _Bridge | N
 
 
 def widen_states(optimizer: Optimizer) -> None:
-    """Convert states that a checkpoint saved in a lower precision to the dtype of their parameter."""
+    """Convert states of AdamW that a checkpoint saved in a lower precision to the dtype of their parameter."""
+    if type(optimizer) is not torch.optim.AdamW:
+        return  # a custom optimizer may store bf16 states by design
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dtype == torch.bfloat16 and value.shape == parameter.shape:

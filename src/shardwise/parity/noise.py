@@ -164,7 +164,7 @@ def _values(record: Record, which: str) -> dict[str, Tensor]:
 # batch statistics) are compared by the band of their losses only.
 
 
-_LOWER = ("bf16", "fp16")
+_LOWER = ("float8", "bf16", "fp16")
 """Lower precisions, the least precise first."""
 _TIMES, _TIMES_LATER, _TIMES_SHARDED = 3.0, 6.0, 10.0
 """Largest distance of a plan from fp32, as a multiple of that of one process: in the first step, in later steps, and in
@@ -187,7 +187,7 @@ def rounds_in(plan: Plan) -> str | None:
     by_design = plan.communication.compression == "powersgd" or plan.communication.sync_every > 1
     if by_design or plan.batch_norm == "local":
         return None
-    used = (plan.precision.activations, plan.communication.compression)
+    used = (plan.precision.compute, plan.communication.compression)
     return next((each for each in _LOWER if each in used), None)
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shardwise.job.job import Framework
     from shardwise.layout import Layout
     from shardwise.parity.prepare import Preparation
-    from shardwise.plans import Plan, Precision
+    from shardwise.plans import Float8, Plan, Precision
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class ParityRunner:
     framework: Framework = "torch"
     """Framework of the job's model."""
     _ones: dict[tuple[Exact, Variant, int], Record] = field(default_factory=dict)
-    _lower: dict[tuple[Precision, bool, Variant], Record] = field(default_factory=dict)
+    _lower: dict[tuple[Precision, Float8, bool, Variant], Record] = field(default_factory=dict)
     _noise: dict[Exact, Limits] = field(default_factory=dict)
     _masks: dict[tuple[Layout, int], MaskReport] = field(default_factory=dict)
     _longest_s: float = 0.0
@@ -160,10 +160,12 @@ class ParityRunner:
 
         A fused loss also rounds, because it casts the logits of each chunk of tokens.
         """
-        key = plan.precision, plan.fused_loss, variant
+        key = plan.precision, plan.float8, plan.fused_loss, variant
         if key not in self._lower:
             alone = one_process(self.batch_size, dtype="fp32", framework=self.framework)
-            rounding = dataclasses.replace(alone, precision=plan.precision, fused_loss=plan.fused_loss)
+            rounding = dataclasses.replace(
+                alone, precision=plan.precision, float8=plan.float8, fused_loss=plan.fused_loss
+            )
             self._lower[key] = self.run(rounding, variant=variant)
         return self._lower[key]
 

@@ -224,9 +224,9 @@ def _cell(verdict: PlanVerdict) -> str:
 
 Exact = Literal["fp64", "fp32"]
 
-BANDS = {"rounds": 0.25, "powersgd": 0.15, "batch_norm": 0.15, "bf16": 0.03, "fp16": 0.03}
+BANDS = {"rounds": 0.25, "powersgd": 0.15, "batch_norm": 0.15, "bf16": 0.03, "fp16": 0.03, "float8": 0.03, "int8": 0.03}
 """Option that changes the arithmetic -> largest relative difference of a step's loss. Low-rank gradients, statistics of
-half a batch and steps of half a batch change all values; an 8-bit mantissa only rounds them. For losses that halve
+half a batch and steps of half a batch change all values; a short mantissa only rounds them. For losses that halve
 within four steps, the loss of replicas after a local partial step was 18 % higher."""
 
 
@@ -348,6 +348,10 @@ def changed_numbers(plan: Plan, *, has_batch_norm: bool) -> dict[str, float]:
         changes[f"computes in {plan.precision.compute}"] = BANDS[plan.precision.compute]
     if plan.precision.reduce in BANDS and plan.precision.reduce != plan.precision.compute:
         changes[f"reduces gradients in {plan.precision.reduce}"] = BANDS[plan.precision.reduce]
+    if plan.precision.parameter in BANDS:
+        changes[f"stores parameters in {plan.precision.parameter}"] = BANDS[plan.precision.parameter]
+    if plan.precision.optimizer in BANDS:
+        changes[f"stores optimizer states in {plan.precision.optimizer}"] = BANDS[plan.precision.optimizer]
     if plan.communication.compression != "none" and plan.layout.folded.dp > 1:
         compression = plan.communication.compression
         changes[f"compresses gradients by {compression}"] = BANDS[compression]

@@ -21,6 +21,7 @@ from shardwise.parallel.collectives import parameters_of, stages_of
 from shardwise.parallel.context import check_context
 from shardwise.parallel.counter_dropout import replace_dropouts
 from shardwise.parallel.first_passes import watch_forward
+from shardwise.parallel.float8 import select_linears
 from shardwise.parallel.gradsync import GradNorm
 from shardwise.parallel.lora import adapt_meta_model
 from shardwise.parallel.meta_model import job_meta_model
@@ -260,6 +261,8 @@ def _apply_plan(
     """Apply the plan to the model; return the stage split and this rank's stages, or None and the model without pp."""
     if plan.layout.pp == 1:
         return None, apply_plan(meta_model, plan, mesh_context)
+    if plan.precision.compute == "float8":  # a stage may contain none of the layers
+        meta_model = replace(meta_model, float8=select_linears(meta_model.module, plan))
     layers = find_layers(meta_model.module, job.layers)
     split = split_layers(plan, count_layers(meta_model.module, layers))
     stages = split_stages(

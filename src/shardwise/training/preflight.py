@@ -272,6 +272,13 @@ def check_own_loop(model: nn.Module, plan: Plan) -> None:
             code="support.own-loop-capture",
             fix="use build_step",
         )
+    if plan.precision.needs_mixed_optimizer:
+        raise PlanError(
+            f"precision ({plan.precision}) requires the optimizer of build_step, but a custom training loop creates its"
+            " own",
+            code="support.own-loop-precision",
+            fix='use build_step, or set precision.parameter = "fp32" and precision.optimizer = "fp32"',
+        )
     check_parameters(model, plan)
     check_sharded(model, plan, by_step=False)
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from shardwise.checkpoint import (
     AsyncSaver,
     CheckpointDirectory,
@@ -17,8 +19,10 @@ from shardwise.checkpoint import (
     check_storage,
     load_newest,
 )
+from shardwise.checkpoint.convert.contents import MODEL
 from shardwise.checkpoint.manifest import DTYPES
 from shardwise.errors import InputError, ShardwiseError, nearest
+from shardwise.parallel.gradsync import local
 from shardwise.runs.console import PREEMPTED
 from shardwise.runs.directory import parse_keep
 from shardwise.runs.failure import NOT_SAVED
@@ -203,6 +207,10 @@ def state_of(step: Step, evaluation: dict[str, float]) -> tuple[dict[str, Tensor
 # Resuming: build a step at the step number of a checkpoint and load the checkpoint into it.
 
 
+_CONVERTIBLE = {torch.float32, torch.bfloat16}
+"""Dtypes of parameters between which a checkpoint is converted when a run is resumed in another precision."""
+
+
 class Resuming:
     """One attempt to resume from `path`: a run directory, a directory of checkpoints, or one checkpoint."""
 
@@ -220,6 +228,8 @@ class Resuming:
         self._callbacks = callbacks
         self._step: Step | None = None
         self._user: dict[str, Tensor] = {}
+        self._converted: list[tuple[Tensor, Tensor]] = []
+        """Values of the model, and tensors of the dtype in which the checkpoint stores them."""
 
     def run(self, build: Callable[[int], Step], group: dist.ProcessGroup | None) -> Step | None:
         """Return a step restored from the newest intact checkpoint, or None if there is no checkpoint.
@@ -254,7 +264,14 @@ class Resuming:
         if self._job.state is not None:
             _, now = split_state(self._job.state.state_dict())
             self._user = user_load_targets(forms, now)
-        return load_targets(step, forms, self._plan.replica(self._world.rank)) | self._user
+        targets = load_targets(step, forms, self._plan.replica(self._world.rank))
+        self._converted = []
+        for name, value in targets.items():
+            shape, dtype = forms.get(name, (None, None))
+            if name.startswith(MODEL) and shape == tuple(value.shape) and {dtype, value.dtype} == _CONVERTIBLE:
+                targets[name] = torch.zeros_like(value, dtype=dtype)
+                self._converted.append((value, targets[name]))
+        return targets | self._user
 
     def _restore(self, step: Step, report: LoadReport) -> None:
         """Apply the loaded state to the step and the job, and log the state that the checkpoint does not contain."""
@@ -267,6 +284,9 @@ class Resuming:
                 code="checkpoint.tensors-mismatch",
                 fix="resume the same job, or pass --resume never",
             )
+        with torch.no_grad():
+            for value, loaded in self._converted:
+                local(value).copy_(local(loaded))
         step.optimized.refresh()
         optimizer = report.facts.get("optimizer", {})
         restore_plain_states(step.optimized, optimizer.get("values", {}))  # converted checkpoints may have none
@@ -275,6 +295,10 @@ class Resuming:
         notes = [f"resumed from {report.path} at step {step.number}"]
         if not compared.is_equal:
             notes.append(str(compared))
+        if self._converted:
+            value, loaded = self._converted[0]
+            notes.append(f"converted {len(self._converted)} tensors from {loaded.dtype} to {value.dtype}")
+            self._converted = []
         now, saved = step.length.num_steps, report.facts.get("num_steps", step.length.num_steps)
         if now != saved:
             notes.append(f"the learning-rate schedule follows the new length, {now} steps (before: {saved})")

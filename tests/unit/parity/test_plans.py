@@ -68,6 +68,11 @@ def changes(name, *, has_batch_norm=False):
 def test_what_changes_numbers_is_named_and_nothing_else():
     assert changes("ddp") == changes("zero3+recompute=full") == []
     assert changes("ddp+precision=bf16") == ["computes in bf16"]
+    assert changes("ddp+precision.optimizer=bf16") == ["stores optimizer states in bf16"]
+    assert changes("ddp+precision.optimizer=int8") == ["stores optimizer states in int8"]
+    assert changes("ddp+precision.compute=float8") == ["computes in float8"]
+    low = "+precision.parameter=bf16+precision.compute=bf16+precision.reduce=bf16"
+    assert changes(f"ddp{low}") == ["computes in bf16", "stores parameters in bf16"]
     assert changes("ddp+communication.compression=powersgd") == ["compresses gradients by powersgd"]
     assert changes("ddp+batch_norm=local") == []
     assert changes("ddp+batch_norm=local", has_batch_norm=True) == ["computes batch statistics per rank"]

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+import itertools
 import random
 
 import pytest
 import torch
 
 import shardwise as sw
-from jobs import FP64, sentences_job
+from jobs import FP64, points_job, sentences_job
 from refusals import refuses
 from shardwise.checkpoint import read_manifest, write
 from shardwise.engines.engine import require_supported
@@ -21,6 +22,7 @@ from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Float8, Offload, Plan, Precision
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
+from shardwise.training.preflight import check_own_loop
 from shardwise.training.saving import state_of
 
 STEPS, SAVED = 6, 3
@@ -46,9 +48,9 @@ def loss_of(report, world):
     return {report.number: float(total)}
 
 
-def trained(world, name, precision, *, saves_to=None, resumes_from=None, **changes):
+def trained(world, name, precision, *, saves_to=None, resumes_from=None, job=None, **changes):
     """Train; return the losses by step and, on rank 0, the final weights. Saves a checkpoint after step SAVED."""
-    step = build_step(make_job(), plan_of(name, precision, **changes), world, resume=resumes_from)
+    step = build_step(job or make_job(), plan_of(name, precision, **changes), world, resume=resumes_from)
     losses = {}
     for batch in step.feed:
         losses |= loss_of(step(batch), world)
@@ -148,6 +150,95 @@ def test_checkpoint_of_masters_resumes_in_another_precision_and_back(other, tmp_
     assert back == pytest.approx(losses, rel=0.03)
 
 
+class Unusual(torch.nn.Module):
+    """Has a tied and a frozen parameter, a scalar, and one without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.hidden, self.tied = (torch.nn.Linear(*sizes) for sizes in ((6, 64), (64, 64), (64, 64)))
+        self.last = torch.nn.Linear(64, 3)
+        self.tied.weight = self.hidden.weight
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.empty = torch.nn.Parameter(torch.zeros(0, 4))
+        self.frozen = torch.nn.Parameter(torch.ones(64), requires_grad=False)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x)) * self.scale + self.empty.sum()
+        return self.last(torch.relu(self.hidden(x)) + self.tied(x) * self.frozen)
+
+
+FP32_STATES = Precision(compute="bf16")
+INT8_WITHOUT_MASTERS = dataclasses.replace(WITHOUT_MASTERS, optimizer="int8")
+
+
+@pytest.mark.parametrize("name", ["zero1", "fsdp"])
+def test_unusual_parameters_resume_in_every_other_precision(name, tmp_path):
+    job = points_job(Unusual, steps=STEPS)
+    exact, _ = run_ranks(trained, 2, name, FP32_STATES, job=job)[0]
+    order = [FP32_STATES, WITHOUT_MASTERS, MASTERS, FP32_STATES, INT8_WITHOUT_MASTERS]
+    for number, (saved, resumed) in enumerate(itertools.pairwise(order)):
+        folder = tmp_path / str(number)
+        run_ranks(trained, 2, name, saved, job=job, saves_to=folder)
+        found, state = run_ranks(trained, 2, name, resumed, job=job, resumes_from=folder)[0]
+        assert found == pytest.approx({step: exact[step] for step in range(SAVED, STEPS)}, rel=0.03)
+        dtype = torch.float32 if resumed is FP32_STATES else torch.bfloat16
+        assert {value.dtype for value in state.values()} == {dtype}
+
+
+def repeated(world, name, precision):
+    """Return the losses of three steps, computed three times from a snapshot."""
+    step = build_step(make_job(), plan_of(name, precision), world)
+    batch = next(iter(step.feed))
+    step(batch)
+    restore, losses = step.snapshot(), []
+    for _ in range(3):
+        losses.append([float(step(batch).loss_share) for _ in range(3)])
+        restore()
+    return losses
+
+
+@pytest.mark.parametrize("precision", [BF16_STATES, WITHOUT_MASTERS, dataclasses.replace(MASTERS, optimizer="int8")])
+def test_snapshots_restore_low_precision_more_than_once(precision):
+    first, *others = run_ranks(repeated, 1, "one", precision)[0]
+    assert others == [first, first]
+
+
+class Momentum(torch.optim.Optimizer):
+    """A custom optimizer whose state is bf16 by design."""
+
+    def __init__(self, named):
+        super().__init__([parameter for _, parameter in named], {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                mean = state.setdefault("mean", torch.zeros_like(parameter, dtype=torch.bfloat16))
+                mean.lerp_(parameter.grad.to(torch.bfloat16), 0.1)
+                parameter.add_(mean.to(parameter.dtype), alpha=-group["lr"])
+
+
+def test_bf16_states_of_a_custom_optimizer_keep_their_dtype(tmp_path):
+    job = make_job(optimizer=Momentum)
+    whole, _ = run_ranks(trained, 1, "one", Precision(), job=job, saves_to=tmp_path)[0]
+    then, _ = run_ranks(trained, 1, "one", Precision(), job=job, resumes_from=tmp_path)[0]
+    assert then == {number: loss for number, loss in whole.items() if number >= SAVED}
+
+
+class Clamped(Unusual):
+    def forward(self, x):
+        with torch.no_grad():
+            self.first.weight.clamp_(-0.05, 0.05)
+        return super().forward(x)
+
+
+def test_forward_that_writes_parameters_is_refused_with_masters():
+    with refuses("support.forward-changes-weights", "first.weight", "masters"):
+        run_ranks(trained, 1, "one", MASTERS, job=points_job(Clamped, steps=STEPS))
+    run_ranks(trained, 1, "one", WITHOUT_MASTERS, job=points_job(Clamped, steps=STEPS))
+
+
 def test_int8_moments_train_in_a_band_of_fp32_ones():
     exact, _ = alone(Precision())
     found, _ = run_ranks(trained, 2, "fsdp", Precision(optimizer="int8"))[0]
@@ -170,6 +261,8 @@ def test_stochastic_rounding_is_right_on_average_and_keyed_by_the_global_element
     assert float(rounded.mean()) == pytest.approx(value, abs=3e-4)
     special = torch.tensor([float("inf"), -float("inf"), 0.0, -1.0])
     assert torch.equal(round_stochastically(special, torch.full((4,), -1, dtype=torch.int32)).float(), special)
+    nans = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    assert round_stochastically(nans, torch.full((3,), -1, dtype=torch.int32)).isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -190,6 +283,12 @@ def build(world, job, plan):
     build_step(job, plan, world)
 
 
+@pytest.mark.parametrize("precision", [MASTERS, BF16_STATES, Precision(optimizer="int8")])
+def test_custom_training_loops_refuse_precisions_of_the_optimizer(precision):
+    with refuses("support.own-loop-precision"):
+        check_own_loop(torch.nn.Linear(3, 1), Plan(precision=precision))
+
+
 def test_bf16_parameters_need_adamw_and_no_batch_norm():
     job = make_job(optimizer=SGD(lr=0.1))
     with refuses("optimizer.precision-unsupported", "SGD"):
@@ -199,7 +298,7 @@ def test_bf16_parameters_need_adamw_and_no_batch_norm():
 FLOAT8 = Precision(compute="float8")
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "pp"])
 def test_float8_layers_keep_the_loss_band_under_strategies(name):
     exact, _ = alone(Precision(compute="bf16"))
     names = ("blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.1.attn.qkv")

@@ -18,7 +18,7 @@ from shardwise.parallel.batch_norm import BatchNorm
 from shardwise.parallel.collectives import full_state_dict, own_buffers, stages_of, unwrap
 from shardwise.parallel.gradsync import local
 from shardwise.parallel.lora import adapted as adapted_parts
-from shardwise.parallel.mixed_adamw import dense_state
+from shardwise.parallel.mixed_adamw import dense_state, stored_tensors
 from shardwise.parallel.stages import Stage
 from shardwise.parallel.tensor_rules import is_transposed
 from shardwise.torch_private.dispatch import NormBase
@@ -301,7 +301,7 @@ def snapshot(tensors: Sequence[Tensor], optimizer: Optimizer) -> Callable[[], No
         known[parameter], plain[parameter] = set(state), {}
         for key, value in state.items():
             if isinstance(value, Tensor):
-                saved.append(value)
+                saved += stored_tensors(value)
             else:
                 plain[parameter][key] = value
     pairs = [(local(tensor), on_host(local(tensor))) for tensor in saved]
