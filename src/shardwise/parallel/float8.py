@@ -8,6 +8,7 @@ bf16. Without torch.compile, casts are separate kernels and cost more than the p
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,15 +43,16 @@ def float8_linears(module: nn.Module, names: Collection[str], plan: Plan, device
             fix="pass --set precision=bf16",
         )
     try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        float8 = import_module("torchao.float8")
     except ImportError as error:
         raise MissingExtraError.of('precision.compute = "float8"', "float8") from error
-    recipe: Any = Float8LinearConfig.from_recipe_name(_RECIPES[plan.float8.recipe])
+    recipe: Any = float8.Float8LinearConfig.from_recipe_name(_RECIPES[plan.float8.recipe])
     if device.type != "cuda":
         object.__setattr__(recipe, "emulate", True)  # the same rounding, with products in the original dtype
-    return convert_to_float8_training(  # type: ignore[no-any-return]
+    converted: nn.Module = float8.convert_to_float8_training(
         module, config=recipe, module_filter_fn=lambda _, name: name in names
     )
+    return converted
 
 
 def select_linears(module: nn.Module, plan: Plan) -> frozenset[str]:

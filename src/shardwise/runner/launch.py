@@ -18,15 +18,15 @@ from shardwise.launcher.nodes.node import join_run, node_facts
 from shardwise.launcher.nodes.rounds import launch_nodes
 from shardwise.launcher.policy import GiveUp
 from shardwise.launcher.spec import LaunchSpec
-from shardwise.runner.local import (
-    SettledLaunch,
-    describe,
+from shardwise.runner.local import SettledLaunch, describe, settle_launch, target_of, watches_hangs
+from shardwise.runner.observers import (
+    Tee,
+    failure_text,
+    report_effects,
     report_preset,
-    settle_launch,
-    target_of,
-    watches_hangs,
+    start_guard,
+    start_replica_watch,
 )
-from shardwise.runner.observers import Tee, failure_text, report_effects, start_guard, start_replica_watch
 from shardwise.runner.remote import start_by_slurm, start_remote
 from shardwise.runs import create_run, share_run
 from shardwise.runs.console import INTERRUPTED, JOB_FAILED, echo_error

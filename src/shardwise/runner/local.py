@@ -367,17 +367,6 @@ def _ranks(settled: SettledLaunch, node: int, num_nodes: int) -> list[str]:
     return lines
 
 
-def report_preset(name: str | None) -> None:
-    """Print the variables that a preset sets or leaves unchanged; raises InputError if the preset does not exist."""
-    if name is None:
-        return
-    preset, own = find_preset(name), variables("")
-    added = " ".join(f"{key}={value}" for key, value in preset.missing_from(own).items())
-    kept = " ".join(f"{key}={value}" for key, value in preset.overridden_by(own).items())
-    unchanged = f"; {kept} is already set and unchanged" if kept else ""
-    echo_error(f"shardwise: preset {name} sets {added or 'nothing'}{unchanged}")
-
-
 def settle_preset(name: str | None, *, nproc: int, num_gpus: int, uses_ddp: bool) -> dict[str, str]:
     """Return the variables that a preset adds for `nproc` ranks; raises LaunchError if ranks could not run with them.
 

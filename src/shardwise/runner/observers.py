@@ -19,9 +19,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
+from shardwise.diagnosis.catalogue import find_preset
 from shardwise.diagnosis.guard.guard import Guard
 from shardwise.diagnosis.guard.replicas import ReplicaWatch
 from shardwise.diagnosis.run.nccl_log import run_effects
+from shardwise.environment import variables
 from shardwise.errors import InputError, JobError, with_code
 from shardwise.job import Job, JobReference, load_job, refer
 from shardwise.launcher.explain import explain_outcome
@@ -343,6 +345,17 @@ def conclude(spec: TrainSpec, launched: Launched, run: RunDirectory, *, is_first
         return TrainReport(exit_code=BAD_INPUT, failure=f"shardwise: {message}", traceback=failure.traceback)
     explanation = f"{explain_outcome(outcome, run)}\nshardwise: the run is in {where}"
     return TrainReport(exit_code=JOB_FAILED, run=where, failure=explanation)
+
+
+def report_preset(name: str | None) -> None:
+    """Print the variables that a preset sets or leaves unchanged; raises InputError if the preset does not exist."""
+    if name is None:
+        return
+    preset, own = find_preset(name), variables("")
+    added = " ".join(f"{key}={value}" for key, value in preset.missing_from(own).items())
+    kept = " ".join(f"{key}={value}" for key, value in preset.overridden_by(own).items())
+    unchanged = f"; {kept} is already set and unchanged" if kept else ""
+    echo_error(f"shardwise: preset {name} sets {added or 'nothing'}{unchanged}")
 
 
 def report_effects(name: str | None, added: Mapping[str, str], run: RunDirectory) -> None:

@@ -30,7 +30,6 @@ from shardwise.runner.local import (
     describe_plan,
     has_inputs,
     open_run,
-    report_preset,
     settle_nodes,
     settle_preset,
     tuning_of,
@@ -45,6 +44,7 @@ from shardwise.runner.observers import (
     following,
     read_result,
     report_effects,
+    report_preset,
     start_guard,
 )
 from shardwise.runner.remote import start_by_slurm, start_remote
