@@ -8,7 +8,6 @@ bf16. Without torch.compile, casts are separate kernels and cost more than the p
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,13 +42,13 @@ def float8_linears(module: nn.Module, names: Collection[str], plan: Plan, device
             fix="pass --set precision=bf16",
         )
     try:
-        float8 = import_module("torchao.float8")
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise MissingExtraError.of('precision.compute = "float8"', "float8") from error
-    recipe: Any = float8.Float8LinearConfig.from_recipe_name(_RECIPES[plan.float8.recipe])
+    recipe: Any = Float8LinearConfig.from_recipe_name(_RECIPES[plan.float8.recipe])
     if device.type != "cuda":
         object.__setattr__(recipe, "emulate", True)  # the same rounding, with products in the original dtype
-    converted: nn.Module = float8.convert_to_float8_training(
+    converted: nn.Module = convert_to_float8_training(
         module, config=recipe, module_filter_fn=lambda _, name: name in names
     )
     return converted

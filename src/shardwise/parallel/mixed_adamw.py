@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -294,10 +293,10 @@ def _place(name: str, parameter: nn.Parameter, precision: Precision) -> Tensor:
 def quantized_zeros(like: Tensor, *, is_signed: bool) -> Tensor:
     """Return an 8-bit moment of zeros; raises MissingExtraError without torchao."""
     try:
-        states = import_module("torchao.optim.subclass_8bit")
+        from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError as error:
         raise MissingExtraError.of('precision.optimizer = "int8"', "float8") from error
-    zeros: Tensor = states.OptimState8bit.zeros(like.shape, is_signed, _BLOCK, like.device, dtype=torch.float32)
+    zeros: Tensor = OptimState8bit.zeros(like.shape, is_signed, _BLOCK, like.device, dtype=torch.float32)
     return zeros
 
 

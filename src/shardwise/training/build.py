@@ -25,8 +25,8 @@ from shardwise.parallel.float8 import select_linears
 from shardwise.parallel.gradsync import GradNorm
 from shardwise.parallel.lora import adapt_meta_model
 from shardwise.parallel.meta_model import job_meta_model
-from shardwise.parallel.muon import for_model
 from shardwise.parallel.mixed_adamw import accumulate_in_fp32
+from shardwise.parallel.muon import for_model
 from shardwise.parallel.optimizer import make_optimizer
 from shardwise.parallel.parameter_rules import (
     check_dense,
