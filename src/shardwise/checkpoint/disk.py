@@ -63,19 +63,20 @@ def sync_file(path: Path) -> None:
         os.close(fd)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and flush it to disk."""
-    with path.open("xb") as file:
+def write_synced(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Write a new file with the permissions `mode`, less those of the umask, and flush it to disk."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(fd, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def replace_synced(path: Path, data: bytes) -> None:
-    """Replace the contents of a file atomically and flush it to disk."""
+def replace_synced(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Replace a file atomically by a new one with the permissions `mode`, and flush it to disk."""
     temporary = path.with_name(temporary_name(path.name))
     try:
-        write_synced(temporary, data)
+        write_synced(temporary, data, mode=mode)
         temporary.rename(path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -62,6 +62,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def compiled(self) -> Path:
+        """Folder of the compiled graphs that a restart or another node loads; absent without torch.compile."""
+        return self.path / "compiled"
+
+    @property
     def weights(self) -> Path:
         """The trained weights: a plain state dict that torch.load and Job.weights read."""
         return self.path / "weights.pt"

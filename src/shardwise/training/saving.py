@@ -24,8 +24,9 @@ from shardwise.checkpoint.manifest import DTYPES
 from shardwise.errors import InputError, ShardwiseError, nearest
 from shardwise.parallel.gradsync import local
 from shardwise.runs.console import PREEMPTED
-from shardwise.runs.directory import parse_keep
+from shardwise.runs.directory import RunDirectory, parse_keep
 from shardwise.runs.failure import NOT_SAVED
+from shardwise.training.compile_artifact import CompileArtifact
 from shardwise.training.state import (
     UPDATE,
     USER,
@@ -58,7 +59,10 @@ if TYPE_CHECKING:
 
 
 class Saving:
-    """Saves checkpoints in the background while training continues; used identically on every rank."""
+    """Saves checkpoints and compiled graphs in the background while training continues; used identically on every rank.
+
+    `folder` is the folder of checkpoints in the run directory.
+    """
 
     def __init__(
         self,
@@ -88,6 +92,7 @@ class Saving:
         self._job, self._plan, self._world, self._events = job, plan, world, events
         self._group = world.own_host_group() if world.size > 1 else None
         self._saver = AsyncSaver(self._group)
+        self._compiled = CompileArtifact(RunDirectory(folder.parent).compiled, plan, world, self._note)
         self._last_saved: int | None = None
         self._has_shared_storage = False
         self._has_checked_states = False
@@ -95,8 +100,10 @@ class Saving:
     def resume(self, build: Callable[[int], Step]) -> Step | None:
         """Return a step restored from the checkpoint to resume from, or None to start from scratch.
 
-        `build(number)` builds a step that starts at that step number. Communicates over the world; call on every rank.
+        `build(number)` builds a step that starts at that step number. The compiled graphs of this run are loaded, with
+        or without a checkpoint. Communicates over the world; call on every rank.
         """
+        self._compiled.load()
         if self.spec.resume == "never":
             return None
         is_auto = self.spec.resume in (None, "auto")
@@ -120,6 +127,7 @@ class Saving:
 
         `evaluation` contains the metrics evaluated at this step; empty if there was no evaluation.
         """
+        self._compiled.after_step()
         if not self._has_checked_states:
             plain_states(step.optimized)  # raises if optimizer states, created in the first step, cannot be saved
             self._has_checked_states = True
@@ -175,6 +183,7 @@ class Saving:
     def finish(self) -> None:
         """Wait until the last save is durable; call on every rank."""
         began = time.perf_counter()
+        self._compiled.finish()
         try:
             self._saver.close()
         except CheckpointError as error:
