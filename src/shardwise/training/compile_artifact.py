@@ -65,12 +65,17 @@ class CompileArtifact:
 
     def load(self) -> None:
         """Add the artifact of this rank's program to torch's compile cache, if it can be trusted."""
-        if not self._is_enabled or not self._path.with_suffix(".json").exists():
+        if not self._is_enabled:
             return
         try:
             info = torch.compiler.load_cache_artifacts(read_artifact(self._path, versions_for(self._device)))
+        except FileNotFoundError:  # the first start of the run
+            return
         except Exception as error:  # noqa: BLE001 - whatever fails here, the model can be compiled
             self._note(f"compiled graphs in {self._path} are ignored: {error}")
+            return
+        if info is None:
+            self._note(f"compiled graphs in {self._path} are ignored: torch cannot deserialize them")
             return
         self._loaded = _keys(info)
 
@@ -140,8 +145,8 @@ def _is_first_of_program(plan: Plan, world: World) -> bool:
 
 
 def _keys(info: Any) -> set[str]:
-    """Return the keys of the graphs and kernels that torch's CacheInfo lists; `info` may be None."""
-    return set() if info is None else set().union(*info.artifacts.values())
+    """Return the keys of the graphs and kernels that torch's CacheInfo lists."""
+    return set().union(*info.artifacts.values())
 
 
 # The files: the artifact, and the facts to check before it is loaded.

@@ -99,15 +99,16 @@ def damage_facts(path):
     path.with_suffix(".json").write_bytes(b"{")
 
 
-def remove_artifact(path):
-    path.unlink()
-
-
 @pytest.fixture
 def loaded(monkeypatch):
     """Return the list of artifacts that reach torch."""
     contents = []
-    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", contents.append)
+
+    def load(content):
+        contents.append(content)
+        return SimpleNamespace(artifacts={"inductor": ["key"]}) if content == b"graphs" else None
+
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", load)
     return contents
 
 
@@ -120,12 +121,13 @@ def loaded(monkeypatch):
         (open_facts_to_all, "writable"),
         (replace_by_link, "symbolic link"),
         (damage_facts, "truncated"),
-        (remove_artifact, "No such file"),
     ],
-    ids=["content", "version", "group", "others", "link", "facts", "missing"],
+    ids=["content", "version", "group", "others", "link", "facts"],
 )
 def test_an_artifact_that_cannot_be_trusted_is_ignored_with_one_note(tmp_path, loaded, spoil, reason):
     path, notes = tmp_path / "compiled" / "pp0-tp0-cpu.bin", []
+    make_artifact(path.parent, notes).load()
+    assert (loaded, notes) == ([], [])  # a run that has not saved any
     write_artifact(path, b"graphs", versions_for(CPU))
     make_artifact(path.parent, notes).load()
     assert (loaded, notes) == ([b"graphs"], [])
@@ -134,6 +136,13 @@ def test_an_artifact_that_cannot_be_trusted_is_ignored_with_one_note(tmp_path, l
     assert loaded == [b"graphs"]
     (note,) = notes
     assert reason in note
+
+
+def test_an_artifact_that_torch_cannot_read_is_a_note(tmp_path, loaded):
+    notes = []
+    write_artifact(tmp_path / "pp0-tp0-cpu.bin", b"of another format", versions_for(CPU))
+    make_artifact(tmp_path, notes).load()
+    assert len(loaded) == len(notes) == 1
 
 
 def test_an_artifact_of_another_user_is_refused(tmp_path, monkeypatch):
