@@ -27,9 +27,8 @@ from pathlib import Path
 import torch
 
 import shardwise as sw
-from board import GPT2, LLAMA_3B
 from figures import figure
-from shapes import LLAMA_1B
+from shapes import GPT2, LLAMA_1B, LLAMA_3B
 from shardwise.hardware import probe_gpus
 from shardwise.job import load_job, refer
 from shardwise.measurement.race_worker import Race
