@@ -66,6 +66,7 @@ class MixedAdamW(torch.optim.Optimizer):
         self.masters: dict[nn.Parameter, Tensor] = {}
         """fp32 copies of the bf16 parameters; their values are those of checkpoints."""
         for _, parameter in named:
+            # The model was initialized in bf16, so masters start from rounded weights, unless a checkpoint follows.
             if precision.has_masters and parameter.dtype == torch.bfloat16:
                 self.masters[parameter] = parameter.detach().to(torch.float32, copy=True)
 

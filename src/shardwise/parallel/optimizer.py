@@ -37,7 +37,8 @@ class Optimized:
     named: Named
     """(name, parameter) pairs that the optimizer updates: the model's parameters, or this rank's rows of them."""
     refresh: Callable[[], None] = lambda: None
-    """Copy the model's values to the optimizer's parameters; call it after other code changed the model."""
+    """Copy the model's values to the optimizer's parameters, or masters to the model; call it on every rank after other
+    code changed the former, or a checkpoint the latter."""
     masters: dict[str, Tensor] = field(default_factory=dict)
     """fp32 master copies of bf16 parameters by name, whose values checkpoints store; `refresh` rounds them."""
     groups: tuple[tuple[str, ...], ...] = ()

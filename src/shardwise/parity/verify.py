@@ -197,7 +197,7 @@ def verify_plan(
 def _require_exact(changes: dict[str, float]) -> None:
     if changes:
         raise InputError(
-            f"the plan {' and '.join(changes)}, so results depend on the number of ranks",
+            f"the plan {' and '.join(changes)}, so it is compared by a loss band, which a resumed run cannot be",
             code="verify.plan-not-exact",
             fix="use an exact plan such as ddp or zero3 with --resume",
         )

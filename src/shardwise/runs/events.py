@@ -174,6 +174,7 @@ class LaunchLog:
             ranks=pids,
             host=socket.gethostname(),
             boot=boot_id(),
+            machine=machine_id(),
             launcher=os.getpid(),
             target=target,
         )
@@ -220,3 +221,11 @@ def boot_id() -> str:
 def launch_log(run: RunDirectory, node: int = 0) -> contextlib.closing[LaunchLog]:
     """Return a context manager for the log of one node's launcher."""
     return contextlib.closing(LaunchLog(run, node))
+
+
+def machine_id() -> str:
+    """Return the id of this machine's installation, which a reboot does not change; "" if unknown."""
+    try:
+        return Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        return ""

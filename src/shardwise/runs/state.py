@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.errors import InputError
-from shardwise.runs.events import Tail, boot_id
+from shardwise.runs.events import Tail, boot_id, machine_id
 from shardwise.runs.failure import read_failure
 from shardwise.runs.history import History, TrainingState
 from shardwise.runs.status import CheckpointTable, RankEnd, RankTable, RunStatus, read_predicted
@@ -323,6 +323,7 @@ class LauncherState:
     nodes: int = 1
     host: str = ""
     boot: str = ""
+    machine: str = ""
     """Boot id of the machine; empty if it was not recorded."""
     pid: int | None = None
     target: str = ""
@@ -349,6 +350,7 @@ class LauncherState:
                 self.world_size = int(event.get("world_size", len(self.pids)))
                 self.host, self.target = str(event.get("host", "")), str(event.get("target", ""))
                 self.pid, self.boot = event.get("launcher"), str(event.get("boot", ""))
+                self.machine = str(event.get("machine", ""))
                 self.node, self.nodes = int(event.get("node", 0)), int(event.get("nodes", 1))
                 self.ends, self.verdict, self.finished = {}, "", ""
             case "exit":
@@ -368,8 +370,8 @@ class LauncherState:
         """Whether the launcher's process has exited; always False for a launcher on a different machine."""
         if self.pid is None or self.host != socket.gethostname() or not Path("/proc/self").exists():
             return False
-        if self.boot and self.boot != boot_id():
-            return False
+        if self.boot and self.boot != boot_id():  # rebooted, or another machine with the same host name
+            return bool(self.machine) and self.machine == machine_id()
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):

@@ -171,6 +171,12 @@ def check_job(job: Job, plan: Plan) -> None:
         )
     if isinstance(job.optimizer, Muon):
         _check_muon(plan)
+    if isinstance(job.optimizer, Muon | SGD) and plan.precision.needs_mixed_optimizer:
+        raise PlanError(
+            f"precision ({plan.precision}) requires AdamW, but the job's optimizer is {type(job.optimizer).__name__}",
+            code="optimizer.precision-unsupported",
+            fix="use sw.adamw, or set precision.parameter and precision.optimizer to fp32",
+        )
     if job.masks == "keyed" and (not engine.has_keyed_dropout or plan.compile != "none"):
         unsupported, fix = f"compile = {plan.compile}", "compile=none"
         if not engine.has_keyed_dropout:

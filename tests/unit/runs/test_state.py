@@ -14,6 +14,7 @@ from runs.synthetic import GIB, attempt_event, empty_run, large_run, start_event
 
 from refusals import refuses
 from shardwise.monitor.server import increment
+from shardwise.runs.events import machine_id
 from shardwise.runs.recorder import Mark
 from shardwise.runs.state import RunState, check_run
 
@@ -195,6 +196,9 @@ def test_run_whose_launcher_is_gone_is_lost(tmp_path):
     elsewhere = {**attempt_event(2.5, 1, host=socket.gethostname(), launcher=ended.pid), "boot": "another"}
     write(run.launcher_events(), elsewhere)
     assert seen(run).status().state == "running"
+    if machine_id():
+        write(run.launcher_events(), {**elsewhere, "at": 2.7, "machine": machine_id()})
+        assert seen(run).status().state == "lost"  # the same machine after a reboot
     killed = subprocess.Popen(["sleep", "60"])
     killed.kill()
     os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
