@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 MULTIPLE = 16
 """Both dimensions of a weight must be multiples of this number, the alignment of float8 kernels."""
 LEAST_WIDTH = {"tensorwise": 1024, "rowwise": 2048}
-"""Smallest dimension of a weight whose products gain on an H200 (benchmarks/float8.py), by recipe."""
+"""Smallest dimension of a weight in float8, by recipe: on an H200, whole steps were slower at width 768 and faster at
+2048 (rowwise: 5 % faster), and the limits between them are a judgement. benchmarks/float8.py measures single layers."""
 LEAST_CAPABILITY = (8, 9)
 """CUDA compute capability of the first GPUs with float8 products (Ada, Hopper)."""
 _RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise_with_gw_hp"}
@@ -52,6 +53,16 @@ def float8_linears(module: nn.Module, names: Collection[str], plan: Plan, device
         module, config=recipe, module_filter_fn=lambda _, name: name in names
     )
     return converted
+
+
+def float8_note(names: Collection[str], plan: Plan, device: torch.device) -> str:
+    """Return a note on the layers in float8, and on settings with which they are not faster."""
+    note = f"float8: {len(names)} linear layers, {plan.float8.recipe} scales"
+    if device.type != "cuda":
+        return f"{note}; emulated, since the device has no float8 products"
+    if plan.compile == "none":
+        return f"{note}; without compilation, casts take longer than the products save: pass --set compile=model"
+    return note
 
 
 def select_linears(module: nn.Module, plan: Plan) -> frozenset[str]:

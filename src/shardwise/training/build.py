@@ -21,7 +21,7 @@ from shardwise.parallel.collectives import parameters_of, stages_of
 from shardwise.parallel.context import check_context
 from shardwise.parallel.counter_dropout import replace_dropouts
 from shardwise.parallel.first_passes import watch_forward
-from shardwise.parallel.float8 import select_linears
+from shardwise.parallel.float8 import float8_note, select_linears
 from shardwise.parallel.gradsync import GradNorm
 from shardwise.parallel.lora import adapt_meta_model
 from shardwise.parallel.meta_model import job_meta_model
@@ -166,6 +166,11 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
     meta_model = prepare_meta_model(job, plan, world)
     if job.lora is None:  # frozen weights beside adapters may have the compute dtype
         note_dtypes(meta_model.module, plan, context.note)
+    if (
+        plan.precision.compute == "float8"
+    ):  # selected in the full model: a pipeline stage may contain none of the layers
+        meta_model = replace(meta_model, float8=select_linears(meta_model.module, plan))
+        context.note(float8_note(meta_model.float8 or (), plan, world.device))
     step_context = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))
     make = for_model(job.optimizer, meta_model.module)  # the full model, which a pipeline splits
     split, model = _apply_plan(job, meta_model, plan, mesh_context)
@@ -261,8 +266,6 @@ def _apply_plan(
     """Apply the plan to the model; return the stage split and this rank's stages, or None and the model without pp."""
     if plan.layout.pp == 1:
         return None, apply_plan(meta_model, plan, mesh_context)
-    if plan.precision.compute == "float8":  # a stage may contain none of the layers
-        meta_model = replace(meta_model, float8=select_linears(meta_model.module, plan))
     layers = find_layers(meta_model.module, job.layers)
     split = split_layers(plan, count_layers(meta_model.module, layers))
     stages = split_stages(

@@ -16,7 +16,7 @@ from shardwise.engines.engine import require_supported
 from shardwise.job.optimizers import SGD
 from shardwise.models import decoder
 from shardwise.parallel import support
-from shardwise.parallel.float8 import select_linears
+from shardwise.parallel.float8 import float8_note, select_linears
 from shardwise.parallel.mixed_adamw import Counter, random_bits, round_stochastically
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Float8, Offload, Plan, Precision
@@ -319,6 +319,13 @@ def test_float8_layers_keep_the_loss_band_under_strategies(name):
 def test_float8_names_the_layers_that_it_cannot_compute(float8, code, named):
     with refuses(code, named):
         select_linears(decoder("llama-tiny", vocab_size=61), Plan(precision=FLOAT8, float8=float8))
+
+
+def test_a_note_counts_float8_layers_and_names_what_makes_them_slow():
+    plan = Plan(precision=FLOAT8)
+    assert "2 linear layers" in float8_note(("a", "b"), plan, torch.device("cpu"))
+    assert "compile=model" in float8_note(("a",), plan, torch.device("cuda"))
+    assert "compile=" not in float8_note(("a",), dataclasses.replace(plan, compile="blocks"), torch.device("cuda"))
 
 
 def test_float8_without_torchao_names_the_extra(monkeypatch):
