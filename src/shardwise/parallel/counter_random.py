@@ -29,8 +29,8 @@ DEFAULT_FIX = 'or set Job(masks="drawn")'
 """The last option in the `fix` of errors about counters: use torch's generators instead."""
 COUNTER = "counter_random"
 """Attribute of every prepared module: a tuple of its model's `CounterRandom` and the module's name."""
-_MIX_A = 0x85EBCA6B - (1 << 32)  # the 32-bit finaliser of MurmurHash3 (public domain, Austin Appleby), as int32
-_MIX_B = 0xC2B2AE35 - (1 << 32)
+MIX_A = 0x85EBCA6B - (1 << 32)  # the 32-bit finaliser of MurmurHash3 (public domain, Austin Appleby), as int32
+MIX_B = 0xC2B2AE35 - (1 << 32)
 _LOW_32 = (1 << 32) - 1
 
 
@@ -41,10 +41,10 @@ def counter_bits(keys: Tensor, salt: str, elements: int) -> Tensor:
     first, second = (int.from_bytes(half, "little", signed=True) for half in (digest[:4], digest[4:]))
     # int32 wraps around on overflow; right shifts extend the sign, so their upper bits are masked off.
     bits = (keys[0] ^ first)[:, None] + torch.arange(elements, dtype=torch.int32, device=keys.device)
-    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_A)
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(MIX_A)
     # The second key is added half-way, so that two samples share numbers or shifted numbers only if 64 bits agree.
-    bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).add_((keys[1] ^ second)[:, None]).mul_(_MIX_B)
-    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_A)
+    bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).add_((keys[1] ^ second)[:, None]).mul_(MIX_B)
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(MIX_A)
     return bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF))
 
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.manifest import box_of
 from shardwise.errors import JobError, MissingExtraError
+from shardwise.parallel.counter_random import MIX_A, MIX_B
 from shardwise.parallel.gradsync import local
 from shardwise.torch_private.dispatch import add_to_all, take_step_hooks
 
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
     from shardwise.plans import Precision
 
-_MIX_A = 0x85EBCA6B - (1 << 32)  # the 32-bit finaliser of MurmurHash3 (public domain, Austin Appleby), as int32
-_MIX_B = 0xC2B2AE35 - (1 << 32)
 _LOW_16 = 0xFFFF
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _BLOCK = 256
@@ -254,9 +253,9 @@ def random_bits(shape: torch.Size, counter: Counter) -> Tensor:
         rows = (torch.arange(shape[dim], device=key.device) + place[0, dim]) * place[1, dim]
         index = rows.view(-1, *[1] * (last - dim)) + index
     # Right shifts extend the sign, so their upper bits are masked off.
-    bits = index.to(torch.int32) ^ ((step.to(torch.int32) * _MIX_B) ^ key[0])
-    bits = (bits ^ ((bits >> 16) & _LOW_16)) * _MIX_A
-    bits = ((bits ^ ((bits >> 13) & 0x7FFFF)) + key[1]) * _MIX_B
+    bits = index.to(torch.int32) ^ ((step.to(torch.int32) * MIX_B) ^ key[0])
+    bits = (bits ^ ((bits >> 16) & _LOW_16)) * MIX_A
+    bits = ((bits ^ ((bits >> 13) & 0x7FFFF)) + key[1]) * MIX_B
     return bits ^ ((bits >> 16) & _LOW_16)
 
 
