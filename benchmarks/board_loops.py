@@ -129,41 +129,13 @@ class Board(Race):
 
     def accelerate_compiled(self) -> Callable:
         """Accelerator(mixed_precision="bf16") with its TorchDynamoPlugin, which compiles the model in prepare."""
-        from accelerate import Accelerator
         from accelerate.utils import TorchDynamoPlugin
 
-        plugin = TorchDynamoPlugin(backend=self.backend, mode="default", dynamic=False)
-        accelerator = Accelerator(mixed_precision="bf16", cpu=self.device.type == "cpu", dynamo_plugin=plugin)
-        model = self.fresh()
-        model, optimizer = accelerator.prepare(model, self.optimizer(model))
-
-        def step(batch):
-            optimizer.zero_grad()
-            with accelerator.autocast():
-                loss = self.loss_of(model, batch.micro_batches[0].batch)
-            accelerator.backward(loss)
-            optimizer.step()
-            return loss.detach()
-
-        return step
+        return self.accelerate(dynamo_plugin=TorchDynamoPlugin(backend=self.backend, mode="default", dynamic=False))
 
     def fabric_compiled(self) -> Callable:
         """Fabric(precision="bf16-mixed") with fabric.setup(torch.compile(model)), which compiles its own wrapper."""
-        from lightning.fabric import Fabric
-
-        runtime = Fabric(accelerator=self.device.type, devices=1, precision="bf16-mixed")
-        model = self.fresh()
-        model, optimizer = runtime.setup(torch.compile(model, backend=self.backend), self.optimizer(model))
-
-        def step(batch):
-            optimizer.zero_grad()
-            with runtime.autocast():
-                loss = self.loss_of(model, batch.micro_batches[0].batch)
-            runtime.backward(loss)
-            optimizer.step()
-            return loss.detach()
-
-        return step
+        return self.fabric(functools.partial(torch.compile, backend=self.backend))
 
 
 class TransformersBoard(Board):

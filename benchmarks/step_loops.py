@@ -123,11 +123,11 @@ class Race:
         step = sw.build_step(self.job, plan, self.world, note=lambda words: print(f"  shardwise: {words}"))
         return lambda batch: step(batch).loss_share
 
-    def accelerate(self, mode: str | None = None) -> Callable:
+    def accelerate(self, mode: str | None = None, **options: object) -> Callable:
         """Accelerator(mixed_precision="bf16"), prepare, accelerator.backward; torch.compile first with a `mode`."""
         from accelerate import Accelerator
 
-        accelerator = Accelerator(mixed_precision="bf16", cpu=self.device.type == "cpu")
+        accelerator = Accelerator(mixed_precision="bf16", cpu=self.device.type == "cpu", **options)
         model = self.fresh()
         optimizer = self.optimizer(model)
         model, optimizer = accelerator.prepare(model if mode is None else torch.compile(model, mode=mode), optimizer)
@@ -144,13 +144,13 @@ class Race:
 
         return step
 
-    def fabric(self) -> Callable:
-        """Fabric(precision="bf16-mixed"), setup, fabric.backward."""
+    def fabric(self, compiled: Callable = lambda model: model) -> Callable:
+        """Fabric(precision="bf16-mixed"), setup of the `compiled` model, fabric.backward."""
         from lightning.fabric import Fabric
 
         runtime = Fabric(accelerator=self.device.type, devices=1, precision="bf16-mixed")
         model = self.fresh()
-        model, optimizer = runtime.setup(model, self.optimizer(model))
+        model, optimizer = runtime.setup(compiled(model), self.optimizer(model))
 
         def step(batch):
             optimizer.zero_grad()
