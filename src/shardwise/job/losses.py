@@ -197,6 +197,14 @@ def token_sum(logits: Any, targets: Any) -> Any:
 
 
 @singledispatch
+def pad_ignored(labels: Any, number: int) -> Any:
+    """Return labels [rows, length] with `number` ignored labels added to the end of each row."""
+    import torch
+
+    return torch.nn.functional.pad(labels, (0, number), value=IGNORE)
+
+
+@singledispatch
 def finite(value: Any) -> Any:
     """Return a tensor with NaN replaced by 0."""
     return value.nan_to_num()
@@ -272,9 +280,15 @@ def _next_label_sum(output: Any, batch: Any) -> Any:
 
 
 def next_labels(output: Any, batch: Any) -> tuple[Any, Any]:
-    """Return the logits of a decoder and, for each position, the label of the next position."""
-    labels = labels_of(batch)[:, 1:]  # a context-parallel slice has one label more than logits
-    return logits_of(output)[:, : labels.shape[1]], labels
+    """Return the logits of a decoder and, for each position, the label of the next position or the ignore index.
+
+    Labels are padded so that all logits are used: a slice of the logits and its gradient would both be copied, which
+    are gigabytes for a large vocabulary.
+    """
+    logits = logits_of(output)
+    labels = labels_of(batch)[:, 1:]
+    num_missing = logits.shape[1] - labels.shape[1]  # 0 for a context-parallel slice, which has one label more
+    return logits, pad_ignored(labels, num_missing) if num_missing > 0 else labels
 
 
 def without_labels(model: Any, batch: Any) -> Any:

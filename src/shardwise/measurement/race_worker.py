@@ -8,16 +8,18 @@ and does not affect the next one.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import statistics
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
+from torch import nn
 
 from shardwise.dist import fake_world, world
 from shardwise.job import load_job
@@ -30,12 +32,11 @@ from shardwise.parallel.recompute import find_blocks
 from shardwise.planner.search.race import RaceSpec, TimedPlan
 from shardwise.plans.toml import plan_from_toml
 from shardwise.training.build import build_step
+from shardwise.training.step.captured import CapturedStep
 from shardwise.training.step.step import Step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import nn
 
     from shardwise.dist import World
     from shardwise.job import Job
@@ -74,6 +75,14 @@ def main() -> int:
     return 0
 
 
+class _Timed(NamedTuple):
+    """The median seconds of a step, the seconds of compilation, and whether the step ran as a CUDA graph."""
+
+    step_s: float
+    compile_s: float
+    is_captured: bool
+
+
 class Race:
     """Measures plans of one job on one rank within a time limit, to which compilation does not count."""
 
@@ -84,6 +93,7 @@ class Race:
         self._here = here
         self.left_s = budget_s
         self._num_blocks = count_blocks(structure(self._job.model, job.seed).module) if truncates else None
+        self._truncated = {keep: truncated(self._job, keep) for keep in BLOCKS}
 
     def measure(self, number: int, plan: Plan, *, share_s: float) -> TimedPlan:
         """Return the time of one plan, or its error; `share_s` limits the timed steps."""
@@ -106,27 +116,25 @@ class Race:
             except Exception:  # noqa: BLE001, S110 - forward may need all blocks; the whole model shows the real error
                 pass
             self._free()  # here, because the exception refers to the tensors of its frames
-        step_s, compile_s = self._time(self._job, plan, share_s)
+        found = self._time(self._job, plan, share_s)
         self._num_blocks = None
-        return TimedPlan(number=number, step_s=step_s, compile_s=compile_s)
+        return TimedPlan(number=number, step_s=found.step_s, compile_s=found.compile_s, is_captured=found.is_captured)
 
     def _extrapolate(self, number: int, plan: Plan, num_blocks: int, share_s: float) -> TimedPlan:
-        steps, compiles = [], []
-        for keep in BLOCKS:
-            job = truncated(self._job, keep)
-            step_s, compile_s = self._time(job, plan, share_s / len(BLOCKS))
+        found = []
+        for job in self._truncated.values():
+            found.append(self._time(job, plan, share_s / len(BLOCKS)))
             self._free()
-            steps.append(step_s)
-            compiles.append(compile_s)
         return TimedPlan(
             number=number,
-            step_s=extend(BLOCKS, steps, num_blocks),
-            compile_s=extend(BLOCKS, compiles, num_blocks),
+            step_s=extend(BLOCKS, [each.step_s for each in found], num_blocks),
+            compile_s=extend(BLOCKS, [each.compile_s for each in found], num_blocks),
+            is_captured=all(each.is_captured for each in found),
             blocks=BLOCKS,
         )
 
-    def _time(self, job: Job, plan: Plan, share_s: float) -> tuple[float, float]:
-        """Return the median seconds of a step and the seconds of compilation."""
+    def _time(self, job: Job, plan: Plan, share_s: float) -> _Timed:
+        """Measure steps of a job that was truncated, or of the whole one."""
         here, steps = self._here, list[Step]()
         # Without communication gradients may be NaN, which would skip the update.
         settle = (lambda: settle_gradients(steps[0])) if here.backend == "fake" else None
@@ -140,8 +148,10 @@ class Race:
         while len(groups) < LEAST_GROUPS or (len(groups) < MOST_GROUPS and time.monotonic() - began < share_s):
             groups.append(time_block(lambda: step(batch), group, here.device) / group)
         step_s = statistics.median(groups)
-        is_compiled = plan.compile != "none"
-        return step_s, max(0.0, sum(warm_s) - num_warm * step_s) if is_compiled else 0.0
+        compile_s = 0.0
+        if plan.compile != "none":
+            compile_s = max(0.0, sum(warm_s) - num_warm * step_s)
+        return _Timed(step_s, compile_s, isinstance(step, CapturedStep) and step.is_captured)
 
     def _free(self) -> None:
         """Free the memory of the last step: reference cycles, compiled graphs and cached device memory."""
@@ -198,17 +208,31 @@ def _signature(block: nn.Module) -> tuple[object, ...]:
 
 
 def truncated(job: Job, keep: int) -> Job:
-    """Return the job with a model that has only the first `keep` blocks of each list."""
+    """Return the job with a model that has only the first `keep` blocks of each list.
+
+    The model is built once and copied for every plan, because the random initialization of a large one takes seconds.
+    """
+    built = list[nn.Module]()
 
     def make() -> nn.Module:
-        model = job.model()
-        for parent, names in block_lists(model).items():
-            blocks = model.get_submodule(parent)
-            for name in reversed(names[keep:]):
-                del blocks[int(name.rpartition(".")[2])]  # type: ignore[operator]
-        return model
+        if nn.Linear(1, 1).weight.is_meta:  # a meta model, which has no values to copy
+            return _truncate(job.model(), keep)
+        if not built:
+            built.append(_truncate(job.model(), keep))
+        try:
+            return copy.deepcopy(built[0])
+        except (RuntimeError, TypeError):  # it has an attribute that cannot be copied
+            return built.pop()
 
     return dataclasses.replace(job, model=make)
+
+
+def _truncate(model: nn.Module, keep: int) -> nn.Module:
+    for parent, names in block_lists(model).items():
+        blocks = model.get_submodule(parent)
+        for name in reversed(names[keep:]):
+            del blocks[int(name.rpartition(".")[2])]  # type: ignore[operator]
+    return model
 
 
 if __name__ == "__main__":

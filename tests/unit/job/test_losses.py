@@ -7,6 +7,7 @@ import torch
 
 import shardwise as sw
 from refusals import refuses
+from shardwise.job.losses import next_labels
 
 LABELS = torch.tensor([[5, 1, 2, 3], [6, 4, -100, -100]])
 
@@ -32,6 +33,11 @@ def test_next_token_compares_each_place_with_the_label_behind_it(logits):
     total = sw.losses.next_token.sum({"logits": logits}, {"labels": LABELS})
     assert total == pytest.approx(by_hand(logits, pairs))
     assert sw.losses.next_token.count({"labels": LABELS}) == len(pairs)
+    used, labels = next_labels(logits, {"labels": LABELS})
+    assert used is logits  # a slice would be copied, forward and backward
+    assert labels.shape == logits.shape[:2]
+    sliced = sw.losses.next_token.sum(logits[:, :2], {"labels": LABELS[:, :3]})  # a context-parallel slice
+    assert sliced == pytest.approx(by_hand(logits, [pair for pair in pairs if pair[1] < 2]))
 
 
 def test_one_label_per_row_is_a_class(logits):

@@ -13,8 +13,16 @@ from shardwise.hardware.cluster import parse_cluster
 from shardwise.job import load_job, refer
 from shardwise.measurement.race_worker import Race, count_blocks, extend, truncated
 from shardwise.models import resnet18
+from shardwise.parallel.meta_model import structure
 from shardwise.planner.search import race
-from shardwise.planner.search.race import RaceRecord, TimedPlan, race_candidates, run_race, tune_plan
+from shardwise.planner.search.race import (
+    RaceRecord,
+    TimedPlan,
+    measured_plans,
+    race_candidates,
+    run_race,
+    tune_plan,
+)
 from shardwise.planner.search.search import search
 from shardwise.planner.search.speed import Measured, decide, explain_choice, with_speed_options
 from shardwise.planner.search.subject import job_subject
@@ -63,6 +71,20 @@ def test_start_report_has_the_measured_gain_of_each_option():
     assert plan.source("compile") == f"auto: model and loss in one graph, {saved} (measured), 20 s of compilation"
     assert plan.source("capture") == "auto: 4% of a step saved (measured)"
     assert explain_choice(found[0], found, MODEL).source("compile").startswith("auto: eager, since compilation")
+
+
+def test_plan_whose_step_could_not_be_captured_is_chosen_without_a_graph():
+    timed = [TimedPlan(number=0, step_s=1.0), TimedPlan(number=1, step_s=0.5)]
+    record, question = RaceRecord(timed=tuple(timed), seconds=1.0), None  # one rank: no communication is predicted
+    found = measured_plans(record, [EAGER, MODEL], question)
+    best = explain_choice(decide(found, None), found, MODEL)
+    assert (best.compile, best.capture) == ("model", "none")
+    assert "could not be captured" in best.source("capture")
+    [_, kept] = measured_plans(record, [EAGER, MODEL], question, fixed=("capture",))
+    assert kept.plan is MODEL
+    timed[1] = dataclasses_replace(timed[1], is_captured=True)
+    [_, captured] = measured_plans(RaceRecord(timed=tuple(timed), seconds=1.0), [EAGER, MODEL], question)
+    assert captured.plan is MODEL
 
 
 # The candidates.
@@ -171,6 +193,18 @@ def test_truncated_models_keep_their_first_blocks(job_file):
     assert count_blocks(job.model()) == 8
     assert [type(module).__name__ for module in truncated(job, 2).model()] == ["Embedding", "Block", "Block", "Linear"]
     assert count_blocks(resnet18(num_classes=10)) is None
+    calls = []
+
+    def build():
+        calls.append(None)
+        return load_job(refer(job_file, {})).model()
+
+    short = truncated(dataclasses.replace(job, model=build), 2)
+    one, other = short.model(), short.model()
+    assert len(calls) == 1  # initialized once, copied for every plan
+    assert one[0].weight.equal(other[0].weight)
+    assert one[0].weight is not other[0].weight
+    assert structure(short.model, 0).module[0].weight.is_meta
     assert extend((2, 4), (0.3, 0.5), 12) == pytest.approx(1.3)
     assert extend((2, 4), (0.5, 0.4), 12) == pytest.approx(0.5)  # noise: a deeper model is not faster
 

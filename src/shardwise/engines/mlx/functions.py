@@ -217,6 +217,12 @@ def cross_entropy_sum(logits: mx.array, targets: mx.array) -> mx.array:
     return mx.where(counts, found, 0).sum()
 
 
+@losses.pad_ignored.register(mx.array)
+def pad_ignored(labels: mx.array, number: int) -> mx.array:
+    """Return labels [rows, length] with `number` ignored labels added to the end of each row."""
+    return mx.pad(labels, [(0, 0), (0, number)], constant_values=losses.IGNORE)
+
+
 @losses.finite.register(mx.array)
 def finite(value: mx.array) -> mx.array:
     """Return an array with NaN replaced by 0."""

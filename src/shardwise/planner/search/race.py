@@ -60,7 +60,7 @@ LEAST_JOB_S = 1200.0
 COMPILE_LIMIT_S = 240.0
 """Seconds of compilation in addition to those of measuring, after which the race ends with what it has measured."""
 WORKER = "shardwise.measurement.race_worker"
-VERSION = 1
+VERSION = 2
 """Version of the measurement and of its files."""
 
 
@@ -85,6 +85,8 @@ class TimedPlan(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float = 0.0
     """Seconds of one optimizer step of the whole model on one rank, without communication."""
     compile_s: float = 0.0
+    is_captured: bool = False
+    """Whether the measured steps ran as a CUDA graph; a step with host synchronization does not."""
     error: str = ""
     """Why the candidate cannot be used; empty if it was measured."""
     blocks: tuple[int, ...] = ()
@@ -116,20 +118,36 @@ def tune_plan(job: Job, plan: Plan, tuning: Tuning, *, fixed: Collection[str]) -
     record = cached_race(job, plans, question, tuning) if plans else None
     if record is None:
         return plan
-    measured = measured_plans(record, plans, question)
+    measured = measured_plans(record, plans, question, fixed=fixed)
     best = decide(measured, num_steps)
-    if best is None or plan not in [each.plan for each in measured]:
+    if best is None or plan not in [plans[timed.number] for timed in record.timed]:
         return plan  # the predicted plan was not reached, so nothing is known about it
     return explain_choice(best, measured, plan)
 
 
-def measured_plans(record: RaceRecord, plans: Sequence[Plan], question: Question) -> list[Measured]:
-    """Return the measured candidates, with the predicted communication of each added to its measured compute."""
+def measured_plans(
+    record: RaceRecord, plans: Sequence[Plan], question: Question, *, fixed: Collection[str] = ()
+) -> list[Measured]:
+    """Return the measured candidates, with the predicted communication of each added to its measured compute.
+
+    A plan whose step could not be captured was measured without a CUDA graph, and is returned without it.
+    """
     found = []
     for timed in record.timed:
         plan = plans[timed.number]
         step_s = timed.step_s + _communication_s(question, plan)
-        found.append(Measured(plan=plan, step_s=step_s, compile_s=timed.compile_s, error=timed.error))
+        failed_capture = plan.capture == "step" and not timed.is_captured and "capture" not in fixed
+        if failed_capture and not timed.error:
+            plan = dataclasses.replace(plan, capture="none")
+        found.append(
+            Measured(
+                plan=plan,
+                step_s=step_s,
+                compile_s=timed.compile_s,
+                error=timed.error,
+                failed_capture=failed_capture,
+            )
+        )
     return found
 
 

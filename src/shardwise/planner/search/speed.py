@@ -119,6 +119,8 @@ class Measured:
     """Measured compute, and the predicted communication of the layout."""
     compile_s: float = 0.0
     error: str = ""
+    failed_capture: bool = False
+    """Whether the candidate had a CUDA graph that its step does not support, so that it was measured without one."""
 
     def cost(self, num_steps: int | None) -> float:
         """Return the seconds of a step, with its share of the compilation if the number of steps is known."""
@@ -156,6 +158,8 @@ def explain_choice(best: Measured, measured: Sequence[Measured], plan: Plan) -> 
         if value == other:
             continue
         text = _gain(best, name, [each for each in usable if getattr(each.plan, name) == other])
+        if name == "capture" and best.failed_capture:
+            text = "the step of this plan could not be captured as a CUDA graph (measured)"
         if name == "compile":
             text = f"{_COMPILED[value]}, {text}"
         if name == "compile" and value != "none":

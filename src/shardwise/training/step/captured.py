@@ -159,6 +159,11 @@ class CapturedStep(PlainStep):
         self._denominator = 0.0
         self._gave_up = False
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether full steps run as a CUDA graph now."""
+        return self._recording is not None
+
     def __call__(self, batch: StepBatch) -> StepReport:
         """Train on one global batch, without communication: a captured plan has one rank."""
         if self._gave_up or not self._is_recordable(batch):
