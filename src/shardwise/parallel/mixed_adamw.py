@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shardwise.plans import Precision
 
 _LOW_16 = 0xFFFF
+_LARGEST_INT32 = 0x7FFFFFFF
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _BLOCK = 256
 """Elements of an 8-bit moment with a common scale."""
@@ -248,9 +249,12 @@ def random_bits(shape: torch.Size, counter: Counter) -> Tensor:
     """
     key, place, step = counter
     last = len(shape) - 1
-    index = torch.arange(shape[last], device=key.device) + place[0, last]
+    # 64-bit products take several instructions on a GPU, and their upper half is discarded below.
+    dtype = torch.int32 if max(shape) <= _LARGEST_INT32 else torch.int64
+    place = place.to(dtype)
+    index = torch.arange(shape[last], device=key.device, dtype=dtype) + place[0, last]
     for dim in range(last):
-        rows = (torch.arange(shape[dim], device=key.device) + place[0, dim]) * place[1, dim]
+        rows = (torch.arange(shape[dim], device=key.device, dtype=dtype) + place[0, dim]) * place[1, dim]
         index = rows.view(-1, *[1] * (last - dim)) + index
     # Right shifts extend the sign, so their upper bits are masked off.
     bits = index.to(torch.int32) ^ ((step.to(torch.int32) * MIX_B) ^ key[0])

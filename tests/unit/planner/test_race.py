@@ -58,6 +58,11 @@ def test_fastest_plan_wins_if_its_compilation_pays(seconds, num_steps, best):
     assert decide(measured(*seconds), num_steps).plan == best
 
 
+def test_predicted_plan_wins_a_tie():
+    assert decide(measured(1.0, 0.8, 0.795), None, MODEL).plan == MODEL
+    assert decide(measured(1.0, 0.7, 0.795), None, MODEL).plan == BLOCKS
+
+
 def test_plan_that_failed_is_not_chosen():
     found = [*measured(1.0, 0.8, 0.5)[:2], Measured(plan=MODEL, error="OutOfMemoryError: 1 GiB")]
     assert decide(found, None).plan == BLOCKS

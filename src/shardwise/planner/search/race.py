@@ -119,7 +119,7 @@ def tune_plan(job: Job, plan: Plan, tuning: Tuning, *, fixed: Collection[str]) -
     if record is None:
         return plan
     measured = measured_plans(record, plans, question, fixed=fixed)
-    best = decide(measured, num_steps)
+    best = decide(measured, num_steps, plan)
     if best is None or plan not in [plans[timed.number] for timed in record.timed]:
         return plan  # the predicted plan was not reached, so nothing is known about it
     return explain_choice(best, measured, plan)

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from shardwise.data.loaders import dataset_length, dataset_of
 from shardwise.data.rows import map_tensors, stack_samples, tensors
 from shardwise.errors import JobError
-from shardwise.torch_private.dispatch import copy_all
+from shardwise.torch_private.dispatch import copy_all, free_matmul_workspaces
 from shardwise.training.step.plain import PlainStep
 from shardwise.training.step.step import StepReport
 
@@ -223,6 +223,7 @@ class CapturedStep(PlainStep):
         rates = [torch.full((), rate, device=device) for rate in self._known]
         weight = torch.full((), self._sync.gain / (batch.denominator or 1), device=device)
         graph = torch.cuda.CUDAGraph()
+        free_matmul_workspaces()  # the graph has a workspace of its own
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         try:
