@@ -17,7 +17,7 @@ from shardwise.parallel.batch_norm import (
 )
 from shardwise.parallel.collectives import stages_of, unwrap
 from shardwise.parallel.context import context_parallel
-from shardwise.parallel.float8 import float8_linears, select_linears
+from shardwise.parallel.float8 import float8_linears, gather_in_float8, gathers_float8, select_linears
 from shardwise.parallel.fused_loss import fuse_head
 from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync, ShardSync, SummedSync
 from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
@@ -157,7 +157,7 @@ def materialize(module: nn.Module, plan: Plan, context: MeshContext, meta_model:
 
 
 def finish_sharding(module: nn.Module, plan: Plan, context: MeshContext, meta_model: MetaModel) -> None:
-    """Set up prefetching and a fixed all-gather order of the FSDP2 units; call on every rank."""
+    """Set up prefetching, a fixed order of all-gathers and their precision in all FSDP2 units; call on every rank."""
     for parameter in unshardable(module):
         parameter.data = parameter.data.to(context.device)
     submodules = dict(module.named_modules())
@@ -171,6 +171,8 @@ def finish_sharding(module: nn.Module, plan: Plan, context: MeshContext, meta_mo
     # Pipeline stages need no fixed order: the data-parallel ranks of a stage run the same schedule of micro-batches.
     if inner and context.host_dp_group is not None and isinstance(module, FSDPModule):
         keep_unit_order(module, inner, context.host_dp_group)
+    if gathers_float8(plan):
+        gather_in_float8(module)
 
 
 def replicate_parameters(module: nn.Module, plan: Plan, context: MeshContext, _: MetaModel) -> nn.Module:

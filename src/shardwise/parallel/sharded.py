@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import JobError, some_of
 from shardwise.torch_private.dispatch import call_after_backward, tree_leaves, tree_map_only
@@ -143,7 +144,7 @@ class ReducedList:
             if member.unsharded_accumulated_grad is not None or whole.grad is not None:
                 self._used.add(id(member.sharded_param))
             else:
-                whole.grad = torch.zeros_like(whole)
+                whole.grad = _zero_gradient(whole)
                 if member.sharded_param.grad is None:
                     self._filled.add(id(member.sharded_param))
             if are_accumulated:
@@ -164,6 +165,13 @@ class ReducedList:
         self._is_queued = False
         self._used.clear()
         self._filled.clear()
+
+
+def _zero_gradient(parameter: Tensor) -> Tensor:
+    if isinstance(parameter, DTensor):
+        return torch.zeros_like(parameter)
+    # The gradient of a weight that was gathered in float8 has the weight's original dtype, which `dtype` returns.
+    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def _trainable(unit: Any) -> list[Any]:

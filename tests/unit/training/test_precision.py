@@ -4,9 +4,11 @@ import dataclasses
 import functools
 import itertools
 import random
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwise as sw
 from jobs import FP64, points_job, sentences_job
@@ -298,14 +300,62 @@ def test_bf16_parameters_need_adamw_and_no_batch_norm():
 FLOAT8 = Precision(compute="float8")
 
 
+LAYERS = Float8(modules=("blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.1.attn.qkv"))
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "pp"])
 def test_float8_layers_keep_the_loss_band_under_strategies(name):
     exact, _ = alone(Precision(compute="bf16"))
-    names = ("blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.1.attn.qkv")
-    found, state = run_ranks(trained, LAYOUTS[name], name, FLOAT8, float8=Float8(modules=names))[0]
+    found, state = run_ranks(trained, LAYOUTS[name], name, FLOAT8, float8=LAYERS)[0]
     assert {value.dtype for value in state.values()} == {torch.float32}
     assert found == pytest.approx(exact, rel=0.03)
     assert found != exact
+
+
+def gathered(world, precision, **options):
+    """Train under FSDP; return the losses and the bytes that this rank contributed to each all-gather."""
+    with mock.patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gathers:
+        losses, _ = trained(world, "fsdp", precision, float8=LAYERS, **options)
+    return losses, [call.args[1].nbytes for call in gathers.call_args_list]
+
+
+@pytest.mark.parametrize("precision", [FLOAT8, dataclasses.replace(MASTERS, compute="float8")], ids=["fp32", "bf16"])
+def test_fsdp_gathers_float8_weights_in_one_byte_per_element_and_resumes_bit_for_bit(precision, tmp_path):
+    model = decoder("llama-tiny", vocab_size=61)
+    sizes = {name: model.get_submodule(name).weight.numel() for name in LAYERS.modules}
+    losses, low = run_ranks(gathered, 2, precision, saves_to=tmp_path)[0]
+    _, high = run_ranks(gathered, 2, dataclasses.replace(precision, compute="bf16"))[0]
+    first = sizes["blocks.0.mlp.up"] + sizes["blocks.0.mlp.down"]
+    saved = {wide - narrow for wide, narrow in zip(high, low, strict=True)}
+    assert saved == {0, first // 2, sizes["blocks.1.attn.qkv"] // 2}  # each of two ranks contributes half of the rows
+    resumed, again = run_ranks(gathered, 2, precision, resumes_from=tmp_path)[0]
+    assert resumed == {number: loss for number, loss in losses.items() if number >= SAVED}
+    assert set(again) == set(low)
+
+
+def gathered_weight(world):
+    """Return the weight of a float8 layer of 160 rows, gathered from three uneven shards: values, scale and bytes."""
+    found = []
+    plan = dataclasses.replace(Plan.preset("zero3", 3, batch_size=9), precision=FLOAT8, float8=LAYERS)
+    step = build_step(make_job(batch_size=9), plan, world)
+    layer = step.model.get_submodule("blocks.0.mlp.up")
+    weight = layer.weight.full_tensor().detach().clone()
+
+    def observe(module, *_):
+        found.append((module.weight._scale, module.weight._data.view(torch.uint8).clone()))
+
+    layer.register_forward_hook(observe)
+    step(next(iter(step.feed)))
+    return weight, *found[0]
+
+
+def test_weights_gathered_in_float8_equal_the_cast_of_the_full_weight():
+    scaling = pytest.importorskip("torchao.float8.float8_scaling_utils")
+    for weight, scale, data in run_ranks(gathered_weight, 3):
+        assert weight.shape[0] % 3
+        expected = scaling.hp_tensor_to_float8_dynamic(weight, torch.float8_e4m3fn, None)
+        assert torch.equal(scale, expected._scale)
+        assert torch.equal(data, expected._data.view(torch.uint8))
 
 
 @pytest.mark.parametrize(
