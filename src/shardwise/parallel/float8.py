@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import JobError, MissingExtraError, some_of
 from shardwise.parallel.recompute import block_of, find_blocks
@@ -190,6 +191,13 @@ class _GatheredWeight:
         data = gathered[0].view(self.dtype)
         whole = Float8TrainingTensor(data, scale, dtype, self._mm_config, gemm_input_role=GemmInputRole.WEIGHT)
         return whole, (data,)
+
+
+def zero_gradient(parameter: Tensor) -> Tensor:
+    """Return a gradient of zeros; that of a weight gathered in float8 has the weight's original dtype."""
+    if isinstance(parameter, DTensor):
+        return torch.zeros_like(parameter)
+    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 class _GatherScales:

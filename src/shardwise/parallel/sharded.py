@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from shardwise.errors import JobError, some_of
+from shardwise.parallel.float8 import zero_gradient
 from shardwise.torch_private.dispatch import call_after_backward, tree_leaves, tree_map_only
 from shardwise.torch_private.distributed import gather_without_forward, gathered_parameter, parameter_groups
 
@@ -144,7 +144,7 @@ class ReducedList:
             if member.unsharded_accumulated_grad is not None or whole.grad is not None:
                 self._used.add(id(member.sharded_param))
             else:
-                whole.grad = _zero_gradient(whole)
+                whole.grad = zero_gradient(whole)
                 if member.sharded_param.grad is None:
                     self._filled.add(id(member.sharded_param))
             if are_accumulated:
@@ -165,13 +165,6 @@ class ReducedList:
         self._is_queued = False
         self._used.clear()
         self._filled.clear()
-
-
-def _zero_gradient(parameter: Tensor) -> Tensor:
-    if isinstance(parameter, DTensor):
-        return torch.zeros_like(parameter)
-    # The gradient of a weight that was gathered in float8 has the weight's original dtype, which `dtype` returns.
-    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def _trainable(unit: Any) -> list[Any]:
