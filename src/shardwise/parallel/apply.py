@@ -24,6 +24,7 @@ from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
 from shardwise.parallel.recompute import find_blocks, recompute_block
 from shardwise.parallel.replicated import replicate
 from shardwise.parallel.sharded import (
+    DTYPES,
     ReducedList,
     check_sharded,
     keep_unit_order,
@@ -31,7 +32,7 @@ from shardwise.parallel.sharded import (
     shard_unit,
     unshardable,
 )
-from shardwise.parallel.support import uses_ddp
+from shardwise.parallel.support import accumulates_in_fp32, uses_ddp
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.parallel.weights import fill_buffers, fill_parameters
 from shardwise.torch_private.distributed import disable_autograd_cache
@@ -176,8 +177,11 @@ def finish_sharding(module: nn.Module, plan: Plan, context: MeshContext, meta_mo
 
 
 def replicate_parameters(module: nn.Module, plan: Plan, context: MeshContext, _: MetaModel) -> nn.Module:
-    """Replicate parameters over the data-parallel ranks with DDP; call on every rank."""
-    if context.dp_group is None or not uses_ddp(plan):
+    """Replicate parameters over the data-parallel ranks with DDP; call on every rank.
+
+    DDP reduces gradients in the dtype of their parameters, so gradients accumulated in fp32 are summed without it.
+    """
+    if context.dp_group is None or not uses_ddp(plan) or accumulates_in_fp32(plan):
         return module
     return replicate(module, context.dp_group, context.device, plan.communication)
 
@@ -221,7 +225,9 @@ def gradient_sync(model: nn.Module, plan: Plan, context: MeshContext) -> GradSyn
             group=context.dp_group,
         )
     if context.dp_group is not None and plan.zero < 2:
-        return SummedSync([parameter for parameter in model.parameters() if parameter.requires_grad], context.dp_group)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        dtype = DTYPES[plan.precision.reduce] if accumulates_in_fp32(plan) else None
+        return SummedSync(parameters, context.dp_group, dtype)
     return NoSync()
 
 

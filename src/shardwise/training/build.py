@@ -41,7 +41,7 @@ from shardwise.parallel.replicated import sync_by_rounds
 from shardwise.parallel.sharded import DTYPES, LOWER
 from shardwise.parallel.stage_gate import share_copies, tied_copies
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
-from shardwise.parallel.support import uses_ddp
+from shardwise.parallel.support import accumulates_in_fp32, uses_ddp
 from shardwise.parallel.tensor_gradients import reject_unequal, unequal_gradients
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, broadcast_values
@@ -179,7 +179,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
     named = parameters_of(model)
     owner = "the model" if split is None else f"pipeline stage {mesh_context.coordinate.pp}"
     trainable = trainable_of(named, owner=owner)
-    if plan.precision.parameter == "bf16" and plan.accumulation > 1 and plan.zero < 2:
+    if accumulates_in_fp32(plan):
         accumulate_in_fp32(trainable)
     inner = gradient_sync(model, plan, mesh_context)
     sync = sync_by_rounds(

@@ -114,27 +114,45 @@ def test_bf16_parameters_train_close_to_fp32_ones_and_hold_half_of_the_weights()
         assert found[STEPS - 1] < found[0]
 
 
-def accumulated(world, name, split):
-    """Train with gradient accumulation; return the dtypes of the gradients before the update, and the losses."""
-    dtypes, steps = set(), []
+def accumulated(world, name, split, reduce="fp32"):
+    """Train with gradient accumulation; return the first gradients before the update, and the losses."""
+    first, steps = {}, []
 
     def observe():
-        dtypes.update(gradient.dtype for gradient in steps[0].local_gradients().values())
+        if not first:
+            first.update({name: value.clone() for name, value in steps[0].local_gradients().items()})
 
-    plan = plan_of(name, dataclasses.replace(MASTERS, reduce="fp32"), **split)
+    plan = plan_of(name, dataclasses.replace(MASTERS, reduce=reduce), **split)
     steps.append(build_step(make_job(), plan, world, before_update=observe))
     losses = {}
     for batch in steps[0].feed:
         losses |= loss_of(steps[0](batch), world)
-    return dtypes, losses
+    return first, losses
 
 
-@pytest.mark.parametrize("name", ["one", "tp", "pp", "fsdp"])
+@pytest.mark.parametrize("name", ["tp", "pp", "fsdp", "ddp", "zero1"])
 def test_gradients_of_bf16_parameters_accumulate_in_fp32(name):
-    split = {"micro_batch": 1 if name == "fsdp" else 2, "accumulation": 4}
-    dtypes, losses = run_ranks(accumulated, LAYOUTS[name], name, split)[0]
-    assert dtypes == ({torch.bfloat16} if name == "fsdp" else {torch.float32})  # FSDP2 casts the sum to the parameter
-    assert losses == pytest.approx(alone(MASTERS)[0], rel=0.03)
+    alone, _ = run_ranks(accumulated, 1, "one", {"micro_batch": 1, "accumulation": 8})[0]
+    dp_size = 2 if name in {"fsdp", "ddp", "zero1"} else 1
+    found = run_ranks(accumulated, LAYOUTS[name], name, {"micro_batch": 1, "accumulation": 8 // dp_size})
+    gradients, losses = found[0]
+    dtype = torch.bfloat16 if name == "fsdp" else torch.float32  # FSDP2 casts the sum to the dtype of the parameter
+    assert {value.dtype for value in gradients.values()} == {dtype}
+    assert losses == pytest.approx(run_ranks(trained, 1, "one", MASTERS)[0][0], rel=0.03)
+    if name in {"ddp", "zero1"}:  # each rank has the whole gradient: the same addends, in another order
+        for key, value in gradients.items():
+            torch.testing.assert_close(value, alone[key], rtol=1e-4, atol=1e-7, msg=key)
+            assert torch.equal(value, found[1][0][key])
+
+
+def test_ddp_reduces_fp32_sums_of_bf16_parameters_in_the_dtype_of_the_plan():
+    split = {"micro_batch": 1, "accumulation": 4}
+    (exact, _), (rounded, _) = (run_ranks(accumulated, 2, "ddp", split, reduce)[0] for reduce in ("fp32", "bf16"))
+    for key, value in rounded.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, value.bfloat16().float())
+        torch.testing.assert_close(value, exact[key], rtol=0.02, atol=1e-3)
+        assert not torch.equal(value, exact[key])
 
 
 @pytest.mark.parametrize("other", [FP64, Precision(compute="bf16")])
@@ -271,7 +289,10 @@ def test_stochastic_rounding_is_right_on_average_and_keyed_by_the_global_element
     ("plan", "code"),
     [
         (Plan(precision=dataclasses.replace(MASTERS, compute="fp32")), "support.precision-mix"),
-        (Plan.preset("ddp", 2, precision=vars(MASTERS), accumulation=2), "support.bf16-accumulation"),
+        (
+            Plan.preset("ddp", 2, precision=vars(MASTERS), accumulation=2, communication={"compression": "fp16"}),
+            "support.bf16-accumulation",
+        ),
         (Plan.preset("ddp", 2, precision={"parameter": "bf16", "compute": "bf16"}), "support.bf16-reduce"),
         (Plan(precision=MASTERS, offload=Offload(optimizer="cpu")), "support.mixed-optimizer-option"),
     ],
