@@ -32,22 +32,12 @@ MULTIPLE = 16
 LEAST_WIDTH = {"tensorwise": 1024, "rowwise": 2048}
 """Smallest dimension of a weight in float8, by recipe: on an H200, whole steps were slower at width 768 and faster at
 2048 (rowwise: 5 % faster), and the limits between them are a judgement. benchmarks/float8.py measures single layers."""
-LEAST_CAPABILITY = (8, 9)
-"""CUDA compute capability of the first GPUs with float8 products (Ada, Hopper)."""
 _RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise_with_gw_hp"}
 """Recipe of a plan -> torchao's; its rowwise recipe with the weight gradient in bf16 is the one that trains as well."""
 
 
 def float8_linears(module: nn.Module, names: Collection[str], plan: Plan, device: torch.device) -> nn.Module:
     """Replace the linear layers in `names` by float8 ones, which keep their names and parameters."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        major, minor = torch.cuda.get_device_capability(device)
-        raise JobError(
-            f"float8 requires CUDA compute capability 8.9 or higher, but {torch.cuda.get_device_name(device)} has"
-            f" {major}.{minor}",
-            code="support.float8-device",
-            fix="pass --set precision=bf16",
-        )
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:

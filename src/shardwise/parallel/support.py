@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.errors import MissingExtraError, PlanError
-from shardwise.hardware.probe import package_version
+from shardwise.hardware.probe import BF16_CAPABILITY, FLOAT8_CAPABILITY, package_version
 from shardwise.planner.cost.stages import uses_ddp
 from shardwise.plans.pipeline import check_pipeline
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardwise.plans import Plan
 
 
-__all__ = ["accumulates_in_fp32", "check_native", "uses_ddp"]
+__all__ = ["accumulates_in_fp32", "check_device", "check_native", "uses_ddp"]
 
 
 def check_native(plan: Plan) -> None:
@@ -28,6 +28,24 @@ def check_native(plan: Plan) -> None:
     _check_compile(plan)
     check_rounds(plan)
     check_pipeline(plan)
+
+
+def check_device(plan: Plan, name: str, capability: tuple[int, ...]) -> None:
+    """Raise PlanError if a GPU of this CUDA compute capability does not compute in the plan's precisions."""
+    precision = plan.precision
+    found = ".".join(map(str, capability))
+    if precision.compute == "float8" and capability < FLOAT8_CAPABILITY:
+        raise PlanError(
+            f"float8 requires CUDA compute capability 8.9 or higher, but {name} has {found}",
+            code="support.float8-device",
+            fix=f"pass --set precision={'fp16' if capability < BF16_CAPABILITY else 'bf16'}",
+        )
+    if "bf16" in {precision.compute, precision.parameter, precision.optimizer} and capability < BF16_CAPABILITY:
+        raise PlanError(
+            f"bf16 requires CUDA compute capability 8.0 or higher, but {name} has {found}",
+            code="support.bf16-device",
+            fix="pass --set precision=fp16",
+        )
 
 
 def _check_nvme(plan: Plan) -> None:

@@ -24,7 +24,7 @@ from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Float8, Offload, Plan, Precision
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
-from shardwise.training.preflight import check_own_loop
+from shardwise.training.preflight import check_own_loop, check_precision_of
 from shardwise.training.saving import state_of
 
 STEPS, SAVED = 6, 3
@@ -403,6 +403,19 @@ def test_float8_without_torchao_names_the_extra(monkeypatch):
     monkeypatch.setattr(support, "find_spec", lambda _: None)
     with refuses("extra.float8-missing", "float8"):
         require_supported(Plan(precision=FLOAT8))
+
+
+def test_a_gpu_without_float8_or_bf16_is_refused_by_its_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
+    device = torch.device("cuda", 0)
+    with refuses("support.float8-device", "Tesla V100", "7.0"):
+        check_precision_of(device, Plan(precision=FLOAT8))
+    for precision in (MASTERS, Precision(compute="bf16"), BF16_STATES):
+        with refuses("support.bf16-device", "Tesla V100", "7.0"):
+            check_precision_of(device, Plan(precision=precision))
+    check_precision_of(device, Plan(precision=Precision(compute="fp16", optimizer="int8")))
+    check_precision_of(torch.device("cpu"), Plan(precision=FLOAT8))
 
 
 def test_small_layers_and_the_head_stay_in_bf16():
