@@ -50,7 +50,8 @@ from shardwise.plans.pipeline import split_layers
 from shardwise.training.evaluate import RankLoader, make_loader, token_shard
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
-from shardwise.training.step.captured import plain_step
+from shardwise.training.step.captured import plain_step, sampled_batches
+from shardwise.training.step.compiled import returned_head
 from shardwise.training.step.first_step_checks import PeerBatches
 from shardwise.training.step.pipeline import PipelineStep
 from shardwise.training.step.step import (
@@ -163,6 +164,7 @@ class BuildContext:
 def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
     """Build the Step of the torch engine. Communicates over the world; call on every rank."""
     mesh_context = make_mesh_context(plan, world)
+    head = returned_head(job, plan, lambda: next(sampled_batches(job, 1, 1), None))  # before generators are seeded
     meta_model = prepare_meta_model(job, plan, world)
     if job.lora is None:  # frozen weights beside adapters may have the compute dtype
         note_dtypes(meta_model.module, plan, context.note)
@@ -199,6 +201,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
         autocast=Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.activations)),
         origin=meta_model.weights.description if meta_model.weights is not None else "",
         after_first_backward=_first_check(named, plan, world, context.note, sync),
+        head=head,
         batch_checks=_batch_checks(job, model, plan, world, context.note),
         **vars(step_context),
     )

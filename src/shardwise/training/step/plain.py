@@ -169,7 +169,7 @@ class PlainStep(OptimizerStep):
         """The module that forward calls in training."""
         self._loss = job.loss
         self._forward = job.forward
-        self._region = compiled_region(job, unwrap(model), parts.source.plan, parts.note)
+        self._region = compiled_region(job, unwrap(model), parts.source.plan, parts.note, head=parts.head)
         self._weight: float | None = None
         self._gradient: Tensor | None = None
 
