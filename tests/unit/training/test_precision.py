@@ -379,6 +379,31 @@ def test_weights_gathered_in_float8_equal_the_cast_of_the_full_weight():
         assert torch.equal(data, expected._data.view(torch.uint8))
 
 
+class Branch(torch.nn.Module):
+    """A block with two float8 layers, of which rank 1 uses only the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    def forward(self, x):
+        hidden = torch.relu(self.up(x))
+        return x + (hidden[..., :16] if dist.get_rank() == 1 else self.down(hidden))
+
+
+def branches():
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), Branch(), Branch(), torch.nn.Linear(16, 3))
+
+
+def test_a_float8_weight_that_one_rank_does_not_use_trains_under_fsdp():
+    names = ("1.up", "1.down", "2.up", "2.down")
+    job = points_job(branches, steps=STEPS)
+    _, state = run_ranks(trained, 2, "fsdp", FLOAT8, job=job, float8=Float8(modules=names))[0]
+    _, exact = run_ranks(trained, 2, "fsdp", Precision(compute="bf16"), job=job)[0]
+    for key in ("1.down.weight", "2.down.weight"):
+        torch.testing.assert_close(state[key], exact[key], rtol=0.1, atol=0.02)
+
+
 @pytest.mark.parametrize(
     ("float8", "code", "named"),
     [
