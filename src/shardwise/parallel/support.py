@@ -44,7 +44,7 @@ def check_device(plan: Plan, name: str, capability: tuple[int, ...]) -> None:
         raise PlanError(
             f"bf16 requires CUDA compute capability 8.0 or higher, but {name} has {found}",
             code="support.bf16-device",
-            fix="pass --set precision=fp16",
+            fix="pass --set precision=fp16, and do not set precision.parameter or precision.optimizer to bf16",
         )
 
 

@@ -164,7 +164,7 @@ class BuildContext:
 def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
     """Build the Step of the torch engine. Communicates over the world; call on every rank."""
     mesh_context = make_mesh_context(plan, world)
-    head = returned_head(job, plan, lambda: next(sampled_batches(job, 1, 1), None))  # before generators are seeded
+    head = _compiled_head(job, plan, world)  # before generators are seeded
     meta_model = prepare_meta_model(job, plan, world)
     if job.lora is None:  # frozen weights beside adapters may have the compute dtype
         note_dtypes(meta_model.module, plan, context.note)
@@ -210,6 +210,17 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
         return plain_step(job, model, parts, plan=plan, note=context.note)
     stages = stages_of(model)
     return PipelineStep(job, stages, parts, split=split, plan=plan, mesh_context=mesh_context)  # type: ignore[arg-type]
+
+
+def _compiled_head(job: Job, plan: Plan, world: World) -> str:
+    """Return the name of the head to compile together with the loss, "" if none. Communicates if blocks are compiled.
+
+    Ranks must agree, since the answer changes which parameters FSDP2 gathers in backward.
+    """
+    if plan.compile != "blocks" or plan.zero < 2 or world.backend == "fake":
+        return ""
+    head = returned_head(job, plan, lambda: next(sampled_batches(job, 1, 1), None))
+    return head if all(each == head for each in world.gather(head)) else ""
 
 
 def make_feed(

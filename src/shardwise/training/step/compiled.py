@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
-    from torch.distributed.fsdp import FSDPModule
 
     from shardwise.job import Job
     from shardwise.plans import Plan
@@ -41,7 +40,7 @@ def compiled_region(
     if plan.compile == "none" or plan.fused_loss or job.masks == "keyed":
         return None  # a fused loss computes logits chunk by chunk in kernels of its own
     if head and type(model.get_submodule(head)) is nn.Linear:  # not a layer in float8
-        return HeadRegion(job, model.get_submodule(head), note, reshards=plan.zero == 3)
+        return HeadRegion(job, model, head, note)
     is_whole = plan.layout.world_size == 1 and (plan.compile == "model" or not find_blocks(model))
     return CompiledRegion(job, note, kind=plan.compile, is_whole=is_whole)
 
@@ -84,8 +83,10 @@ class CompiledRegion:
 # The output head and the loss in one graph under FSDP.
 #
 # The head belongs to FSDP2's root unit, whose hooks surround the forward pass of the model. In this region, forward
-# returns the input of the head, the root unit stays gathered until backward, and the graph gets the gathered weight as
-# an argument. This is exact only if nothing else reads the logits, which a pass on the meta device decides in advance.
+# returns the input of the head, and the graph gets the gathered weight as an argument. This is exact only if nothing
+# else reads the logits, which a pass on the meta device decides in advance. The invariant: every forward pass in
+# training leaves the root unit gathered until backward. A rank with a short micro-batch runs forward without this
+# region, and would otherwise gather the root once more than other ranks.
 
 
 def returned_head(job: Job, plan: Plan, sample: Callable[[], Any]) -> str:
@@ -133,12 +134,12 @@ class HeadRegion:
 
     is_whole = False
 
-    def __init__(self, job: Job, head: nn.Module, note: Callable[[str], None], *, reshards: bool) -> None:
-        """Create the region of `head`; with `reshards`, FSDP2 frees gathered parameters after forward (ZeRO-3)."""
+    def __init__(self, job: Job, model: Any, head: str, note: Callable[[str], None]) -> None:
+        """Create the region of the layer `head` of `model`, an FSDP2 root; call on every rank."""
         self._job = job
-        self._head: Any = head
+        self._head = model.get_submodule(head)
         self._note = note
-        self._reshards = reshards
+        model.set_reshard_after_forward(False, recurse=False)
         self._loss_region = CompiledRegion(job, note, kind="blocks", is_whole=False)
         self._compiled: Callable[..., Tensor] | None = torch.compile(self._loss_sum, fullgraph=True)
 
@@ -146,7 +147,7 @@ class HeadRegion:
         """Return the loss sum of `batch`; `whole_batch` is the same without context parallelism."""
         if self._compiled is None:
             return self._loss_region(model, batch, whole_batch)
-        with self._without_head(model):
+        with self._without_head():
             hidden = self._job.forward(model, batch)
         arguments = (hidden, self._head.weight, self._head.bias, batch)
         try:
@@ -158,15 +159,13 @@ class HeadRegion:
             return self._loss_sum(*arguments)
 
     @contextmanager
-    def _without_head(self, model: FSDPModule) -> Iterator[None]:
-        """Make forward return the head's input, and keep the parameters of the root unit gathered until backward."""
+    def _without_head(self) -> Iterator[None]:
+        """Return a context in which forward returns the input of the head."""
         self._head.forward = _identity
-        model.set_reshard_after_forward(False, recurse=False)
         try:
             yield
         finally:
             del self._head.forward
-            model.set_reshard_after_forward(self._reshards, recurse=False)
 
     def _loss_sum(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, batch: Any) -> Tensor:
         logits = nn.functional.linear(hidden, weight, bias)
