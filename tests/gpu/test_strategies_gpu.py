@@ -75,6 +75,8 @@ CLOSE = (
     "zero3+precision=fp16",
     "tp+precision=bf16",
     "ddp+communication.compression=bf16",
+    'zero3+precision=float8+float8.modules=["blocks.0.mlp.up", "blocks.0.mlp.down"]',
+    'zero3+precision=float8+float8.modules=["blocks.0.mlp.up", "blocks.0.mlp.down"]+compile=blocks',
 )
 
 

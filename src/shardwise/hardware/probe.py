@@ -21,6 +21,12 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
+BF16_CAPABILITY = (8, 0)
+"""CUDA compute capability of the first GPUs with bf16 products (Ampere)."""
+FLOAT8_CAPABILITY = (8, 9)
+"""CUDA compute capability of the first GPUs with float8 products (Ada, Hopper)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """A GPU as reported by the driver."""
@@ -34,7 +40,7 @@ class Gpu:
     @property
     def has_bf16(self) -> bool:
         """Whether the hardware supports bf16 (Ampere and newer)."""
-        return self.compute_capability >= (8, 0)
+        return self.compute_capability >= BF16_CAPABILITY
 
 
 def probe_gpus() -> tuple[Gpu, ...]:

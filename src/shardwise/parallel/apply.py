@@ -17,13 +17,14 @@ from shardwise.parallel.batch_norm import (
 )
 from shardwise.parallel.collectives import stages_of, unwrap
 from shardwise.parallel.context import context_parallel
-from shardwise.parallel.float8 import float8_linears, select_linears
+from shardwise.parallel.float8 import float8_linears, gather_in_float8, gathers_float8, select_linears
 from shardwise.parallel.fused_loss import fuse_head
 from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync, ShardSync, SummedSync
 from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
 from shardwise.parallel.recompute import find_blocks, recompute_block
 from shardwise.parallel.replicated import replicate
 from shardwise.parallel.sharded import (
+    DTYPES,
     ReducedList,
     check_sharded,
     keep_unit_order,
@@ -31,7 +32,7 @@ from shardwise.parallel.sharded import (
     shard_unit,
     unshardable,
 )
-from shardwise.parallel.support import uses_ddp
+from shardwise.parallel.support import accumulates_in_fp32, uses_ddp
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.parallel.weights import fill_buffers, fill_parameters
 from shardwise.torch_private.distributed import disable_autograd_cache
@@ -157,7 +158,7 @@ def materialize(module: nn.Module, plan: Plan, context: MeshContext, meta_model:
 
 
 def finish_sharding(module: nn.Module, plan: Plan, context: MeshContext, meta_model: MetaModel) -> None:
-    """Set up prefetching and a fixed all-gather order of the FSDP2 units; call on every rank."""
+    """Set up prefetching, a fixed order of all-gathers and their precision in all FSDP2 units; call on every rank."""
     for parameter in unshardable(module):
         parameter.data = parameter.data.to(context.device)
     submodules = dict(module.named_modules())
@@ -171,11 +172,16 @@ def finish_sharding(module: nn.Module, plan: Plan, context: MeshContext, meta_mo
     # Pipeline stages need no fixed order: the data-parallel ranks of a stage run the same schedule of micro-batches.
     if inner and context.host_dp_group is not None and isinstance(module, FSDPModule):
         keep_unit_order(module, inner, context.host_dp_group)
+    if gathers_float8(plan):
+        gather_in_float8(module)
 
 
 def replicate_parameters(module: nn.Module, plan: Plan, context: MeshContext, _: MetaModel) -> nn.Module:
-    """Replicate parameters over the data-parallel ranks with DDP; call on every rank."""
-    if context.dp_group is None or not uses_ddp(plan):
+    """Replicate parameters over the data-parallel ranks with DDP; call on every rank.
+
+    DDP reduces gradients in the dtype of their parameters, so gradients accumulated in fp32 are summed without it.
+    """
+    if context.dp_group is None or not uses_ddp(plan) or accumulates_in_fp32(plan):
         return module
     return replicate(module, context.dp_group, context.device, plan.communication)
 
@@ -219,7 +225,9 @@ def gradient_sync(model: nn.Module, plan: Plan, context: MeshContext) -> GradSyn
             group=context.dp_group,
         )
     if context.dp_group is not None and plan.zero < 2:
-        return SummedSync([parameter for parameter in model.parameters() if parameter.requires_grad], context.dp_group)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        dtype = DTYPES[plan.precision.reduce] if accumulates_in_fp32(plan) else None
+        return SummedSync(parameters, context.dp_group, dtype)
     return NoSync()
 
 

@@ -167,6 +167,8 @@ def _checksums(module: nn.Module) -> Checksums:
     for name, parameter in module.named_parameters():
         if parameter.dtype in _DTYPES and not _is_shard(parameter):
             value = local(parameter.detach())
+            if hasattr(value, "__tensor_flatten__"):
+                continue  # torchao's float8 tensors have no such sums, and raise an error if forward writes to them
             found[name] = _sum_and_norm(value), value.data_ptr()
     return found
 

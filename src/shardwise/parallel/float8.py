@@ -11,13 +11,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import JobError, MissingExtraError, some_of
 from shardwise.parallel.recompute import block_of, find_blocks
+from shardwise.torch_private.dispatch import maxima_of
+from shardwise.torch_private.distributed import extend_all_gather, modules_of, padded_shard, parameter_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
+
+    from torch import Tensor
 
     from shardwise.plans import Plan
 
@@ -26,22 +32,12 @@ MULTIPLE = 16
 LEAST_WIDTH = {"tensorwise": 1024, "rowwise": 2048}
 """Smallest dimension of a weight in float8, by recipe: on an H200, whole steps were slower at width 768 and faster at
 2048 (rowwise: 5 % faster), and the limits between them are a judgement. benchmarks/float8.py measures single layers."""
-LEAST_CAPABILITY = (8, 9)
-"""CUDA compute capability of the first GPUs with float8 products (Ada, Hopper)."""
 _RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise_with_gw_hp"}
 """Recipe of a plan -> torchao's; its rowwise recipe with the weight gradient in bf16 is the one that trains as well."""
 
 
 def float8_linears(module: nn.Module, names: Collection[str], plan: Plan, device: torch.device) -> nn.Module:
     """Replace the linear layers in `names` by float8 ones, which keep their names and parameters."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        major, minor = torch.cuda.get_device_capability(device)
-        raise JobError(
-            f"float8 requires CUDA compute capability 8.9 or higher, but {torch.cuda.get_device_name(device)} has"
-            f" {major}.{minor}",
-            code="support.float8-device",
-            fix="pass --set precision=bf16",
-        )
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
@@ -58,6 +54,8 @@ def float8_linears(module: nn.Module, names: Collection[str], plan: Plan, device
 def float8_note(names: Collection[str], plan: Plan, device: torch.device) -> str:
     """Return a note on the layers in float8, and on settings with which they are not faster."""
     note = f"float8: {len(names)} linear layers, {plan.float8.recipe} scales"
+    if gathers_float8(plan):
+        note += ", weights gathered in 8 bits"
     if device.type != "cuda":
         return f"{note}; emulated, since the device has no float8 products"
     if plan.compile == "none":
@@ -108,3 +106,104 @@ def _named_linears(linears: dict[str, nn.Linear], names: Collection[str]) -> fro
 def is_aligned(linear: nn.Linear) -> bool:
     """Return whether float8 kernels support the dimensions of a layer."""
     return all(size % MULTIPLE == 0 for size in linear.weight.shape)
+
+
+# All-gather of float8 weights under FSDP2, in one byte per element.
+#
+# Ranks cast their shards before the all-gather instead of casting the gathered weight after it: this halves the bytes
+# of bf16, and each rank casts only its shard. The scale of a weight is the maximum over all shards, as in one process.
+# One all-reduce at the start of a forward pass reduces the maxima of all weights; parameters do not change before the
+# backward pass, which gathers them with the same scales. FSDP2 gathers bytes (uint8), since gloo has no float8.
+# Reference: torchao's WeightWithDynamicFloat8CastTensor, which is a tensor subclass of parameters.
+
+
+def gathers_float8(plan: Plan) -> bool:
+    """Return whether ranks gather float8 weights in 8 bits; otherwise FSDP2 gathers them in bf16.
+
+    Not with tp, whose scales span a second group of ranks, nor with the rowwise recipe, whose backward pass needs the
+    scales of columns, nor with offloaded parameters, which FSDP2 copies to tensors without the extension.
+    """
+    is_sharded = plan.zero >= 2 and plan.layout.folded.shard > 1
+    is_supported = plan.float8.recipe == "tensorwise" and plan.layout.tp == 1 and plan.offload.parameters == "none"
+    return plan.precision.compute == "float8" and is_sharded and is_supported
+
+
+def gather_in_float8(root: nn.Module) -> None:
+    """Make the FSDP2 units of `root` gather the weights of float8 layers in 8 bits; its forward communicates."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    weights = []
+    for unit in parameter_groups(root):
+        for record in unit.fsdp_params:
+            modules = modules_of(record)
+            # A weight that is tied to an embedding is also used in bf16.
+            if record.sharded_param.ndim == 2 and all(isinstance(module, Float8Linear) for module in modules):
+                weights.append(_GatheredWeight(record, modules[0]))
+    if weights:
+        scales = _GatherScales(weights)
+        root.register_forward_pre_hook(scales.update, prepend=True)  # before FSDP2's hook, which gathers the root
+
+
+class _GatheredWeight:
+    """The weight of a float8 layer, cast to float8 by its shards."""
+
+    def __init__(self, record: Any, linear: Any) -> None:
+        """Extend FSDP2's all-gather of `record`, an `FSDPParam` of `linear`, a torchao `Float8Linear`."""
+        self._record = record
+        self._mm_config = linear.linear_mm_config
+        self.dtype: torch.dtype = linear.config.cast_config_weight.target_dtype
+        self.group: dist.ProcessGroup = record.shard_mesh_from_root.get_group()
+        self.scale: Tensor | None = None
+        extend_all_gather(record, self._cast, self._create)
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's shard in its original precision, with padding rows of zeros."""
+        return padded_shard(self._record)
+
+    def _cast(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[Any, Any]:  # noqa: ARG002 - FSDP2's signature
+        """Return the bytes to gather, and the scale for `_create`."""
+        from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
+
+        assert self.scale is not None  # noqa: S101 - the root's hook has run before any unit is gathered
+        cast: Any = hp_tensor_and_scale_to_float8(
+            self.shard, self.scale, self.dtype, self._mm_config, GemmInputRole.WEIGHT
+        )
+        return (cast._data.view(torch.uint8),), self.scale  # noqa: SLF001 - torchao has no public name for the bytes
+
+    def _create(self, gathered: tuple[Tensor, ...], scale: Tensor, dtype: torch.dtype, *, out: Any = None) -> Any:
+        """Return the unsharded weight and its storage; with `out`, the weight whose storage FSDP2 has filled again."""
+        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+        if out is not None:
+            out._scale = scale  # noqa: SLF001
+            return None
+        data = gathered[0].view(self.dtype)
+        whole = Float8TrainingTensor(data, scale, dtype, self._mm_config, gemm_input_role=GemmInputRole.WEIGHT)
+        return whole, (data,)
+
+
+def zero_gradient(parameter: Tensor) -> Tensor:
+    """Return a gradient of zeros; that of a weight gathered in float8 has the weight's original dtype."""
+    if isinstance(parameter, DTensor):
+        return torch.zeros_like(parameter)
+    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
+class _GatherScales:
+    """The scales of all weights that are gathered in float8."""
+
+    def __init__(self, weights: Sequence[_GatheredWeight]) -> None:
+        self._weights = weights
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def update(self, _module: nn.Module, _args: Any) -> None:
+        """Compute the scales from the current weights. Communicates over the group that shards the weights."""
+        from torchao.float8.float8_utils import amax_to_scale
+
+        maxima = maxima_of([weight.shard for weight in self._weights])
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._weights[0].group)
+        scales = amax_to_scale(maxima, self._weights[0].dtype)
+        for weight, scale in zip(self._weights, scales.unbind(), strict=True):
+            weight.scale = scale

@@ -193,22 +193,32 @@ def without_reduction(models: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 class SummedSync(NoSync):
-    """All-reduce of all gradients after the last backward, for pipeline stages and tensor-parallel shards."""
+    """All-reduce of all gradients after the last backward.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    For pipeline stages, tensor-parallel shards, and gradients of bf16 parameters that are accumulated in fp32.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
+        """Sum the gradients of `parameters` over `group`, in `dtype` or, if None, in the dtype of each gradient."""
         self._parameters = parameters
         self._group = group
+        self._dtype = dtype
 
     def finish(self) -> None:
         """Sum all gradients. Communicates over the group; call on every rank."""
-        sum_gradients(self._parameters, self._group)
+        sum_gradients(self._parameters, self._group, dtype=self._dtype)
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, divisor: int = 1) -> None:
+def sum_gradients(
+    parameters: Sequence[nn.Parameter],
+    group: dist.ProcessGroup,
+    divisor: int = 1,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Sum gradients over `group` in buckets and divide by `divisor`; communicates over `group`.
 
-    Call on every rank. If no rank has a gradient for a parameter, its gradient stays None, so that the optimizer skips
-    the parameter as in one process.
+    Call on every rank. `dtype` is that of the all-reduce, by default the dtype of each gradient. If no rank has a
+    gradient for a parameter, its gradient stays None, so that the optimizer skips the parameter as in one process.
     """
     device = local(parameters[0]).device
     users = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.float32, device=device)
@@ -218,15 +228,17 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
         if not used_by:
             continue
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         gradients.append(local(parameter.grad))
-    sum_tensors(gradients, group, divisor)
+    sum_tensors(gradients, group, divisor, dtype)
 
 
-def sum_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, divisor: int = 1) -> None:
-    """Sum tensors in place over `group` in buckets and divide by `divisor`; communicates over `group`."""
+def sum_tensors(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, divisor: int = 1, dtype: torch.dtype | None = None
+) -> None:
+    """Sum tensors in place over `group` in buckets of `dtype` and divide by `divisor`; communicates over `group`."""
     for bucket in in_buckets(tensors):
-        flat = torch.cat([tensor.flatten() for tensor in bucket])
+        flat = torch.cat([tensor.flatten() for tensor in bucket]).to(dtype)
         dist.all_reduce(flat, group=group)
         if divisor != 1:
             flat /= divisor

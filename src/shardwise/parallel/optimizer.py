@@ -170,6 +170,7 @@ class _Piece:
             wrapped = _distributed(owned, mine.device_mesh, mine.placements, mine, on_host=on_host)
         self.owned = nn.Parameter(wrapped, requires_grad=parameter.requires_grad)
         copy_attributes(vars(parameter), self.owned)
+        self.owned.grad_dtype = parameter.grad_dtype
 
     def mine(self, whole: Tensor) -> Tensor:
         """Return this rank's rows of a tensor with the parameter's shape, as a view."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardwise.errors import JobError, some_of
+from shardwise.parallel.float8 import zero_gradient
 from shardwise.torch_private.dispatch import call_after_backward, tree_leaves, tree_map_only
 from shardwise.torch_private.distributed import gather_without_forward, gathered_parameter, parameter_groups
 
@@ -143,7 +144,7 @@ class ReducedList:
             if member.unsharded_accumulated_grad is not None or whole.grad is not None:
                 self._used.add(id(member.sharded_param))
             else:
-                whole.grad = torch.zeros_like(whole)
+                whole.grad = zero_gradient(whole)
                 if member.sharded_param.grad is None:
                     self._filled.add(id(member.sharded_param))
             if are_accumulated:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.errors import MissingExtraError, PlanError
-from shardwise.hardware.probe import package_version
+from shardwise.hardware.probe import BF16_CAPABILITY, FLOAT8_CAPABILITY, package_version
 from shardwise.planner.cost.stages import uses_ddp
 from shardwise.plans.pipeline import check_pipeline
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardwise.plans import Plan
 
 
-__all__ = ["check_native", "uses_ddp"]
+__all__ = ["accumulates_in_fp32", "check_device", "check_native", "uses_ddp"]
 
 
 def check_native(plan: Plan) -> None:
@@ -28,6 +28,24 @@ def check_native(plan: Plan) -> None:
     _check_compile(plan)
     check_rounds(plan)
     check_pipeline(plan)
+
+
+def check_device(plan: Plan, name: str, capability: tuple[int, ...]) -> None:
+    """Raise PlanError if a GPU of this CUDA compute capability does not compute in the plan's precisions."""
+    precision = plan.precision
+    found = ".".join(map(str, capability))
+    if precision.compute == "float8" and capability < FLOAT8_CAPABILITY:
+        raise PlanError(
+            f"float8 requires CUDA compute capability 8.9 or higher, but {name} has {found}",
+            code="support.float8-device",
+            fix=f"pass --set precision={'fp16' if capability < BF16_CAPABILITY else 'bf16'}",
+        )
+    if "bf16" in {precision.compute, precision.parameter, precision.optimizer} and capability < BF16_CAPABILITY:
+        raise PlanError(
+            f"bf16 requires CUDA compute capability 8.0 or higher, but {name} has {found}",
+            code="support.bf16-device",
+            fix="pass --set precision=fp16, and do not set precision.parameter or precision.optimizer to bf16",
+        )
 
 
 def _check_nvme(plan: Plan) -> None:
@@ -77,19 +95,41 @@ def _check_bf16_parameters(plan: Plan) -> None:
             code="support.precision-mix",
             fix='set precision.compute = "bf16", or precision.parameter = "fp32"',
         )
-    if plan.zero < 2 and plan.accumulation > 1 and plan.layout.folded.dp > 1:
-        raise PlanError(
-            f"DDP would accumulate gradients of bf16 parameters over {plan.accumulation} micro-batches in bf16",
-            code="support.bf16-accumulation",
-            fix="set accumulation = 1, pass --plan zero2 or zero3, which accumulate in fp32, or use fp32 parameters",
-        )
-    if plan.zero < 2 and plan.layout.folded.dp > 1 and precision.reduce != "bf16":
+    if accumulates_in_fp32(plan):
+        _check_summed(plan)
+    elif plan.zero < 2 and plan.layout.folded.dp > 1 and precision.reduce != "bf16":
         raise PlanError(
             f"zero = {plan.zero} reduces gradients of bf16 parameters in bf16, got reduce = {precision.reduce}",
             code="support.bf16-reduce",
             fix='set precision.reduce = "bf16", or pass --plan zero2 or zero3, which reduce in fp32',
         )
     _check_mixed_optimizer(plan)
+
+
+def accumulates_in_fp32(plan: Plan) -> bool:
+    """Return whether backward accumulates gradients of bf16 parameters in fp32, which DDP does not support.
+
+    With zero = 2 and 3, FSDP2 accumulates in the dtype of the reduction.
+    """
+    return plan.precision.parameter == "bf16" and plan.accumulation > 1 and plan.zero < 2
+
+
+def _check_summed(plan: Plan) -> None:
+    """Raise PlanError for options of DDP if gradients are accumulated in fp32 and summed without DDP."""
+    options = plan.communication
+    used = {
+        f"compression = {options.compression!r}": options.compression != "none",
+        "broadcast_buffers": options.broadcast_buffers,
+        "static_graph": options.static_graph,
+    }
+    for name, is_used in used.items():
+        if is_used and plan.layout.folded.dp > 1:
+            raise PlanError(
+                f"{name} requires DDP, which cannot accumulate gradients of bf16 parameters over {plan.accumulation}"
+                " micro-batches in fp32",
+                code="support.bf16-accumulation",
+                fix="remove the option, set accumulation = 1, or use fp32 parameters",
+            )
 
 
 def _check_mixed_optimizer(plan: Plan) -> None:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwise.engines.engine import engine_for, engine_named
 from shardwise.errors import InputError, LaunchError, PlanError, nearest
 from shardwise.hardware import probe_gpus
+from shardwise.hardware.probe import BF16_CAPABILITY
 from shardwise.job import Job, Lora, refer
 from shardwise.job.callbacks import EarlyStopping
 from shardwise.job.load import job_parameters, literal, parse_overrides, replace_at
 from shardwise.job.optimizers import SGD, AdamW, Muon
 from shardwise.job.schedules import Constant, Cosine, Linear
+from shardwise.parallel.support import check_device
 from shardwise.planner.search.choices import SPEED_OPTIONS
 from shardwise.planner.search.subject import choose_precision, search_plan
 from shardwise.plans.pipeline import fill_pipeline, split_batch
@@ -46,6 +48,8 @@ class LocalDevice:
     kind: Literal["cpu", "cuda"] = "cpu"
     has_bf16: bool = False
     name: str = "CPU"
+    capability: tuple[int, ...] = ()
+    """CUDA compute capability, the lowest of several GPUs; empty if it is unknown."""
     engine: Framework = "torch"
     """The framework of the job's model."""
     default_reason: str = "auto: the simplest, on a CPU"
@@ -251,7 +255,8 @@ def local_device(requested: str | None, nproc: int, framework: Framework = "torc
             code="launch.nproc-exceeds-gpus",
             fix=f"use --nproc {len(gpus)}, or --device cpu",
         )
-    return LocalDevice(kind="cuda", has_bf16=all(gpu.has_bf16 for gpu in gpus), name=gpus[0].name)
+    oldest = min(gpus, key=lambda gpu: gpu.compute_capability)
+    return LocalDevice(kind="cuda", has_bf16=oldest.has_bf16, name=oldest.name, capability=oldest.compute_capability)
 
 
 def settle_job_plan(
@@ -280,6 +285,8 @@ def settle_job_plan(
     engine = engine_for(job, settled)
     engine.check(settled)
     engine.require()
+    if device.capability:
+        check_device(settled, device.name, device.capability)
     return settled
 
 
@@ -326,10 +333,12 @@ def _device_of(here: World) -> LocalDevice:
 
     if here.device.type != "cuda":
         return LocalDevice()
+    capability = torch.cuda.get_device_capability(here.device)
     return LocalDevice(
         kind="cuda",
-        has_bf16=torch.cuda.get_device_capability(here.device) >= (8, 0),
+        has_bf16=capability >= BF16_CAPABILITY,
         name=torch.cuda.get_device_name(here.device),
+        capability=capability,
     )
 
 

@@ -88,6 +88,11 @@ def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm(list(tensors))
 
 
+def maxima_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest absolute value of each tensor, in one tensor."""
+    return torch.stack(torch._foreach_norm(list(tensors), torch.inf))
+
+
 def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply every tensor in place by `factor`, a scalar tensor on their device."""
     torch._foreach_mul_(list(tensors), factor)

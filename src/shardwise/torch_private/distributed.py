@@ -203,6 +203,31 @@ def gather_without_forward(unit: Any, *, has_gradient: bool) -> Tensor:
     return hooked
 
 
+def extend_all_gather(record: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Make FSDP2 gather what `before` returns for an `FSDPParam`, and make `after` create the unsharded parameter.
+
+    FSDP2 looks up these extensions (`fsdp_pre_all_gather`, `fsdp_post_all_gather`) on the local tensor, and documents
+    tensor subclasses for them. Attributes of a plain tensor do the same: the parameter stays a DTensor of a plain
+    tensor, so that optimizers and checkpoints need no support for a subclass.
+    """
+    shard: Any = required(record, "_sharded_local_tensor")
+    shard.fsdp_pre_all_gather = before
+    shard.fsdp_post_all_gather = after
+    required(record, "_init_extensions")()
+
+
+def padded_shard(record: Any) -> Tensor:
+    """Return the local shard of an `FSDPParam` with the padding rows that all-gather needs."""
+    flat: Tensor = required(record, "_sharded_param_data")
+    return flat.view(required(record, "padded_sharded_param_size"))
+
+
+def modules_of(record: Any) -> list[nn.Module]:
+    """Return the modules that use the parameter of an `FSDPParam`: several if it is tied."""
+    owner = required(record, "_module_info")
+    return [owner.module, *owner.shared_modules]
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor without the autograd node of `to_local`; other tensors are unchanged."""
     inner: Tensor = getattr(tensor, "_local_tensor", tensor)

@@ -41,7 +41,7 @@ from shardwise.parallel.replicated import sync_by_rounds
 from shardwise.parallel.sharded import DTYPES, LOWER
 from shardwise.parallel.stage_gate import share_copies, tied_copies
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
-from shardwise.parallel.support import uses_ddp
+from shardwise.parallel.support import accumulates_in_fp32, uses_ddp
 from shardwise.parallel.tensor_gradients import reject_unequal, unequal_gradients
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, broadcast_values
@@ -50,7 +50,8 @@ from shardwise.plans.pipeline import split_layers
 from shardwise.training.evaluate import RankLoader, make_loader, token_shard
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
-from shardwise.training.step.captured import plain_step
+from shardwise.training.step.captured import plain_step, sampled_batches
+from shardwise.training.step.compiled import returned_head
 from shardwise.training.step.first_step_checks import PeerBatches
 from shardwise.training.step.pipeline import PipelineStep
 from shardwise.training.step.step import (
@@ -163,6 +164,7 @@ class BuildContext:
 def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
     """Build the Step of the torch engine. Communicates over the world; call on every rank."""
     mesh_context = make_mesh_context(plan, world)
+    head = _compiled_head(job, plan, world)  # before generators are seeded
     meta_model = prepare_meta_model(job, plan, world)
     if job.lora is None:  # frozen weights beside adapters may have the compute dtype
         note_dtypes(meta_model.module, plan, context.note)
@@ -179,7 +181,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
     named = parameters_of(model)
     owner = "the model" if split is None else f"pipeline stage {mesh_context.coordinate.pp}"
     trainable = trainable_of(named, owner=owner)
-    if plan.precision.parameter == "bf16" and plan.accumulation > 1 and plan.zero < 2:
+    if accumulates_in_fp32(plan):
         accumulate_in_fp32(trainable)
     inner = gradient_sync(model, plan, mesh_context)
     sync = sync_by_rounds(
@@ -199,6 +201,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
         autocast=Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.activations)),
         origin=meta_model.weights.description if meta_model.weights is not None else "",
         after_first_backward=_first_check(named, plan, world, context.note, sync),
+        head=head,
         batch_checks=_batch_checks(job, model, plan, world, context.note),
         **vars(step_context),
     )
@@ -207,6 +210,17 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
         return plain_step(job, model, parts, plan=plan, note=context.note)
     stages = stages_of(model)
     return PipelineStep(job, stages, parts, split=split, plan=plan, mesh_context=mesh_context)  # type: ignore[arg-type]
+
+
+def _compiled_head(job: Job, plan: Plan, world: World) -> str:
+    """Return the name of the head to compile together with the loss, "" if none. Communicates if blocks are compiled.
+
+    Ranks must agree, since the answer changes which parameters FSDP2 gathers in backward.
+    """
+    if plan.compile != "blocks" or plan.zero < 2 or world.backend == "fake":
+        return ""
+    head = returned_head(job, plan, lambda: next(sampled_batches(job, 1, 1), None))
+    return head if all(each == head for each in world.gather(head)) else ""
 
 
 def make_feed(

@@ -38,7 +38,7 @@ from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import broadcast_values
 from shardwise.plans.pipeline import split_batch
 from shardwise.training.build import make_mesh_context
-from shardwise.training.preflight import check_own_loop
+from shardwise.training.preflight import check_own_loop, check_precision_of
 from shardwise.training.step.plain import OptimizerStep
 from shardwise.training.step.update import clip_factor
 
@@ -72,6 +72,7 @@ def parallelize(
     """
     world = world or running_world()
     check_own_loop(model, plan)
+    check_precision_of(world.device, plan)
     if plan.precision.parameter == "fp64":
         model = model.double()
     check_dtypes(model, plan, adapted=False)

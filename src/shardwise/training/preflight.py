@@ -38,7 +38,7 @@ from shardwise.parallel.parameter_rules import (
 )
 from shardwise.parallel.sharded import check_sharded
 from shardwise.parallel.stages import check_stages, count_layers, find_layers
-from shardwise.parallel.support import uses_ddp
+from shardwise.parallel.support import check_device, uses_ddp
 from shardwise.parallel.tensor_rules import check_tensor, find_rules, split_dim, styles_by_name
 from shardwise.plans.pipeline import check_pipeline, split_layers
 from shardwise.torch_private.dispatch import tree_map_only
@@ -217,6 +217,7 @@ def _needs_model(job: Job, plan: Plan) -> bool:
 def check_fit(job: Job, plan: Plan, world: World) -> None:
     """Raise PlanError if the plan is not supported, or does not match the world size or the job's batch size."""
     require_supported(plan)
+    check_precision_of(world.device, plan)
     if plan.layout.pp > 1 and world.backend == "gloo" and world.device.type == "cuda":
         raise PlanError(
             f"plan {plan.layout} has pipeline stages on GPUs, but gloo cannot send GPU tensors",
@@ -237,6 +238,12 @@ def check_fit(job: Job, plan: Plan, world: World) -> None:
             fix=f"use Plan.preset(name, {world.size}, batch_size={job.batch_size})",
         )
     check_job(job, plan)
+
+
+def check_precision_of(device: torch.device, plan: Plan) -> None:
+    """Raise PlanError if the GPU of this rank does not compute in the plan's precisions."""
+    if device.type == "cuda":
+        check_device(plan, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
 def check_own_loop(model: nn.Module, plan: Plan) -> None:

@@ -266,6 +266,21 @@ def test_more_processes_than_gpus_are_refused(refused, monkeypatch):
     refused("job = make()", command, ("launch.nproc-exceeds-gpus", "--nproc 2", 1, "--device cpu"))
 
 
+@pytest.mark.parametrize(
+    ("capability", "setting", "refusal"),
+    [
+        ((7, 0), "precision=float8", ("support.float8-device", "NVIDIA X", "7.0", "precision=fp16")),
+        ((8, 0), "precision=float8", ("support.float8-device", "NVIDIA X", "8.0", "precision=bf16")),
+        ((7, 0), "precision=bf16", ("support.bf16-device", "NVIDIA X", "7.0", "precision=fp16")),
+        ((7, 0), "precision.optimizer=bf16", ("support.bf16-device", "NVIDIA X", "7.0")),
+    ],
+)
+def test_precisions_that_a_gpu_lacks_are_refused_before_ranks_start(refused, monkeypatch, capability, setting, refusal):
+    gpu = Gpu(index=0, name="NVIDIA X", memory_bytes=32 << 30, compute_capability=capability)
+    monkeypatch.setattr(settle, "probe_gpus", lambda: (gpu,))
+    refused("job = make()", ["train", "job.py", "--plan", "ddp", "--set", setting], refusal)
+
+
 def test_dropout_inside_attention_is_named_by_verify(tmp_path, monkeypatch, capfd):
     """A plan that differs from one process is a finding, not an error: exit code 3."""
     monkeypatch.chdir(tmp_path)

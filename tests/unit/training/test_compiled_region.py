@@ -1,12 +1,13 @@
-"""A compiled region trains as eager steps do: whole on one rank, the loss alone on several, with a fallback."""
+"""A compiled region trains as eager steps do: whole on one rank, head and loss on several, with fallbacks."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
 
 import shardwise as sw
-from jobs import FP64, sentences_job
+from jobs import FP64, Tokens, sentences_job, train_split
 from refusals import refuses
 from shardwise.plans import Plan
 from shardwise.testing import run_ranks
@@ -23,9 +24,9 @@ def fast_backend(monkeypatch):
 def losses_of(world, **options):
     """Train the sentences, whose last batch is short, and return the losses and the notes."""
     notes = []
-    precision = options.pop("precision", FP64)
+    precision, job = options.pop("precision", FP64), options.pop("job", None)
     plan = Plan.preset(options.pop("name", "ddp"), world.size, batch_size=8, precision=precision, **options)
-    step = sw.build_step(sentences_job(steps=6), plan, world, note=notes.append)
+    step = sw.build_step(job or sentences_job(steps=6), plan, world, note=notes.append)
     return [step(batch).loss for batch in step.feed], notes
 
 
@@ -63,6 +64,72 @@ def test_a_region_that_torch_cannot_compile_runs_eagerly_and_names_the_reason(mo
     assert found == expected
     (note,) = notes
     assert note.endswith("a graph that nobody can lower")
+
+
+class Doubled(torch.nn.Module):
+    """Changes the logits after the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = sw.models.decoder("llama-tiny", vocab_size=50, context=16)
+
+    def get_output_embeddings(self):
+        return self.decoder.head
+
+    def forward(self, *arguments):
+        return 2 * self.decoder(*arguments)
+
+
+def uneven_job():
+    """Return a job whose last batch of 7 samples fills the micro-batch of one of two ranks."""
+    return sentences_job(data=train_split(Tokens(23, 8, 50)), steps=6)
+
+
+def region_losses(world, options, model=None, failing=""):
+    """Train under FSDP with compiled blocks; return the losses, the notes and the compiled functions of the region."""
+    functions = []
+    real = torch.compile
+
+    def observe(function, **settings):
+        functions.append(function.__qualname__)
+        return fail if function.__qualname__ == failing else real(function, **settings)
+
+    def fail(*_):
+        raise compile_errors()("a graph break\nand its stack")
+
+    job = uneven_job() if model is None else sentences_job(model=model, steps=6)
+    with mock.patch.object(torch, "compile", observe):
+        losses, notes = losses_of(world, compile="blocks", job=job, **options)
+    return losses, notes, functions
+
+
+HEAD_AND_LOSS = "HeadRegion._loss_sum"
+
+
+@pytest.mark.parametrize("options", [{"name": "zero2"}, {"name": "zero3"}, {"name": "zero3", "accumulation": 2}])
+def test_fsdp_compiles_the_head_and_the_loss_as_one_graph(options):
+    ((expected, _),) = run_ranks(functools.partial(losses_of, job=uneven_job()), 1)
+    for found, notes, functions in run_ranks(region_losses, 2, options):
+        assert found == pytest.approx(expected, rel=1e-9)
+        assert notes == []
+        assert HEAD_AND_LOSS in functions
+
+
+def test_a_model_that_changes_the_logits_compiles_only_the_loss():
+    job = sentences_job(model=Doubled, steps=6)
+    ((expected, _),) = run_ranks(functools.partial(losses_of, job=job), 1)
+    for found, notes, functions in run_ranks(region_losses, 2, {"name": "zero3"}, Doubled):
+        assert found == pytest.approx(expected, rel=1e-9)
+        assert notes == []
+        assert HEAD_AND_LOSS not in functions
+
+
+def test_a_head_that_torch_cannot_compile_with_the_loss_is_named_once():
+    ((expected, _),) = run_ranks(functools.partial(losses_of, job=uneven_job()), 1)
+    for found, notes, _ in run_ranks(region_losses, 2, {"name": "zero3"}, None, HEAD_AND_LOSS):
+        assert found == pytest.approx(expected, rel=1e-9)
+        (note,) = notes
+        assert note.endswith("a graph break")
 
 
 def test_the_loss_is_checked_before_a_compiled_region_runs():

@@ -4,9 +4,11 @@ import dataclasses
 import functools
 import itertools
 import random
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwise as sw
 from jobs import FP64, points_job, sentences_job
@@ -22,7 +24,7 @@ from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Float8, Offload, Plan, Precision
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
-from shardwise.training.preflight import check_own_loop
+from shardwise.training.preflight import check_own_loop, check_precision_of
 from shardwise.training.saving import state_of
 
 STEPS, SAVED = 6, 3
@@ -112,27 +114,45 @@ def test_bf16_parameters_train_close_to_fp32_ones_and_hold_half_of_the_weights()
         assert found[STEPS - 1] < found[0]
 
 
-def accumulated(world, name, split):
-    """Train with gradient accumulation; return the dtypes of the gradients before the update, and the losses."""
-    dtypes, steps = set(), []
+def accumulated(world, name, split, reduce="fp32"):
+    """Train with gradient accumulation; return the first gradients before the update, and the losses."""
+    first, steps = {}, []
 
     def observe():
-        dtypes.update(gradient.dtype for gradient in steps[0].local_gradients().values())
+        if not first:
+            first.update({name: value.clone() for name, value in steps[0].local_gradients().items()})
 
-    plan = plan_of(name, dataclasses.replace(MASTERS, reduce="fp32"), **split)
+    plan = plan_of(name, dataclasses.replace(MASTERS, reduce=reduce), **split)
     steps.append(build_step(make_job(), plan, world, before_update=observe))
     losses = {}
     for batch in steps[0].feed:
         losses |= loss_of(steps[0](batch), world)
-    return dtypes, losses
+    return first, losses
 
 
-@pytest.mark.parametrize("name", ["one", "tp", "pp", "fsdp"])
+@pytest.mark.parametrize("name", ["tp", "pp", "fsdp", "ddp", "zero1"])
 def test_gradients_of_bf16_parameters_accumulate_in_fp32(name):
-    split = {"micro_batch": 1 if name == "fsdp" else 2, "accumulation": 4}
-    dtypes, losses = run_ranks(accumulated, LAYOUTS[name], name, split)[0]
-    assert dtypes == ({torch.bfloat16} if name == "fsdp" else {torch.float32})  # FSDP2 casts the sum to the parameter
-    assert losses == pytest.approx(alone(MASTERS)[0], rel=0.03)
+    alone, _ = run_ranks(accumulated, 1, "one", {"micro_batch": 1, "accumulation": 8})[0]
+    dp_size = 2 if name in {"fsdp", "ddp", "zero1"} else 1
+    found = run_ranks(accumulated, LAYOUTS[name], name, {"micro_batch": 1, "accumulation": 8 // dp_size})
+    gradients, losses = found[0]
+    dtype = torch.bfloat16 if name == "fsdp" else torch.float32  # FSDP2 casts the sum to the dtype of the parameter
+    assert {value.dtype for value in gradients.values()} == {dtype}
+    assert losses == pytest.approx(run_ranks(trained, 1, "one", MASTERS)[0][0], rel=0.03)
+    if name in {"ddp", "zero1"}:  # each rank has the whole gradient: the same addends, in another order
+        for key, value in gradients.items():
+            torch.testing.assert_close(value, alone[key], rtol=1e-4, atol=1e-7, msg=key)
+            assert torch.equal(value, found[1][0][key])
+
+
+def test_ddp_reduces_fp32_sums_of_bf16_parameters_in_the_dtype_of_the_plan():
+    split = {"micro_batch": 1, "accumulation": 4}
+    (exact, _), (rounded, _) = (run_ranks(accumulated, 2, "ddp", split, reduce)[0] for reduce in ("fp32", "bf16"))
+    for key, value in rounded.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, value.bfloat16().float())
+        torch.testing.assert_close(value, exact[key], rtol=0.02, atol=1e-3)
+        assert not torch.equal(value, exact[key])
 
 
 @pytest.mark.parametrize("other", [FP64, Precision(compute="bf16")])
@@ -269,7 +289,10 @@ def test_stochastic_rounding_is_right_on_average_and_keyed_by_the_global_element
     ("plan", "code"),
     [
         (Plan(precision=dataclasses.replace(MASTERS, compute="fp32")), "support.precision-mix"),
-        (Plan.preset("ddp", 2, precision=vars(MASTERS), accumulation=2), "support.bf16-accumulation"),
+        (
+            Plan.preset("ddp", 2, precision=vars(MASTERS), accumulation=2, communication={"compression": "fp16"}),
+            "support.bf16-accumulation",
+        ),
         (Plan.preset("ddp", 2, precision={"parameter": "bf16", "compute": "bf16"}), "support.bf16-reduce"),
         (Plan(precision=MASTERS, offload=Offload(optimizer="cpu")), "support.mixed-optimizer-option"),
     ],
@@ -298,14 +321,87 @@ def test_bf16_parameters_need_adamw_and_no_batch_norm():
 FLOAT8 = Precision(compute="float8")
 
 
+LAYERS = Float8(modules=("blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.1.attn.qkv"))
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "pp"])
 def test_float8_layers_keep_the_loss_band_under_strategies(name):
     exact, _ = alone(Precision(compute="bf16"))
-    names = ("blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.1.attn.qkv")
-    found, state = run_ranks(trained, LAYOUTS[name], name, FLOAT8, float8=Float8(modules=names))[0]
+    found, state = run_ranks(trained, LAYOUTS[name], name, FLOAT8, float8=LAYERS)[0]
     assert {value.dtype for value in state.values()} == {torch.float32}
     assert found == pytest.approx(exact, rel=0.03)
     assert found != exact
+
+
+def gathered(world, precision, **options):
+    """Train under FSDP; return the losses and the bytes that this rank contributed to each all-gather."""
+    with mock.patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gathers:
+        losses, _ = trained(world, "fsdp", precision, float8=LAYERS, **options)
+    return losses, [call.args[1].nbytes for call in gathers.call_args_list]
+
+
+@pytest.mark.parametrize("precision", [FLOAT8, dataclasses.replace(MASTERS, compute="float8")], ids=["fp32", "bf16"])
+def test_fsdp_gathers_float8_weights_in_one_byte_per_element_and_resumes_bit_for_bit(precision, tmp_path):
+    model = decoder("llama-tiny", vocab_size=61)
+    sizes = {name: model.get_submodule(name).weight.numel() for name in LAYERS.modules}
+    losses, low = run_ranks(gathered, 2, precision, saves_to=tmp_path)[0]
+    _, high = run_ranks(gathered, 2, dataclasses.replace(precision, compute="bf16"))[0]
+    first = sizes["blocks.0.mlp.up"] + sizes["blocks.0.mlp.down"]
+    saved = {wide - narrow for wide, narrow in zip(high, low, strict=True)}
+    assert saved == {0, first // 2, sizes["blocks.1.attn.qkv"] // 2}  # each of two ranks contributes half of the rows
+    resumed, again = run_ranks(gathered, 2, precision, resumes_from=tmp_path)[0]
+    assert resumed == {number: loss for number, loss in losses.items() if number >= SAVED}
+    assert set(again) == set(low)
+
+
+def gathered_weight(world):
+    """Return the weight of a float8 layer of 160 rows, gathered from three uneven shards: values, scale and bytes."""
+    found = []
+    plan = dataclasses.replace(Plan.preset("zero3", 3, batch_size=9), precision=FLOAT8, float8=LAYERS)
+    step = build_step(make_job(batch_size=9), plan, world)
+    layer = step.model.get_submodule("blocks.0.mlp.up")
+    weight = layer.weight.full_tensor().detach().clone()
+
+    def observe(module, *_):
+        found.append((module.weight._scale, module.weight._data.view(torch.uint8).clone()))
+
+    layer.register_forward_hook(observe)
+    step(next(iter(step.feed)))
+    return weight, *found[0]
+
+
+def test_weights_gathered_in_float8_equal_the_cast_of_the_full_weight():
+    scaling = pytest.importorskip("torchao.float8.float8_scaling_utils")
+    for weight, scale, data in run_ranks(gathered_weight, 3):
+        assert weight.shape[0] % 3
+        expected = scaling.hp_tensor_to_float8_dynamic(weight, torch.float8_e4m3fn, None)
+        assert torch.equal(scale, expected._scale)
+        assert torch.equal(data, expected._data.view(torch.uint8))
+
+
+class Branch(torch.nn.Module):
+    """A block with two float8 layers, of which rank 1 uses only the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    def forward(self, x):
+        hidden = torch.relu(self.up(x))
+        return x + (hidden[..., :16] if dist.get_rank() == 1 else self.down(hidden))
+
+
+def branches():
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), Branch(), Branch(), torch.nn.Linear(16, 3))
+
+
+def test_a_float8_weight_that_one_rank_does_not_use_trains_under_fsdp():
+    names = ("1.up", "1.down", "2.up", "2.down")
+    job = points_job(branches, steps=STEPS)
+    _, state = run_ranks(trained, 2, "fsdp", FLOAT8, job=job, float8=Float8(modules=names))[0]
+    _, exact = run_ranks(trained, 2, "fsdp", Precision(compute="bf16"), job=job)[0]
+    for key in ("1.down.weight", "2.down.weight"):
+        torch.testing.assert_close(state[key], exact[key], rtol=0.1, atol=0.02)
 
 
 @pytest.mark.parametrize(
@@ -332,6 +428,19 @@ def test_float8_without_torchao_names_the_extra(monkeypatch):
     monkeypatch.setattr(support, "find_spec", lambda _: None)
     with refuses("extra.float8-missing", "float8"):
         require_supported(Plan(precision=FLOAT8))
+
+
+def test_a_gpu_without_float8_or_bf16_is_refused_by_its_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
+    device = torch.device("cuda", 0)
+    with refuses("support.float8-device", "Tesla V100", "7.0"):
+        check_precision_of(device, Plan(precision=FLOAT8))
+    for precision in (MASTERS, Precision(compute="bf16"), BF16_STATES):
+        with refuses("support.bf16-device", "Tesla V100", "7.0"):
+            check_precision_of(device, Plan(precision=precision))
+    check_precision_of(device, Plan(precision=Precision(compute="fp16", optimizer="int8")))
+    check_precision_of(torch.device("cpu"), Plan(precision=FLOAT8))
 
 
 def test_small_layers_and_the_head_stay_in_bf16():

@@ -14,7 +14,7 @@ from shardwise.parallel.collectives import unwrap
 from shardwise.parallel.counter_dropout import CounterMasks
 from shardwise.parallel.fused_loss import deferred_in_evaluation, deferring_heads, with_logits
 from shardwise.parallel.sharded import naming_outside_use
-from shardwise.training.step.compiled import compiled_region, uncompiled_probe
+from shardwise.training.step.compiled import HeadRegion, compiled_region, uncompiled_probe
 from shardwise.training.step.first_step_checks import LossCheck, OutputRows, check_counted
 from shardwise.training.step.module_step import LocalState, ModuleStep, make_states, states_of
 from shardwise.training.step.step import NOTHING, StepReport
@@ -169,7 +169,7 @@ class PlainStep(OptimizerStep):
         """The module that forward calls in training."""
         self._loss = job.loss
         self._forward = job.forward
-        self._region = compiled_region(job, unwrap(model), parts.source.plan, parts.note)
+        self._region = compiled_region(job, unwrap(model), parts.source.plan, parts.note, head=parts.head)
         self._weight: float | None = None
         self._gradient: Tensor | None = None
 
@@ -279,6 +279,6 @@ class PlainStep(OptimizerStep):
                 whole = drop_padding_rows(whole, rows, filled, micro_batch.marks)
             if rows:
                 found = measured(output, batch, rows, measures, whole=whole)
-        if self._heads and isinstance(model, FSDPModule):
+        if (self._heads or isinstance(self._region, HeadRegion)) and isinstance(model, FSDPModule):
             model.reshard()  # the root unit stays unsharded after forward, and there is no backward to reshard it
         return found

@@ -228,6 +228,8 @@ class StepParts(StepContext):
     """Description of the source of the initial weights."""
     after_first_backward: Callable[[Sequence[Tensor]], None] | None = None
     """Checks the first gradients before they are reduced; receives this rank's loss sums of the micro-batches."""
+    head: str = ""
+    """Name of the output head that is compiled together with the loss; "" if none is."""
     batch_checks: tuple[Callable[[StepBatch], None], ...] = ()
     """Checks of the first batches, which raise if a batch would train incorrectly; called on every rank."""
 
