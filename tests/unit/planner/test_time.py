@@ -277,6 +277,19 @@ def test_rates_of_an_assumed_device_have_a_wider_interval():
     assert high > RUNS[1]
 
 
+def test_a_compiled_block_saves_less_for_backward_but_more_than_selective_recompute():
+    shape = decoder_shape("billion", BILLION, 2048, compute="bf16", gathered=False)
+    plans = {"eager": {}, "compiled": {"compile": "blocks"}, "selective": {"recompute": "selective"}}
+    peaks = {}
+    for name, fields in plans.items():
+        peaks[name] = predict_memory(shape, Plan(micro_batch=8, precision=BF16, **fields)).peak / 2**30
+    assert peaks["eager"] == pytest.approx(52.7, rel=0.01)  # measured on an H200; compiled, 42.7
+    assert 42.7 < peaks["compiled"] < 0.95 * peaks["eager"]
+    assert peaks["selective"] < peaks["compiled"]
+    both = Plan(micro_batch=8, precision=BF16, compile="blocks", recompute="selective")
+    assert predict_memory(shape, both).peak / 2**30 == pytest.approx(peaks["selective"])
+
+
 def test_only_listed_rates_are_lowered_to_those_of_long_runs():
     where, shape, plan = parse_cluster("1xH200"), model().plain, Plan(precision=BF16)
     brief, long = Assumptions(sustained=1.0), Assumptions(sustained=0.8)
@@ -297,7 +310,7 @@ def test_a_collective_slows_compute_by_its_share_of_the_memory_bandwidth():
     where = parse_cluster("16xH100")
     times = TimeModel(where, default_calibration(where.node))
     inside, across = (times.contention(Plan(layout=layout, zero=3)) for layout in (Layout(shard=8), Layout(shard=16)))
-    assert inside == pytest.approx(0.12 + 2 * 0.82 * 450e9 / (0.87 * 3350e9))
+    assert inside == pytest.approx(0.12 + 0.82 * 450e9 / (0.87 * 3350e9))
     assert Assumptions().contention < across <= inside
 
 
@@ -342,6 +355,7 @@ def test_lower_precision_saves_the_predicted_memory_and_time():
     assert low["master weights"] == pytest.approx(4 * parameters)
     assert low["optimizer states"] == pytest.approx(rest["optimizer states"] / 2)
     assert low_seconds < seconds
-    assert predicted(optimizer="int8")[1]["optimizer states"] == pytest.approx(rest["optimizer states"] / 4)
+    quantized = predicted(optimizer="int8")[1]["optimizer states"]
+    assert quantized == pytest.approx(rest["optimizer states"] / 4 * (1 + 4 / 256))  # a scale for every 256 elements
     assert "master weights" not in predicted(parameter="bf16", optimizer="bf16", master="none")[1]
     assert seconds / predicted(compute="float8")[0] == pytest.approx(1.197, rel=0.05)  # measured on an H200

@@ -29,15 +29,15 @@ class Assumptions:
     shard_operators: tuple[int, int] = (50, 70)
     """Host time of FSDP2's hooks for a unit, forward and backward, in operator launches: 0.53 and 0.70 ms where a
     Linear took 0.011 (torch 2.13, fake world)."""
-    sustained: float = 0.93
+    sustained: float = 0.91
     """Rate of matrix products and attention in a training run, as a fraction of the catalogue's rate, which is the best
-    of many shapes in a short test. Fitted to 190 published runs (benchmarks/plan_published.py); 0.91 on H100 by
-    SemiAnalysis (720 of 794.5 TFLOP/s in bf16, 1,280 of 1,402.6 in fp8). Measured rates are used as they are."""
+    of many shapes in a short test. Fitted to 190 published runs (benchmarks/plan_published.py); SemiAnalysis measured
+    the same on H100 (720 of 794.5 TFLOP/s in bf16, 1,280 of 1,402.6 in fp8). Measured rates are used as they are."""
     contention: float = 0.12
     """Fraction of its speed that compute loses on a GPU while a collective runs: NCCL uses up to 16 of 132 SMs."""
-    contention_moved: float = 2.0
-    """Bytes that a collective reads and writes in device memory for each byte that it receives; compute loses that
-    share of the memory bandwidth, too. Together up to 0.4 on NVLink (Lee et al. 2025 measured 0.19 on average)."""
+    contention_moved: float = 1.0
+    """Bytes that a collective writes to device memory for each byte that it receives; compute loses that share of the
+    memory bandwidth, too. Together 0.25 on an H100's NVLink, and little more than the SMs on slow networks."""
     jitter: float = 0.007
     """Fraction of a step that ranks wait for the slowest one, for every doubling of the number of nodes: torchtitan's
     8B lost 2.7, 2.3 and 1.8 % from one node to 16, LLM-foundry's 1B 1.8 % from 4 nodes to 8."""

@@ -45,7 +45,7 @@ WAITING = ("tensor", "context", "batch norm", "gather", "reduce", "sum", "collec
 """Parts of a step in which compute waits for other ranks."""
 KNOWN = 0.08
 """Interval around a step of this engine on a measured machine: ten steps on an H200 were within 6.2 %."""
-RUNS = (0.85, 1.20)
+RUNS = (0.83, 1.22)
 """Seconds of published runs as multiples of those predicted from the catalogue, at the quantiles 0.05 and 0.95 over ten
 frameworks and papers (benchmarks/plan_published.py): a cluster that was not measured is more often slower."""
 RUNS_DOUBT = 0.2
@@ -125,6 +125,10 @@ class TimeModel:
         received = self.wires.bus(plan.layout.folded, "replicate", "shard")
         return given.contention + given.contention_moved * received / self.calibration.memory_bandwidth.value
 
+    def jitter(self, world_size: int) -> float:
+        """Return the fraction of a step that ranks on several nodes wait for the slowest of them."""
+        return self.assumptions.jitter * math.log2(max(1.0, world_size / self.cluster.devices_per_node))
+
     def compute(self, dtype: str, *, is_float8: bool = False) -> ComputeModel:
         """Return the model of compute times in one dtype, with the matrix products of blocks in float8 if requested."""
         key = (dtype, is_float8)
@@ -164,9 +168,7 @@ class TimeModel:
         for name, seconds in orthogonalization(self.optimizer, stages, plan, self.calibration, self.wires).items():
             parts[name] = parts.get(name, 0.0) + seconds
         parts["input"] = shape.input.at(plan.micro_batch) * plan.accumulation / self.calibration.from_host.value
-        if plan.layout.world_size > self.cluster.devices_per_node:
-            nodes = plan.layout.world_size / self.cluster.devices_per_node
-            parts["jitter"] = self.assumptions.jitter * math.log2(nodes) * sum(parts.values())
+        parts["jitter"] = self.jitter(plan.layout.world_size) * sum(parts.values())
         doubt = sum(cost.forward.doubt + cost.backward.doubt + cost.again.doubt for cost in busiest)
         return self._time(shape, plan, parts, plan.accumulation * doubt)
 
