@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from shardwise.hardware.calibration import GroupedPoint, MatmulPoint
 from shardwise.measurement.timing import time_calls
-from shardwise.torch_private.dispatch import scaled_product
+from shardwise.torch_private.dispatch import has_scaled_product, scaled_product
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,7 +33,7 @@ _ALIGNED = 16
 def why_not_float8(device: torch.device) -> str:
     """Return the reason why float8 products cannot be measured on a device; empty if they can."""
     reason = _too_old(device, FLOAT8_CAPABILITY)
-    if not reason and not hasattr(torch, "_scaled_mm"):
+    if not reason and not has_scaled_product():
         return f"torch {torch.__version__} has no float8 product"
     return reason
 

@@ -81,6 +81,11 @@ def efficient_attention(
 # Foreach kernels, which process many tensors in a single launch. torch's gradient clipping and GradScaler use them.
 
 
+def has_scaled_product() -> bool:
+    """Whether this version of torch has a product of float8 matrices."""
+    return hasattr(torch, "_scaled_mm")
+
+
 def scaled_product(a: Tensor, b: Tensor, *, is_fast: bool) -> Any:
     """Return the bf16 product of two float8 matrices with scales of 1; `b` is column-major.
 
