@@ -98,10 +98,6 @@ class PipelineShape(NamedTuple):
 # The state of one rank under a plan: its parts, the elements of their parameters, and its constant allocations.
 
 
-COMPILED = 0.26
-"""Share of what selective recompute does not save that a compiled block does not save either: inductor recomputes
-pointwise operators inside of its backward kernels. Measured on an H200 with a Llama of 1.26 billion parameters: 3.7 of
-14 GiB with FSDP (34.3 -> 30.6 GiB in all), 10 of 14.4 GiB on one device (52.7 -> 42.7); the smaller share is safe."""
 STATE_BYTES = {**ELEMENT_BYTES, "int8": 1 + 4 / 256}
 """dtype of optimizer states -> bytes per element; an 8-bit moment has one fp32 scale for every 256 elements."""
 
@@ -202,7 +198,8 @@ class RankState:
         saved = self.amount(part.footprints[self.plan.recompute].saved)
         if part.kind != "block" or self.plan.recompute != "none" or self.plan.compile == "none":
             return saved
-        return saved - COMPILED * max(0.0, saved - self.amount(part.footprints["selective"].saved))
+        elements = self.plan.micro_batch * product_inputs(part, self.plan.layout.tp)
+        return min(saved, self.amount(part.footprints["selective"].saved) + self.compute_bytes * elements)
 
     def kept(self, index: int) -> float:
         """Return the bytes saved for backward by all parts while the part at `index` runs its newest micro-batch."""
@@ -259,6 +256,25 @@ class RankState:
         if self.plan.offload.parameters == "none":
             return trained
         return trained + self.parameters() - self.trained_bytes()
+
+
+def product_inputs(part: Part, tp: int) -> float:
+    """Return the elements per sample that a compiled block saves beside the results of its products and attentions.
+
+    Inductor recomputes pointwise operators in its backward kernels, but saves the inputs of matrix products, which are
+    kernels of their own (torch._functorch.partitioners). They are one norm for each layer that ends in a row-parallel
+    product, and the input of that product, unless it is the result of an attention. The result of the last product,
+    which selective recompute saves, is not needed. Without such layers, the inputs of all products are counted.
+    """
+    matmuls = [matmul for matmul in part.work.matmuls for _ in range(matmul.count)]
+    lasts = sorted((each for each in matmuls if each.split == "inner"), key=lambda each: each.inner)
+    firsts = [each.rows * each.inner for each in matmuls if each.split == "columns"]
+    if not lasts or not firsts:
+        return float(sum(each.rows * each.inner for each in matmuls))
+    attended = sum(attention.count for attention in part.work.attentions)
+    activated = sum(each.rows * each.inner for each in lasts[attended:])
+    unneeded = lasts[-1].rows * lasts[-1].columns if tp == 1 else 0
+    return len(lasts) * min(firsts) + activated / tp - unneeded
 
 
 def uses_ddp(plan: Plan) -> bool:
