@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import socket
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +19,14 @@ from shardwise.hardware.calibration import (
     Calibration,
     CollectivePoints,
     Figure,
+    GroupedPoint,
     MatmulPoint,
     default_calibration,
     measured,
     write_calibration,
 )
 from shardwise.hardware.cluster import this_machine
-from shardwise.measurement import timing
+from shardwise.measurement import low_precision, timing
 from shardwise.measurement.specs import on_ranks
 from shardwise.measurement.timing import measure_collective
 
@@ -49,6 +50,10 @@ class Grid:
     """dtype -> linear layers as (rows, inner, columns)."""
     uneven: dict[str, tuple[tuple[int, int, int], ...]]
     """Linear layers whose columns are not a multiple of 16 bytes."""
+    float8: tuple[tuple[int, int, int], ...]
+    """Linear layers that are multiplied in float8."""
+    experts: tuple[tuple[int, int, int, int], ...]
+    """Grouped products as (groups, rows of all groups, inner, columns)."""
     attentions: dict[str, tuple[tuple[int, int], ...]]
     """dtype -> (sequence length, head dim)."""
     tokens: int
@@ -86,6 +91,12 @@ GPU = Grid(
         "fp32": _with_rows((1024, 8192), _FEW),
     },
     uneven={"bf16": _with_rows((2048, 8192, 16_384), ((768, 50_257), (1600, 50_257)))},
+    float8=_with_rows((4096, 16_384), ((2048, 2048), (2048, 5632), (4096, 4096), (4096, 14_336), (8192, 28_672))),
+    # Experts of OLMoE, Mixtral and Qwen3-30B-A3B, two products each.
+    experts=(
+        *((64, 65_536, 2048, 1024), (64, 65_536, 1024, 2048), (8, 16_384, 4096, 14_336), (8, 16_384, 14_336, 4096)),
+        *((128, 65_536, 2048, 768), (128, 65_536, 768, 2048)),
+    ),
     attentions={
         "bf16": ((512, 64), (1024, 64), (2048, 64), (4096, 64), (1024, 128), (2048, 128), (4096, 128), (8192, 128)),
         "fp16": ((2048, 128),),
@@ -100,6 +111,8 @@ GPU = Grid(
 CPU = Grid(
     layers={"fp32": _with_rows((64, 512, 2048), _NARROW), "bf16": _with_rows((512,), ((256, 256), (256, 1024)))},
     uneven={},
+    float8=_with_rows((512,), ((256, 256),)),
+    experts=((4, 512, 256, 256),),
     attentions={"fp32": ((64, 16), (64, 64), (256, 32), (256, 64), (1024, 64))},
     tokens=512,
     numels=(1 << 18, 1 << 21),
@@ -118,6 +131,9 @@ class RankFigures:
     matmuls: tuple[MatmulPoint, ...]
     attentions: tuple[AttentionPoint, ...]
     collectives: tuple[CollectivePoints, ...]
+    grouped: tuple[GroupedPoint, ...] = ()
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Measurement -> reason why the device does not support it."""
 
 
 def calibrate(ranks: int | None = None, *, folder: Path | None = None, grid: Grid | None = None) -> Calibration:
@@ -145,6 +161,8 @@ def combine(found: Sequence[RankFigures], node: NodeType) -> Calibration:
         torch=str(torch.__version__),
         matmuls=_mean_points([point for rank in found for point in rank.matmuls], ("flops",)),
         attentions=_mean_points([point for rank in found for point in rank.attentions], ("forward", "backward")),
+        grouped=_mean_points([point for rank in found for point in rank.grouped], ("flops",)),
+        skipped=found[0].skipped,
         collectives=found[0].collectives,  # times of the slowest rank, equal on every rank
         **{name: _mean([rank.figures[name] for rank in found]) for name in names},  # type: ignore[arg-type]
     )
@@ -175,6 +193,14 @@ def measure_rank(grid: Grid, device: str) -> RankFigures:
         for dtype, layers in _present(grid.layers, here.device) + _present(grid.uneven, here.device):
             here.barrier()  # so that all ranks time the same operators at the same time
             matmuls += timing.matmul_points(layers, dtype, here.device, budget_s=grid.budget_s)
+        skipped = _unsupported(here.device)
+        if "float8" not in skipped:
+            here.barrier()
+            matmuls += low_precision.float8_points(grid.float8, here.device, budget_s=grid.budget_s)
+        grouped: list[GroupedPoint] = []
+        if "grouped" not in skipped:
+            here.barrier()
+            grouped = low_precision.grouped_points(grid.experts, here.device, budget_s=grid.budget_s)
         attentions: list[AttentionPoint] = []
         for dtype, shapes in _present(grid.attentions, here.device):
             here.barrier()
@@ -190,7 +216,15 @@ def measure_rank(grid: Grid, device: str) -> RankFigures:
             matmuls=tuple(matmuls),
             attentions=tuple(attentions),
             collectives=_collectives(here, grid.budget_s) if here.size > 1 else (),
+            grouped=tuple(grouped),
+            skipped=skipped,
         )
+
+
+def _unsupported(device: torch.device) -> dict[str, str]:
+    """Return the measurements that a device or this version of torch does not support, with the reason."""
+    reasons = {"float8": low_precision.why_not_float8(device), "grouped": low_precision.why_not_grouped(device)}
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _present(table: dict[str, Any], device: torch.device) -> list[tuple[str, Any]]:

@@ -81,6 +81,21 @@ def efficient_attention(
 # Foreach kernels, which process many tensors in a single launch. torch's gradient clipping and GradScaler use them.
 
 
+def has_scaled_product() -> bool:
+    """Whether this version of torch has a product of float8 matrices."""
+    return hasattr(torch, "_scaled_mm")
+
+
+def scaled_product(a: Tensor, b: Tensor, *, is_fast: bool) -> Any:
+    """Return the bf16 product of two float8 matrices with scales of 1; `b` is column-major.
+
+    `is_fast` accumulates in fewer bits, as training does in forward. Raises RuntimeError without a kernel for it.
+    """
+    product = required(torch, "_scaled_mm")
+    one = torch.ones((), device=a.device)
+    return product(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=is_fast)
+
+
 def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the 2-norm of each tensor; of bf16 tensors in fp32, whose sum of squares needs more than 8 bits."""
     if any(tensor.dtype == torch.bfloat16 for tensor in tensors):

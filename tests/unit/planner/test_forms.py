@@ -135,6 +135,13 @@ def test_shards_of_gradients_are_on_the_host_alone_where_parameters_are(sync):
     assert plan.gradient_sync == sync
 
 
+def test_sharded_weights_are_not_yet_gathered_in_the_backward_pass_of_the_loss():
+    plan = Plan(layout=Layout(shard=8), zero=3, micro_batch=8, recompute="full", precision=Precision(compute="bf16"))
+    for lora in (0, 16):  # adapters freeze the head, whose backward has no gradient of its own
+        memory = predict_memory(published("llama-7b", compute="bf16", gathered=True, lora=lora), plan)
+        assert (memory.phase, "gathered" in memory.at_peak) == ("backward", False)
+
+
 def test_frozen_weights_beside_adapters_are_held_in_the_compute_dtype():
     def parameters(compute):
         shape = published("gpt2", compute=compute, gathered=False, lora=8)

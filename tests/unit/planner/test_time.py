@@ -2,13 +2,15 @@ import dataclasses
 
 import pytest
 
-from shardwise.hardware.calibration import default_calibration, measured
+from shardwise.hardware.calibration import MatmulPoint, default_calibration, measured
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.layout import Layout
 from shardwise.planner.cost.compute import Assumptions
 from shardwise.planner.cost.events import WorkUnit, backward_tasks, bucket_reduces, forward_tasks, run_pass
-from shardwise.planner.cost.memory import predict_memory
-from shardwise.planner.cost.time import predict_time
+from shardwise.planner.cost.memory import ADAMW, predict_memory
+from shardwise.planner.cost.stages import RankState, stages_of_plan
+from shardwise.planner.cost.time import KNOWN, RUNS, TimeModel, predict_time
+from shardwise.planner.cost.update import PAGEABLE
 from shardwise.planner.model.decoder_parts import decoder_shape, published
 from shardwise.planner.model.forms import Model
 from shardwise.plans import Plan, Precision
@@ -241,15 +243,115 @@ def test_ranks_that_wait_for_each_other_are_not_captured():
     assert steps[0] == steps[1]
 
 
-def test_measured_figures_narrow_the_uncertainty():
-    where = parse_cluster("1xH200")
-    listed = default_calibration(where.node)
-    known = dataclasses.replace(listed, memory_bandwidth=measured(4.2e12), optimizer_bandwidth=measured(3.6e12))
-    shape = model().plain
-    plan = Plan(precision=BF16)
-    before, after = (predict_time(shape, plan, where, calibration) for calibration in (listed, known))
-    assert after.uncertainty < before.uncertainty
+def calibrated(node, **figures):
+    """A calibration whose matrix products were measured at the catalogue's rate, with further measured figures."""
+    listed = default_calibration(node)
+    points = (MatmulPoint(m=4096, n=4096, k=4096, dtype="bf16", flops=node.device.sustained("bf16")),)
+    figures = {name: measured(value) for name, value in figures.items()}
+    return dataclasses.replace(listed, matmuls=points, **figures)
+
+
+def test_a_measured_machine_has_a_narrow_interval_and_a_listed_one_that_of_published_runs():
+    where, shape, plan = parse_cluster("1xH200"), model().plain, Plan(precision=BF16)
+    known = calibrated(where.node, memory_bandwidth=4.2e12, optimizer_bandwidth=3.6e12)
+    before, after = (predict_time(shape, plan, where, each) for each in (default_calibration(where.node), known))
     assert (before.basis["memory"], after.basis["memory"]) == ("catalogue", "measured")
+    assert (before.interval_from, after.interval_from) == ("published", "measured")
+    assert before.interval == RUNS
+    assert before.high_s - before.seconds > before.seconds - before.low_s  # clusters are more often slower
+    assert after.interval == pytest.approx((1 - KNOWN, 1 + KNOWN), abs=0.02)
+    assert after.uncertainty < before.uncertainty == pytest.approx((RUNS[1] - RUNS[0]) / 2)
+
+
+def test_several_ranks_are_known_only_if_their_collectives_were_measured():
+    where, plan = parse_cluster("8xH200"), Plan(precision=BF16, layout=Layout(replicate=8))
+    known = calibrated(where.node, memory_bandwidth=4.2e12, optimizer_bandwidth=3.6e12)
+    assert predict_time(model().plain, plan, where, known).interval_from == "published"
+
+
+def test_rates_of_an_assumed_device_have_a_wider_interval():
+    where, plan = parse_cluster("1xH200"), Plan(precision=BF16)
+    device = dataclasses.replace(where.device, assumed=True)
+    where = dataclasses.replace(where, node=dataclasses.replace(where.node, device=device))
+    low, high = predict_time(model().plain, plan, where, default_calibration(where.node)).interval
+    assert low < RUNS[0]
+    assert high > RUNS[1]
+
+
+def test_a_compiled_block_saves_less_for_backward_but_more_than_selective_recompute():
+    shape = decoder_shape("billion", BILLION, 2048, compute="bf16", gathered=False)
+    plans = {"eager": {}, "compiled": {"compile": "blocks"}, "selective": {"recompute": "selective"}}
+    peaks = {}
+    for name, fields in plans.items():
+        peaks[name] = predict_memory(shape, Plan(micro_batch=8, precision=BF16, **fields)).peak / 2**30
+    assert peaks["eager"] == pytest.approx(52.7, rel=0.01)  # measured on an H200; compiled, 42.7
+    assert 42.7 < peaks["compiled"] < 1.04 * 42.7
+    assert peaks["selective"] < peaks["compiled"]
+    both = Plan(micro_batch=8, precision=BF16, compile="blocks", recompute="selective")
+    assert predict_memory(shape, both).peak / 2**30 == pytest.approx(peaks["selective"])
+
+
+@pytest.mark.parametrize(
+    ("more", "num_bytes"),
+    [({"family": "llama", "num_kv_heads": 1, "mlp_width": 1408}, 14_888), ({"family": "gpt2"}, 16_424)],
+)
+def test_a_compiled_block_saves_what_the_partitioner_of_inductor_saves(more, num_bytes):
+    """The bytes of a token that torch 2.13's min-cut partitioner saves of these blocks in bf16, without weights."""
+    config = DecoderConfig(width=512, num_layers=1, num_heads=8, vocab_size=100, context=256, **more)
+    shape = decoder_shape("small", config, 256, compute="bf16", gathered=True)
+    plan = Plan(layout=Layout(shard=2), zero=3, micro_batch=2, compile="blocks", precision=BF16)
+    (stage,) = stages_of_plan(shape, plan)
+    saved = RankState(shape, plan, ADAMW, [stage]).saved[1]
+    assert saved / 2 / 256 == pytest.approx(num_bytes, rel=0.01)
+
+
+def test_only_listed_rates_are_lowered_to_those_of_long_runs():
+    where, shape, plan = parse_cluster("1xH200"), model().plain, Plan(precision=BF16)
+    brief, long = Assumptions(sustained=1.0), Assumptions(sustained=0.8)
+    for calibration, slower in ((default_calibration(where.node), 1.25), (calibrated(where.node), 1.0)):
+        first, second = (predict_time(shape, plan, where, calibration, assumptions=each) for each in (brief, long))
+        assert second.parts["matmul"] == pytest.approx(slower * first.parts["matmul"])
+
+
+def test_jitter_grows_with_the_logarithm_of_the_number_of_nodes():
+    shares = []
+    for devices in (8, 16, 128):
+        time = time_of(f"{devices}xH100", layout=Layout(shard=devices), zero=3)
+        shares.append(time.parts.get("jitter", 0.0) / (time.seconds - time.parts.get("jitter", 0.0)))
+    assert shares == pytest.approx([0.0, Assumptions().jitter, 4 * Assumptions().jitter])
+
+
+def test_a_collective_slows_compute_by_its_share_of_the_memory_bandwidth():
+    where = parse_cluster("16xH100")
+    times = TimeModel(where, default_calibration(where.node))
+    inside, across = (times.contention(Plan(layout=layout, zero=3)) for layout in (Layout(shard=8), Layout(shard=16)))
+    assert inside == pytest.approx(0.12 + 0.82 * 450e9 / (0.87 * 3350e9))
+    assert Assumptions().contention < across <= inside
+
+
+def test_samples_of_a_micro_batch_are_reordered_around_tensor_parallel_exchanges():
+    sharded = {"layout": Layout(tp=8), "sequence_parallel": True}
+    one, two = (time_of(micro_batch=samples, **sharded).parts["tensor"] for samples in (1, 2))
+    assert two > 2 * one * 1.05
+    own, many = (Assumptions(tensor_exchanges=times) for times in (1.0, 1.75))
+    first, second = (time_of(assumptions=each, **sharded).parts["tensor"] for each in (own, many))
+    assert second == pytest.approx(1.75 * first)
+
+
+def test_small_pieces_of_tensor_parallel_layers_wait_for_the_host():
+    idle = [time_of("8xH100", "gpt2", layout=Layout(tp=tp)).parts.get("launch", 0.0) for tp in (1, 4)]
+    assert idle[1] > 2 * idle[0]
+
+
+def test_an_offloaded_optimizer_copies_pageable_memory_and_offloaded_parameters_wait_to_add_gradients():
+    one = time_of("1xH100", layout=Layout(), offload=Offload(optimizer="cpu"))
+    where = parse_cluster("1xH100")
+    copy = default_calibration(where.node).to_host.value
+    assert one.parts["offload"] == pytest.approx(2 * 4 * model().plain.numel / (PAGEABLE * copy))
+    both = {**FSDP, "offload": Offload(parameters="cpu", optimizer="cpu"), "accumulation": 3}
+    last, every = (time_of(gradient_sync=sync, **both).parts.get("offload", 0.0) for sync in ("last", "every"))
+    assert last == 0.0
+    assert every == pytest.approx(2 * time_of(gradient_sync="every", **both | {"accumulation": 2}).parts["offload"])
 
 
 def test_lower_precision_saves_the_predicted_memory_and_time():
@@ -268,6 +370,7 @@ def test_lower_precision_saves_the_predicted_memory_and_time():
     assert low["master weights"] == pytest.approx(4 * parameters)
     assert low["optimizer states"] == pytest.approx(rest["optimizer states"] / 2)
     assert low_seconds < seconds
-    assert predicted(optimizer="int8")[1]["optimizer states"] == pytest.approx(rest["optimizer states"] / 4)
+    quantized = predicted(optimizer="int8")[1]["optimizer states"]
+    assert quantized == pytest.approx(rest["optimizer states"] / 4 * (1 + 4 / 256))  # a scale for every 256 elements
     assert "master weights" not in predicted(parameter="bf16", optimizer="bf16", master="none")[1]
     assert seconds / predicted(compute="float8")[0] == pytest.approx(1.197, rel=0.05)  # measured on an H200

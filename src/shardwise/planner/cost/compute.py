@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwise.hardware.calibration import is_aligned
 
 if TYPE_CHECKING:
-    from shardwise.hardware.calibration import Calibration
+    from shardwise.hardware.calibration import Calibration, Figure
     from shardwise.planner.model.shape import Amount, Matmul, Part, Recompute
 
 
@@ -29,8 +29,23 @@ class Assumptions:
     shard_operators: tuple[int, int] = (50, 70)
     """Host time of FSDP2's hooks for a unit, forward and backward, in operator launches: 0.53 and 0.70 ms where a
     Linear took 0.011 (torch 2.13, fake world)."""
+    sustained: float = 0.91
+    """Rate of matrix products and attention in a training run, as a fraction of the catalogue's rate, which is the best
+    of many shapes in a short test. Fitted to 190 published runs (benchmarks/plan_published.py); SemiAnalysis measured
+    the same on H100 (720 of 794.5 TFLOP/s in bf16, 1,280 of 1,402.6 in fp8). Measured rates are used as they are."""
     contention: float = 0.12
     """Fraction of its speed that compute loses on a GPU while a collective runs: NCCL uses up to 16 of 132 SMs."""
+    contention_moved: float = 1.0
+    """Bytes that a collective writes to device memory for each byte that it receives; compute loses that share of the
+    memory bandwidth, too. Together 0.25 on an H100's NVLink, and little more than the SMs on slow networks."""
+    jitter: float = 0.007
+    """Fraction of a step that ranks wait for the slowest one, for every doubling of the number of nodes: torchtitan's
+    8B lost 2.7, 2.3 and 1.8 % from one node to 16, LLM-foundry's 1B 1.8 % from 4 nodes to 8."""
+    exchange_operators: int = 15
+    """Host time of one tensor-parallel exchange in operator launches: DTensor's redistribution, the collective, its
+    wait, and the copies around it (assumption)."""
+    tensor_exchanges: float = 1.0
+    """Tensor-parallel communication, as a multiple of one gather and one reduction around each pair of layers."""
     host_contention: float = 1.0
     """Fraction of its speed that compute loses on a CPU, where collectives run on the same cores."""
     selective_matmuls: float = 0.0
@@ -124,7 +139,10 @@ class ComputeModel:
             moved_share, operators_share = given.compiled_moved, given.compiled_operators
         dtype, slower, casts = self._dtype, 1.0, Seconds()
         if given.matmul_dtype and part.kind == "block" and given.matmul_dtype != self._dtype:
-            dtype, slower, casts = given.matmul_dtype, given.quantized_backward, self._casts(part, samples, tp)
+            dtype, casts = given.matmul_dtype, self._casts(part, samples, tp)
+            # Measured points of backward have its accumulation.
+            is_measured = self.calibration.matmul(4096, 4096, 4096, dtype).origin == "measured"
+            slower = 1.0 if is_measured else given.quantized_backward
 
         def other(moved: Amount, operators: float) -> tuple[float, float]:
             """Return device and host seconds of operators that are bound by memory bandwidth."""
@@ -169,16 +187,23 @@ class ComputeModel:
     def _product(self, shape: tuple[int, int, int], dtype: str, *, aligned: bool) -> float:
         key = (shape, dtype, aligned)
         if key not in self._products_known:
-            rate = self.calibration.matmul(*shape, dtype, aligned=aligned).value
+            rate = self._in_training(self.calibration.matmul(*shape, dtype, aligned=aligned))
             self._products_known[key] = 2.0 * math.prod(shape) / rate
         return self._products_known[key]
 
     def _attention(self, part: Part, samples: int, tp: int, *, backward: bool) -> float:
         seconds = 0.0
         for item in part.work.attentions:
-            rate = self.calibration.attention(item.keys, item.head_width, self._dtype, backward=backward).value
+            figure = self.calibration.attention(item.keys, item.head_width, self._dtype, backward=backward)
+            rate = self._in_training(figure)
             seconds += samples * item.flops * (2.5 if backward else 1.0) / tp / rate
         return seconds / self.assumptions.attention_speed
+
+    def _in_training(self, figure: Figure) -> float:
+        """Return the FLOP/s of a kernel in a long run; the catalogue's rates are those of short tests."""
+        if figure.origin == "measured" or self.on_host:
+            return figure.value
+        return figure.value * self.assumptions.sustained
 
     def _seconds(self, matmul: float, attention: float, other: tuple[float, float]) -> Seconds:
         memory, host = other
@@ -192,7 +217,7 @@ class ComputeModel:
         )
         return Seconds(matmul, attention, memory, launch, doubt, host)
 
-    def hooked(self, seconds: Seconds, operators: int) -> Seconds:
+    def hooked(self, seconds: Seconds, operators: float) -> Seconds:
         """Return the time of a pass in which the host launches `operators` more operators."""
         more = operators * self.calibration.operator_s.value
         idle = more if self.on_host else max(0.0, seconds.host + more - seconds.total)

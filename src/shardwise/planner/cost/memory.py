@@ -254,7 +254,7 @@ def _add_sharded(own: RankState, now: dict[str, float], index: int, position: in
     if own.plan.zero == 2:
         below = add_up([block for block in own.shares[:index] if block.part.kind == "block"], "unit")
         now["gathered"] = own.compute_bytes * (own.root + below + unit * position)
-    elif share.part.kind == "last" and share.trained and not moment.gradients and not own.plan.fused_loss:
+    elif share.part.kind == "last" and not moment.gradients and not own.plan.fused_loss:
         now["gathered"] = 0.0  # backward of the loss: that of the model has not begun
     elif share.part.kind == "last":
         # The all-gather buffer and its copy; then the prefetch of the last block.

@@ -9,7 +9,7 @@ from shardwise.layout import Layout
 from shardwise.planner.cost.compute import PartCost, Seconds
 from shardwise.planner.cost.events import WorkUnit, bucket_reduces
 from shardwise.planner.cost.stages import uses_ddp
-from shardwise.planner.cost.traffic import collective, placement_of
+from shardwise.planner.cost.traffic import bus_bandwidth, collective, placement_of
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from shardwise.hardware.calibration import Calibration
     from shardwise.hardware.machine import Cluster
-    from shardwise.planner.cost.compute import ComputeModel
+    from shardwise.planner.cost.compute import Assumptions, ComputeModel
     from shardwise.planner.cost.stages import StageParts
     from shardwise.planner.cost.traffic import Collective, Placement, Transfer
     from shardwise.planner.model.shape import ModelShape, Part
@@ -52,6 +52,10 @@ class Wires:
         """Return the seconds of a collective that is split into buckets of BUCKET_BYTES."""
         full, rest = divmod(num_bytes, BUCKET_BYTES)
         return full * self.seconds(name, BUCKET_BYTES, layout, *axes) + self.seconds(name, rest, layout, *axes)
+
+    def bus(self, layout: Layout, *axes: str) -> float:
+        """Return the bytes per second that each rank of a group along some axes receives in a large collective."""
+        return bus_bandwidth(placement_of(layout, axes, self.cluster), self.cluster)
 
     def figure(self, layout: Layout) -> tuple[float, str]:
         """Return uncertainty and origin of collective times along the first of dp, cp, tp, pp with a degree above 1."""
@@ -105,7 +109,8 @@ def stage_cost(stage: StageParts, shape: ModelShape, plan: Plan, compute: Comput
         cost, extra = _part_cost(part, plan, compute)
         once = _exchange(part, shape, plan, wires)
         given = compute.assumptions
-        once = once._replace(tensor=once.tensor * (1.0 - given.overlapped_tensor * (1.0 - given.contention)))
+        exposed = given.tensor_exchanges * (1.0 - given.overlapped_tensor * (1.0 - given.contention))
+        once = once._replace(tensor=once.tensor * exposed)
         repeats = 2 + (plan.recompute != "none" and part.kind == "block")
         unit = WorkUnit(
             name=part.name,
@@ -135,10 +140,19 @@ def _part_cost(part: Part, plan: Plan, compute: ComputeModel) -> tuple[PartCost,
     if plan.is_captured and not compute.on_host:  # one launch for all operators of a step
         cost = PartCost(*(seconds._replace(launch=0.0, host=0.0) for seconds in cost))
     again = cost.again(plan.recompute) if part.kind == "block" else Seconds()
-    if plan.zero >= 2:
-        ahead, back = compute.assumptions.shard_operators
+    ahead, back = _host_operators(part, plan, compute.assumptions, compiled=compiled)
+    if ahead or back:
         cost = cost._replace(forward=compute.hooked(cost.forward, ahead), backward=compute.hooked(cost.backward, back))
     return cost, again
+
+
+def _host_operators(part: Part, plan: Plan, given: Assumptions, *, compiled: bool) -> tuple[float, float]:
+    """Return the operators that sharding and tensor parallelism launch around forward and backward of a part."""
+    ahead, back = given.shard_operators if plan.zero >= 2 else (0, 0)
+    if plan.layout.tp == 1 or plan.is_captured:
+        return ahead, back
+    exchanges = 2 * part.num_exchanges * given.exchange_operators * (given.compiled_operators if compiled else 1.0)
+    return ahead + exchanges, back + exchanges
 
 
 def tensor_exchange(
@@ -153,7 +167,11 @@ def tensor_exchange(
         # The logits of all ranks are gathered; a fused loss reduces the gradient of the head's input instead.
         names = ("all_reduce",) if fused else ("all_gather",)
     # tp is the innermost axis, so the placement of its groups does not depend on other axes.
-    return part.num_exchanges * sum(wires.seconds(name, size, Layout(tp=tp), "tp") for name in names)
+    seconds = sum(wires.seconds(name, size, Layout(tp=tp), "tp") for name in names)
+    if samples > 1 and "all_reduce" not in names:
+        # Collectives concatenate along the first dimension; other dimensions are reordered before or after.
+        seconds += len(names) * 2 * size / wires.calibration.memory_bandwidth.value
+    return part.num_exchanges * seconds
 
 
 def context_exchange(part: Part, samples: int, layout: Layout, wires: Wires) -> float:

@@ -98,6 +98,10 @@ class PipelineShape(NamedTuple):
 # The state of one rank under a plan: its parts, the elements of their parameters, and its constant allocations.
 
 
+STATE_BYTES = {**ELEMENT_BYTES, "int8": 1 + 4 / 256}
+"""dtype of optimizer states -> bytes per element; an 8-bit moment has one fp32 scale for every 256 elements."""
+
+
 class Share(NamedTuple):
     """A part on one rank: the number of its instances, and the parameter elements of one instance."""
 
@@ -185,9 +189,17 @@ class RankState:
         """Whether gradient shards are on the host: FSDP2 copies each there as soon as it is reduced."""
         self.root = sum(share.unit for share in self.shares if share.part.kind != "block")
         """Parameters outside the blocks, which FSDP gathers as one unit."""
-        self.saved = [self.amount(share.part.footprints[plan.recompute].saved) for share in self.shares]
+        self.saved = [self._saved(share.part) for share in self.shares]
         self.uses_buckets = uses_ddp(plan)
         """Whether DDP stores all gradients in its own buckets."""
+
+    def _saved(self, part: Part) -> float:
+        """Return the bytes that one instance of a part saves for backward."""
+        saved = self.amount(part.footprints[self.plan.recompute].saved)
+        if part.kind != "block" or self.plan.recompute != "none" or self.plan.compile == "none":
+            return saved
+        elements = self.plan.micro_batch * product_inputs(part, self.plan.layout.tp)
+        return min(saved, self.amount(part.footprints["selective"].saved) + self.compute_bytes * elements)
 
     def kept(self, index: int) -> float:
         """Return the bytes saved for backward by all parts while the part at `index` runs its newest micro-batch."""
@@ -215,7 +227,7 @@ class RankState:
         if plan.offload.parameters == "none":
             rest["parameters"] = self.parameters()
         if plan.offload.optimizer == "none":
-            rest["optimizer states"] = ELEMENT_BYTES[plan.precision.optimizer] * self.total("states")
+            rest["optimizer states"] = STATE_BYTES[plan.precision.optimizer] * self.total("states")
         if plan.precision.has_masters:
             owned = self.total("owned_trained" if plan.zero else "trained")
             rest["master weights"] = ELEMENT_BYTES[plan.precision.master] * owned
@@ -240,10 +252,29 @@ class RankState:
         if self.plan.offload.optimizer == "none":
             return 0.0
         trained = 2 * self.parameter_bytes * self.total("owned_trained" if self.plan.zero else "trained")
-        trained += ELEMENT_BYTES[self.plan.precision.optimizer] * self.total("states")
+        trained += STATE_BYTES[self.plan.precision.optimizer] * self.total("states")
         if self.plan.offload.parameters == "none":
             return trained
         return trained + self.parameters() - self.trained_bytes()
+
+
+def product_inputs(part: Part, tp: int) -> float:
+    """Return the elements per sample that a compiled block saves beside the results of its products and attentions.
+
+    Inductor recomputes pointwise operators in its backward kernels, but saves the inputs of matrix products, which are
+    kernels of their own (torch._functorch.partitioners). They are one norm for each layer that ends in a row-parallel
+    product, and the input of that product, unless it is the result of an attention. The result of the last product,
+    which selective recompute saves, is not needed. Without such layers, the inputs of all products are counted.
+    """
+    matmuls = [matmul for matmul in part.work.matmuls for _ in range(matmul.count)]
+    lasts = sorted((each for each in matmuls if each.split == "inner"), key=lambda each: each.inner)
+    firsts = [each.rows * each.inner for each in matmuls if each.split == "columns"]
+    if not lasts or not firsts:
+        return float(sum(each.rows * each.inner for each in matmuls))
+    attended = sum(attention.count for attention in part.work.attentions)
+    activated = sum(each.rows * each.inner for each in lasts[attended:])
+    unneeded = lasts[-1].rows * lasts[-1].columns if tp == 1 else 0
+    return len(lasts) * min(firsts) + activated / tp - unneeded
 
 
 def uses_ddp(plan: Plan) -> bool:

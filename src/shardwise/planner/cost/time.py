@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shardwise.planner.cost.compute import Assumptions, ComputeModel
 from shardwise.planner.cost.events import (
@@ -23,10 +23,10 @@ from shardwise.planner.cost.events import (
     run_pass,
     run_streams,
 )
-from shardwise.planner.cost.memory import ADAMW, NS_BYTES
+from shardwise.planner.cost.memory import ADAMW
 from shardwise.planner.cost.stage_costs import Wires, stage_cost
 from shardwise.planner.cost.stages import stages_of_plan
-from shardwise.units import ELEMENT_BYTES
+from shardwise.planner.cost.update import after_backward, orthogonalization
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,16 +37,19 @@ if TYPE_CHECKING:
     from shardwise.planner.cost.memory import OptimizerShape
     from shardwise.planner.cost.stage_costs import StageCost
     from shardwise.planner.cost.stages import StageParts
-    from shardwise.planner.model.shape import ModelShape, Part, Weight
+    from shardwise.planner.model.shape import ModelShape, Part
     from shardwise.plans.plan import Plan
 
 
-WAITING = ("tensor", "context", "batch norm", "gather", "reduce", "sum", "collect", "meet")
+WAITING = ("tensor", "context", "batch norm", "gather", "reduce", "sum", "collect", "meet", "jitter")
 """Parts of a step in which compute waits for other ranks."""
-OUTER_PASSES = 14
-"""Reads and writes of every parameter when replicas synchronize: anchor, delta, outer optimizer, parameters."""
-LEAST_UNCERTAINTY = 0.03
-"""Run-to-run spread of a step on one machine."""
+KNOWN = 0.08
+"""Interval around a step of this engine on a measured machine: ten steps on an H200 were within 6.2 %."""
+RUNS = (0.83, 1.22)
+"""Seconds of published runs as multiples of those predicted from the catalogue, at the quantiles 0.05 and 0.95 over ten
+frameworks and papers (benchmarks/plan_published.py): a cluster that was not measured is more often slower."""
+RUNS_DOUBT = 0.2
+"""Uncertainty of a catalogue's rates to which RUNS applies; rates of an assumed device are less certain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,12 @@ class Time:
     parts: Mapping[str, float]
     """Seconds by part of the step; they sum to `seconds`. Communication counts only where compute waits for it."""
     uncertainty: float
-    """Uncertainty as a fraction of `seconds`, in both directions."""
+    """Half of the interval as a fraction of `seconds`."""
+    interval: tuple[float, float]
+    """Interval of the seconds, as multiples of `seconds`."""
+    interval_from: Literal["measured", "published"]
+    """Origin of the interval: this engine on a machine whose rates were measured, or published runs of others on
+    clusters that were not."""
     samples_per_second: float
     """Samples per second over all ranks."""
     tokens_per_second_per_device: float | None
@@ -66,6 +74,16 @@ class Time:
     """Model FLOPs utilization: fraction of the device's peak in the compute dtype, without recompute."""
     basis: Mapping[str, str]
     """Origin of the rates of compute, memory and communication: "measured" or "catalogue"."""
+
+    @property
+    def low_s(self) -> float:
+        """Seconds of a step at the lower end of the interval."""
+        return self.seconds * self.interval[0]
+
+    @property
+    def high_s(self) -> float:
+        """Seconds of a step at the upper end of the interval."""
+        return self.seconds * self.interval[1]
 
 
 def predict_time(
@@ -99,11 +117,17 @@ class TimeModel:
         self.optimizer = optimizer
         self._compute: dict[tuple[str, bool], ComputeModel] = {}
 
-    @property
-    def contention(self) -> float:
-        """Fraction of its speed that compute loses while communication runs."""
+    def contention(self, plan: Plan) -> float:
+        """Return the fraction of its speed that compute loses while weights are gathered and gradients reduced."""
         given = self.assumptions
-        return given.host_contention if self.cluster.device.kind == "cpu" else given.contention
+        if self.cluster.device.kind == "cpu":
+            return given.host_contention
+        received = self.wires.bus(plan.layout.folded, "replicate", "shard")
+        return given.contention + given.contention_moved * received / self.calibration.memory_bandwidth.value
+
+    def jitter(self, world_size: int) -> float:
+        """Return the fraction of a step that ranks on several nodes wait for the slowest of them."""
+        return self.assumptions.jitter * math.log2(max(1.0, world_size / self.cluster.devices_per_node))
 
     def compute(self, dtype: str, *, is_float8: bool = False) -> ComputeModel:
         """Return the model of compute times in one dtype, with the matrix products of blocks in float8 if requested."""
@@ -140,10 +164,11 @@ class TimeModel:
             hop = self.hop(shape, plan)
             self._add_pipeline(parts, plan, costs=costs, ranks=ranks, busiest=busiest, hop=hop)
         trained = max(sum(cost.trained for cost in costs) for costs in by_rank)
-        parts |= self._after(trained, plan)
-        for name, seconds in _orthogonalization(self, stages, plan).items():
+        parts |= after_backward(trained, plan, self.calibration, self.wires, self.optimizer)
+        for name, seconds in orthogonalization(self.optimizer, stages, plan, self.calibration, self.wires).items():
             parts[name] = parts.get(name, 0.0) + seconds
         parts["input"] = shape.input.at(plan.micro_batch) * plan.accumulation / self.calibration.from_host.value
+        parts["jitter"] = self.jitter(plan.layout.world_size) * sum(parts.values())
         doubt = sum(cost.forward.doubt + cost.backward.doubt + cost.again.doubt for cost in busiest)
         return self._time(shape, plan, parts, plan.accumulation * doubt)
 
@@ -154,16 +179,17 @@ class TimeModel:
         forward = run_pass(forward_tasks(cost.units, prefetch=ahead, gathers=plan.zero >= 2))
         quiet = run_pass(backward_tasks(cost.units, prefetch=ahead, gathers=plan.zero == 3, reduces=False))
         summing = run_pass(backward_tasks(cost.units, prefetch=ahead, gathers=plan.zero == 3, reduces=True))
+        slow = self.contention(plan)
         for times, run in ((number, forward), (number - sync, quiet), (sync, summing)):
-            self._add_pass(parts, run, times)
+            self._add_pass(parts, run, times, slow)
         parts["memory"] -= number * cost.busy
 
-    def _add_pass(self, parts: dict[str, float], run: Pass, times: int) -> None:
+    def _add_pass(self, parts: dict[str, float], run: Pass, times: int, slow: float) -> None:
         """Add `times` runs of a pass with all compute in "memory"; the caller subtracts compute counted before."""
         sent = run.gathering + run.reducing
         for name, share in (("gather", run.gathering), ("reduce", run.reducing)):
             parts[name] += times * run.exposed * share / sent if sent else 0.0
-        parts["contention"] += times * self.contention * run.hidden
+        parts["contention"] += times * slow * run.hidden
         parts["memory"] += times * run.busy
 
     def _add_pipeline(
@@ -187,7 +213,7 @@ class TimeModel:
                 run_pass(forward_tasks(cost.units, prefetch=ahead, gathers=is_sharded)),
                 run_pass(backward_tasks(cost.units, prefetch=ahead, gathers=always, reduces=is_sharded)),
             )
-        slow = self.contention
+        slow = self.contention(plan)
         span = pipeline_span(
             plan,
             [runs[id(cost)][0].seconds + slow * runs[id(cost)][0].hidden for cost in costs],
@@ -197,7 +223,7 @@ class TimeModel:
         )
         for cost in busiest:
             for run in runs[id(cost)][:2]:
-                self._add_pass(parts, run, plan.accumulation)
+                self._add_pass(parts, run, plan.accumulation, slow)
             parts["memory"] -= plan.accumulation * cost.busy
         parts["bubble"] = max(0.0, span - sum(parts.values()))
         for cost in busiest:
@@ -211,91 +237,41 @@ class TimeModel:
         size = block.output.at(plan.micro_batch, tp=plan.layout.tp, sequence_parallel=plan.sequence_parallel)
         return self.wires.seconds("send", size, plan.layout, "pp")
 
-    def _after(self, trained: float, plan: Plan) -> dict[str, float]:
-        """Return seconds after the last backward: exposed reductions, gradient norm, optimizer, gathers of ZeRO-1."""
-        layout, calibration = plan.layout.folded, self.calibration
-        bandwidth = calibration.memory_bandwidth.value
-        precision = plan.precision
-        width, element = ELEMENT_BYTES[precision.reduce], ELEMENT_BYTES[precision.parameter]
-        mine = trained / layout.shard
-        parts = {"update": element * (trained if plan.zero < 2 else mine) / bandwidth}  # the norm reads every gradient
-        # The update reads gradients, reads and writes moments and parameters; masters are read in place of the latter.
-        touched = (3 * element + 2 * self.optimizer.states * ELEMENT_BYTES[precision.optimizer]) * mine
-        if precision.has_masters:
-            touched += (2 * ELEMENT_BYTES[precision.master] - element) * mine
-        if plan.offload.optimizer == "cpu":
-            parts["update"] += touched / calibration.host_optimizer_bandwidth.value
-            if plan.offload.parameters != "cpu":
-                parts["update"] += element * mine * (1 / calibration.to_host.value + 1 / calibration.from_host.value)
-        else:
-            parts["update"] += touched / calibration.optimizer_bandwidth.value
-        # Tensors are copied into each bucket and back.
-        if plan.zero < 2 and layout.dp > 1 and layout.pp * layout.tp > 1:
-            parts["sum"] = self.wires.in_buckets("all_reduce", width * trained, layout, "replicate", "shard")
-            parts["sum"] += 4 * width * trained / bandwidth
-        if plan.zero == 1:
-            parts["collect"] = self.wires.in_buckets("all_gather", element * trained, layout, "shard")
-            parts["collect"] += 4 * element * trained / bandwidth
-        every = plan.communication.sync_every
-        if every > 1:
-            moved = element * (mine if plan.zero >= 2 else trained)
-            parts["meet"] = self.wires.in_buckets("all_reduce", moved, layout, "replicate") / every
-            parts["update"] += OUTER_PASSES * moved / bandwidth / every
-        return parts
-
     def _time(self, shape: ModelShape, plan: Plan, parts: dict[str, float], doubt: float) -> Time:
         seconds = sum(parts.values())
         wire, origin = self.wires.figure(plan.layout)
         waiting = sum(parts.get(name, 0.0) for name in WAITING) + parts["contention"]
         update = parts["update"] * self.calibration.optimizer_bandwidth.uncertainty
+        basis = {
+            "compute": self.calibration.matmul(4096, 4096, 4096, shape.compute).origin,
+            "memory": self.calibration.memory_bandwidth.origin,
+            "communication": origin,
+        }
+        is_alone = plan.layout.world_size == 1
+        is_known = all(found == "measured" for what, found in basis.items() if what != "communication" or not is_alone)
+        interval = _interval(math.hypot(doubt, waiting * wire, update) / seconds, is_known=is_known)
         world, samples, tokens = plan.layout.world_size, plan.batch_size / seconds, shape.tokens_per_sample
         flops = plan.layout.cp * sum(part.count * training_flops(part) for part in shape.parts)
         return Time(
             seconds=seconds,
             parts={name: value for name, value in parts.items() if value > 0},
-            uncertainty=max(LEAST_UNCERTAINTY, math.hypot(doubt, waiting * wire, update) / seconds),
+            uncertainty=(interval[1] - interval[0]) / 2,
+            interval=interval,
+            interval_from="measured" if is_known else "published",
             samples_per_second=samples,
             tokens_per_second_per_device=samples * tokens / world if tokens else None,
             mfu=samples * flops / world / self.cluster.device.peak(shape.compute),
-            basis={
-                "compute": self.calibration.matmul(4096, 4096, 4096, shape.compute).origin,
-                "memory": self.calibration.memory_bandwidth.origin,
-                "communication": origin,
-            },
+            basis=basis,
         )
 
 
-# Muon: the Newton-Schulz iterations of whole matrices, and the exchange of their shards.
-
-
-def _orthogonalization(model: TimeModel, stages: Sequence[StageParts], plan: Plan) -> dict[str, float]:
-    """Return seconds of Muon's Newton-Schulz iterations on the busiest rank, and of the exchange of shards.
-
-    The ranks that shard matrices share them evenly.
-    """
-    layout = plan.layout.folded
-    sharing = layout.shard if plan.zero else 1
-    compute, sent = [0.0] * layout.pp, [0.0] * layout.pp
-    for stage in stages if model.optimizer.matrices else ():
-        for part, count in stage.parts:
-            for weight in (each for each in part.weights if each.name in model.optimizer.matrices):
-                tp = layout.tp if weight.split else 1
-                compute[stage.rank] += count * _newton_schulz(model, weight) / (sharing * tp)
-                sent[stage.rank] += count * NS_BYTES * weight.numel / (sharing * tp)
-    parts = {"update": max(compute)}
-    if sharing > 1 and any(sent):
-        parts["collect"] = 2 * model.wires.in_buckets("all_to_all", max(sent), layout, "shard")
-    return parts
-
-
-def _newton_schulz(model: TimeModel, weight: Weight) -> float:
-    """Return the seconds of the iterations of one matrix: products n n m, n n n and n n m for n <= m, in bf16.
-
-    A fused weight counts as one matrix, which takes longer than its parts.
-    """
-    n, m = sorted((weight.rows, weight.numel // weight.rows))
-    flops = model.optimizer.ns_steps * (4.0 * n * n * m + 2.0 * n**3)
-    return flops / model.calibration.matmul(n, n, m, "bf16").value
+def _interval(doubt: float, *, is_known: bool) -> tuple[float, float]:
+    """Return the interval of a step as multiples of its seconds; `doubt` follows from the rates' uncertainties."""
+    if is_known:
+        half = max(KNOWN, doubt)
+        return 1 - half, 1 + half
+    wider = max(1.0, doubt / RUNS_DOUBT)
+    return 1 - wider * (1 - RUNS[0]), 1 + wider * (RUNS[1] - 1)
 
 
 # FLOPs of the model, and seconds of a step by part.

@@ -110,6 +110,11 @@ def collective(
     )
 
 
+def bus_bandwidth(placement: Placement, cluster: Cluster) -> float:
+    """Return the bytes per second of a ring over a group; 0 for one rank."""
+    return _route(placement, cluster, small=False).bus if placement.ranks > 1 else 0.0
+
+
 def _modelled(name: Collective, num_bytes: float, placement: Placement, cluster: Cluster) -> tuple[float, str]:
     """Return seconds and name of the fastest algorithm over NCCL's bulk and low-latency protocols."""
     algorithms = list(_ALGORITHMS[name].items())

@@ -250,7 +250,8 @@ class Floors:
 
     def seconds(self, group: ChoiceGroup) -> float:
         """Return a lower bound of the step time in a group: compute, tensor-parallel collectives, and bubbles."""
-        return min(self._seconds(self._shape(group, gathered=gathered), group) for gathered in (False, True))
+        seconds = min(self._seconds(self._shape(group, gathered=gathered), group) for gathered in (False, True))
+        return seconds * (1 + self._time.jitter(self._time.cluster.num_devices))
 
     def _shape(self, group: ChoiceGroup, *, gathered: bool) -> ModelShape:
         return self._model.sliced(group.cp, group.tp, gathered=gathered)

@@ -139,6 +139,8 @@ def _time(time: Time) -> dict[str, Any]:
         "step_s": time.seconds,
         "parts_s": dict(time.parts),
         "uncertainty": time.uncertainty,
+        "interval_s": [time.low_s, time.high_s],
+        "interval_from": time.interval_from,
         "samples_per_s": time.samples_per_second,
         "tokens_per_s_per_device": time.tokens_per_second_per_device,
         "mfu": time.mfu,
