@@ -19,8 +19,9 @@ from shardwise.hardware.cluster import parse_cluster
 from shardwise.job import load_job, refer
 from shardwise.planner.cost.time import timeline
 from shardwise.planner.search.explain import capacity_text, reason, smallest_cluster
+from shardwise.planner.search.nearby import search_within
 from shardwise.planner.search.report import answer_data, answer_text, draw
-from shardwise.planner.search.search import Rejected, choose_form, search
+from shardwise.planner.search.search import Rejected, choose_form
 from shardwise.planner.search.subject import job_subject, published_subject
 from shardwise.plans.toml import plan_to_toml
 from shardwise.runs.console import CHECK_FAILED
@@ -139,7 +140,7 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
     cluster = parse_cluster(spec.cluster, spec.catalogue)
     subject = _subject(spec, job, cluster)
     question = subject.question(cluster)
-    answer = search(question)
+    answer = search_within(question)
     forms = engine_named(spec.engine).plan_forms(question)
     report = PlanReport(spec=spec, subject=subject, answer=answer, forms=forms)
     if report.best is not None:

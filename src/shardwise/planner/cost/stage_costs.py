@@ -106,7 +106,7 @@ def stage_cost(stage: StageParts, shape: ModelShape, plan: Plan, compute: Comput
         once = _exchange(part, shape, plan, wires)
         given = compute.assumptions
         once = once._replace(tensor=once.tensor * (1.0 - given.overlapped_tensor * (1.0 - given.contention)))
-        repeats = 2 + (plan.recompute != "none" and part.kind == "block")
+        repeats = 2 + (part.policy(plan.recompute) != "none")
         unit = WorkUnit(
             name=part.name,
             forward=cost.forward.total + once.total,
@@ -134,7 +134,7 @@ def _part_cost(part: Part, plan: Plan, compute: ComputeModel) -> tuple[PartCost,
     )
     if plan.is_captured and not compute.on_host:  # one launch for all operators of a step
         cost = PartCost(*(seconds._replace(launch=0.0, host=0.0) for seconds in cost))
-    again = cost.again(plan.recompute) if part.kind == "block" else Seconds()
+    again = cost.again(part.policy(plan.recompute))
     if plan.zero >= 2:
         ahead, back = compute.assumptions.shard_operators
         cost = cost._replace(forward=compute.hooked(cost.forward, ahead), backward=compute.hooked(cost.backward, back))
