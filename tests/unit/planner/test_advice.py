@@ -21,7 +21,9 @@ def row(question):
 @pytest.mark.parametrize("question", [row(each) for each in QUESTIONS])
 def test_the_planner_answers_like_an_expert(question):
     options = {key: question[key] for key in ("length", "lora") if key in question}
-    report = plan(question["model"], cluster=question["cluster"], batch_size=question["batch"], **options)
+    report = plan(
+        question["model"], cluster=question["cluster"], batch_size=question["batch"], history=False, **options
+    )
     best = report.answer.best
     if not question["families"]:
         assert best is None

@@ -199,6 +199,19 @@ def leaner(group: ChoiceGroup, variant: PlanVariant, *, offload: bool, fuses: bo
             yield form
 
 
+def better_plans(group: ChoiceGroup, variant: PlanVariant) -> list[tuple[ChoiceGroup, PlanVariant]]:
+    """Return plans of the same family that are simpler and at least as fast: the given one is needed if none fits.
+
+    They have no recompute, or ZeRO-2, which gathers parameters less often than ZeRO-3.
+    """
+    found = []
+    if group.recompute != "none":
+        found.append((group._replace(recompute="none", recompute_blocks=0), variant))
+    if variant.zero == 3 and group_family(group, variant) != "zero3":
+        found.append((group, variant._replace(zero=2)))
+    return found
+
+
 def make_plan(base: Plan, group: ChoiceGroup, variant: PlanVariant) -> Plan:
     """Return the plan of a group and a variant; other fields are those of `base`."""
     fields: dict[str, Any] = {

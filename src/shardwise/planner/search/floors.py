@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.layout import Layout
 from shardwise.planner.cost.events import pipeline_floor
+from shardwise.planner.cost.memory import FRAGMENTED
 from shardwise.planner.cost.stage_costs import context_exchange, numel_of, tensor_exchange
 from shardwise.planner.cost.stages import PipelineShape, stages_between
 from shardwise.planner.search.choices import stage_bounds
@@ -62,6 +63,7 @@ class Floors:
         self._model = question.model
         self._time = time
         self._compiles = question.compile == "blocks"
+        self._context = question.context
         self._parameter_bytes = ELEMENT_BYTES[question.precision.parameter]
         self._compute_bytes = ELEMENT_BYTES[question.precision.activations]
         self._reduce_bytes = ELEMENT_BYTES[question.precision.reduce]
@@ -142,7 +144,8 @@ class Floors:
             whole = is_sharded and variant.gradient_sync == "last" and group.accumulation > 1
             stay = self._reduce_bytes * trained if whole else gradients
         gathered = self._compute_bytes * numel if variant.zero == 2 else 0.0
-        return parameters + states + max(gradients, stay + gathered + self._activations(shape, group))
+        allocated = parameters + states + max(gradients, stay + gathered + self._activations(shape, group))
+        return FRAGMENTED * allocated + self._context
 
     def _numel(self, shape: ModelShape, tp: int) -> tuple[float, float, float]:
         """Return the number of a tensor-parallel rank's parameters: all, trained, and stored in the compute dtype."""

@@ -21,6 +21,7 @@ from shardwise.planner.search.choices import (
     FAMILIES,
     ChoiceGroup,
     PlanVariant,
+    better_plans,
     family_of,
     group_family,
     groups,
@@ -198,7 +199,7 @@ class _Search:
         self._refused: dict[str, str] = {}
         self._too_much: dict[tuple[object, ...], int] = {}
         """The smallest micro-batch that does not fit, by all other choices of a plan."""
-        self._fits_plain: set[tuple[object, ...]] = set()  # plans without recompute
+        self._fitting: set[tuple[ChoiceGroup, PlanVariant]] = set()
         self._num_plans = 0
 
     def answer(self) -> Answer:
@@ -274,11 +275,10 @@ class _Search:
         """Predict a plan as far as needed; return whether it fits or is slower than the best of its family."""
         family = group_family(group, variant)
         kind = (family, shards_widely(group, variant.shard, variant.zero, self.question.widest))
-        if not self._exhaustive and floor > self._best.get(kind, float("inf")) * (1 + TIE):
+        if not self._exhaustive and floor > self._best.get(kind, math.inf) * (1 + TIE):
             return True
-        plain = (*group._replace(recompute="none", recompute_blocks=0), *variant)
-        if not self._exhaustive and plain in self._fits_plain:
-            return True  # the same plan without recompute fits, is faster and simpler
+        if not self._exhaustive and not self._fitting.isdisjoint(better_plans(group, variant)):
+            return True
         least = self._floors.memory(group, variant)
         if least < self._smallest.get(family, (float("inf"),))[0]:
             self._smallest[family] = (least, group, variant)
@@ -288,8 +288,8 @@ class _Search:
         if not self._exhaustive and group.micro_batch >= self._too_much.get(alike, group.micro_batch + 1):
             return False
         fits = self._predict(kind, make_plan(self._base, group, variant))
-        if fits and group.recompute == "none":
-            self._fits_plain.add(plain)
+        if fits:
+            self._fitting.add((group, variant))
         if not fits:
             self._too_much[alike] = min(group.micro_batch, self._too_much.get(alike, group.micro_batch))
         return fits
