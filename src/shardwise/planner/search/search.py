@@ -1,7 +1,7 @@
 """The search: the best plan of each family, and the best of all.
 
 The idea: plans form groups that share compute and bubbles. The search visits groups in the order of a lower bound of
-their time (`choices.Floors`) and skips a group whose bound is above the best time of its family. It also skips plans
+their time (`floors.py`) and skips a group whose bound is above the best time of its family. It also skips plans
 whose lower bound of memory exceeds the device, and micro-batches larger than one that did not fit. The invariant: the
 result equals that of predicting every plan (`exhaustive`; a test compares them).
 """
@@ -168,7 +168,7 @@ class Answer:
 
     question: Question
     best: Candidate | None
-    """The candidate that `choose` returns; None if no plan fits."""
+    """None if no plan fits."""
     families: Mapping[str, Candidate | Rejected]
     """The best candidate of each family, or why it has none, the simplest family first."""
     candidates: tuple[Candidate, ...]
@@ -197,8 +197,7 @@ class _Search:
         self._best: dict[tuple[str, bool], float] = {}  # by family, and whether the plan shards widely
         self._smallest: dict[str, tuple[float, ChoiceGroup, PlanVariant]] = {}
         self._refused: dict[str, str] = {}
-        self._too_much: dict[tuple[object, ...], int] = {}
-        """The smallest micro-batch that does not fit, by all other choices of a plan."""
+        self._too_much: dict[tuple[object, ...], int] = {}  # smallest micro-batch that does not fit
         self._fitting: set[tuple[ChoiceGroup, PlanVariant]] = set()
         self._num_plans = 0
 
@@ -223,8 +222,9 @@ class _Search:
 
     def least_memory_groups(self) -> list[ChoiceGroup]:
         """Return the groups that need the least memory, in ascending order of their model-parallel degrees."""
-        small = [group for _, group in self._ordered() if group.micro_batch == 1 and group.recompute == "full"]
-        return sorted(small, key=lambda group: (group.pp, group.tp, group.cp, group.schedule))
+        whole = [each for _, each in self._ordered() if each.recompute == "full" and each.recompute_blocks == 0]
+        small = [each for each in whole if each.micro_batch == 1]
+        return sorted(small, key=lambda each: (each.pp, each.tp, each.cp, each.schedule))
 
     def fits(self, group: ChoiceGroup, variant: PlanVariant) -> bool:
         """Whether the plan of a group and a variant fits and `train` accepts it."""
@@ -275,9 +275,8 @@ class _Search:
         """Predict a plan as far as needed; return whether it fits or is slower than the best of its family."""
         family = group_family(group, variant)
         kind = (family, shards_widely(group, variant.shard, variant.zero, self.question.widest))
-        if not self._exhaustive and floor > self._best.get(kind, math.inf) * (1 + TIE):
-            return True
-        if not self._exhaustive and not self._fitting.isdisjoint(better_plans(group, variant)):
+        is_slower = floor > self._best.get(kind, math.inf) * (1 + TIE)
+        if not self._exhaustive and (is_slower or not self._fitting.isdisjoint(better_plans(group, variant))):
             return True
         least = self._floors.memory(group, variant)
         if least < self._smallest.get(family, (float("inf"),))[0]:
@@ -290,7 +289,7 @@ class _Search:
         fits = self._predict(kind, make_plan(self._base, group, variant))
         if fits:
             self._fitting.add((group, variant))
-        if not fits:
+        else:
             self._too_much[alike] = min(group.micro_batch, self._too_much.get(alike, group.micro_batch))
         return fits
 
