@@ -59,6 +59,7 @@ bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
 	.venv-bench/bin/python benchmarks/plan_memory.py
 	.venv-bench/bin/python benchmarks/plan_time.py
 	.venv-bench/bin/python benchmarks/plan_published.py
+	.venv-bench/bin/python benchmarks/plan_search.py
 
 clean:  ## forget the environments
 	rm -rf $(VENV) .venv-bench

@@ -18,6 +18,7 @@ SURFACE = {
         "--engine",
         "--lora",
         "--catalogue",
+        "--no-history",
         "--all",
         "--calibrate",
         "--json",

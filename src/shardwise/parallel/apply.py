@@ -21,7 +21,7 @@ from shardwise.parallel.float8 import float8_linears, gather_in_float8, gathers_
 from shardwise.parallel.fused_loss import fuse_head
 from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync, ShardSync, SummedSync
 from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
-from shardwise.parallel.recompute import find_blocks, recompute_block
+from shardwise.parallel.recompute import find_blocks, recompute_block, recomputed_blocks
 from shardwise.parallel.replicated import replicate
 from shardwise.parallel.sharded import (
     DTYPES,
@@ -107,7 +107,7 @@ def recompute(module: nn.Module, plan: Plan, _: MeshContext, __: MetaModel) -> n
     """Apply activation checkpointing: repeated blocks run their forward pass again in the backward pass."""
     if plan.recompute != "none":
         disable_kv_cache(module)
-        for block in find_blocks(module).values() or (module,):
+        for block in recomputed_blocks(module, plan.recompute_blocks):
             recompute_block(block, selective=plan.recompute == "selective")
     return module
 

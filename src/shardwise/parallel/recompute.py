@@ -105,6 +105,12 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
+def recomputed_blocks(module: nn.Module, number: int) -> list[nn.Module]:
+    """Return the first `number` blocks of a model or a pipeline stage, all for 0; the model itself if it has none."""
+    blocks = list(find_blocks(module).values()) or [module]
+    return blocks[:number] if number else blocks
+
+
 def block_of(name: str, blocks: Iterable[str]) -> str:
     """Return the name of the block that contains the parameter or module `name`; "" if it is in no block."""
     return next((block for block in blocks if name.startswith(f"{block}.")), "")

@@ -206,7 +206,13 @@ def _check_communication(plan: Plan) -> None:
 
 
 def _check_forms(plan: Plan) -> None:
-    """Raise PlanError for unsupported combinations of cp, capture and sequence_parallel with pp and tp."""
+    """Raise PlanError for unsupported combinations of cp, capture, recompute_blocks and sequence_parallel."""
+    if plan.recompute_blocks and plan.recompute == "none":
+        raise PlanError(
+            f'recompute_blocks = {plan.recompute_blocks} has no effect with recompute = "none"',
+            code="plan.recompute-blocks-unused",
+            fix='set recompute = "full" or "selective", or recompute_blocks = 0',
+        )
     if plan.layout.cp > 1 and plan.layout.pp > 1:
         raise PlanError(
             f"cp is not supported with pp, got plan {plan.layout}",

@@ -18,9 +18,11 @@ from shardwise.errors import InputError
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.job import load_job, refer
 from shardwise.planner.cost.time import timeline
+from shardwise.planner.history import MachineHistory, corrected, read_history, with_memory_margin
 from shardwise.planner.search.explain import capacity_text, reason, smallest_cluster
+from shardwise.planner.search.nearby import search_within
 from shardwise.planner.search.report import answer_data, answer_text, draw
-from shardwise.planner.search.search import Rejected, choose_form, search
+from shardwise.planner.search.search import Rejected, choose_form
 from shardwise.planner.search.subject import job_subject, published_subject
 from shardwise.plans.toml import plan_to_toml
 from shardwise.runs.console import CHECK_FAILED
@@ -54,6 +56,8 @@ class PlanSpec(Spec, frozen=True, kw_only=True):
     """Fine-tune a published model with LoRA adapters."""
     catalogue: Path | None = None
     """TOML file with your own devices, links and nodes."""
+    history: bool = True
+    """Correct predictions by your own runs on the same devices; --no-history uses predictions alone."""
     every: Annotated[bool, option("--all")] = False
     """List every plan that was predicted."""
 
@@ -73,6 +77,8 @@ class PlanReport(Report, frozen=True, kw_only=True):
     """ZeRO stages and offloads of DeepSpeed, with `engine="deepspeed"`."""
     advice: str = ""
     """Error message with the smallest change after which a plan fits; empty if one fits."""
+    num_damaged: int = 0
+    """Damaged lines in the history of runs on this machine, which were skipped."""
 
     @property
     def best(self) -> Plan | None:
@@ -107,8 +113,11 @@ class PlanReport(Report, frozen=True, kw_only=True):
         return answer_text(self.answer, self.forms, self.subject, every=self.spec.every)
 
     def note(self) -> str:
-        """Return the advice if no plan fits, else an empty string."""
-        return f"shardwise: {self.advice}" if self.advice else ""
+        """Return the advice if no plan fits, and the number of damaged lines in the history; empty without either."""
+        notes = [f"shardwise: {self.advice}"] if self.advice else []
+        if self.num_damaged:
+            notes.append(f"note      {self.num_damaged} damaged lines in the history of runs were skipped")
+        return "\n".join(notes)
 
     def to_svg(self) -> str:
         """Return an SVG with the memory of each family by kind, and the timeline of one step of the best plan."""
@@ -139,9 +148,11 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
     cluster = parse_cluster(spec.cluster, spec.catalogue)
     subject = _subject(spec, job, cluster)
     question = subject.question(cluster)
-    answer = search(question)
+    history = read_history(cluster) if spec.history else MachineHistory()
+    question = with_memory_margin(question, history)
+    answer = corrected(search_within(question), history)
     forms = engine_named(spec.engine).plan_forms(question)
-    report = PlanReport(spec=spec, subject=subject, answer=answer, forms=forms)
+    report = PlanReport(spec=spec, subject=subject, answer=answer, forms=forms, num_damaged=history.num_damaged)
     if report.best is not None:
         return report
     is_fixed = spec.batch_size is not None or spec.is_job or job is not None

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Literal
 from shardwise.errors import PlanError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardwise.layout import Layout
     from shardwise.plans.plan import Plan
 
@@ -180,6 +182,39 @@ def even_bounds(num_blocks: int, num_stages: int) -> tuple[int, ...]:
     for stage in range(num_stages):
         bounds.append(bounds[-1] + size + (stage in larger_stages))
     return tuple(bounds)
+
+
+def balanced_bounds(blocks: Sequence[float], first: float, last: float, *, num_stages: int) -> tuple[int, ...]:
+    """Return the bounds of stages with the least cost of the costliest one, each with at least one block.
+
+    `blocks` are the costs of the blocks; `first` and `last` are added to the first and the last stage, for embedding
+    and head. The first stage, which has the most micro-batches in flight, gets what the others leave.
+    """
+    low, high = max(blocks), first + sum(blocks) + last
+    for _ in range(_BISECTIONS):
+        limit = (low + high) / 2
+        if _filled(blocks, last, num_stages, limit)[0] + first <= limit:
+            high = limit
+        else:
+            low = limit
+    return _filled(blocks, last, num_stages, high)[1]
+
+
+_BISECTIONS = 30
+"""Halvings of the interval of a stage's cost; 2^-30 of it is far below one block."""
+
+
+def _filled(blocks: Sequence[float], last: float, num_stages: int, limit: float) -> tuple[float, tuple[int, ...]]:
+    """Fill stages up to `limit` from the last on; return the cost of the blocks left for the first, and all bounds."""
+    bounds, end = [len(blocks)], len(blocks)
+    for stage in range(num_stages - 1, 0, -1):
+        cost = blocks[end - 1] + (last if stage == num_stages - 1 else 0.0)
+        end -= 1
+        while end > stage and cost + blocks[end - 1] <= limit:
+            end -= 1
+            cost += blocks[end]
+        bounds.append(end)
+    return sum(blocks[:end]) + (last if num_stages == 1 else 0.0), (0, *reversed(bounds))
 
 
 @dataclass(frozen=True, kw_only=True)

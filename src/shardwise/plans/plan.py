@@ -95,6 +95,9 @@ class Plan:
     """Reduce gradients once per step, or after every micro-batch, which needs less memory if they are sharded."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing."""
+    recompute_blocks: int = 0
+    """Number of blocks to recompute: the first ones, in a pipeline those of each stage. 0 means all blocks. Their
+    activations are the last that backward needs, when most others are freed."""
     compile: Literal["none", "blocks", "model"] = "none"
     """torch.compile of each repeated block, which compiles one graph for all layers, or of the whole model."""
     capture: Literal["none", "step"] = "none"
@@ -129,6 +132,12 @@ class Plan:
                     code="plan.not-whole-number",
                     fix="use an integer of at least 1",
                 )
+        if self.recompute_blocks < 0:
+            raise PlanError(
+                f"plan recompute_blocks must be at least 0, got {self.recompute_blocks}",
+                code="plan.recompute-blocks-negative",
+                fix="use 0 for all blocks, or the number of blocks to recompute",
+            )
         if (self.zero == 0) != (self.layout.shard == 1) and not (self.layout.shard == 1 < self.layout.cp):
             raise PlanError(
                 f"zero = {self.zero} does not match shard = {self.layout.shard}",

@@ -92,6 +92,11 @@ class RunDirectory:
         return self.path / "predicted.json"
 
     @property
+    def comparison(self) -> Path:
+        """Predicted beside measured time and memory of the run (JSON); absent for a run too short to measure."""
+        return self.path / "comparison.json"
+
+    @property
     def report_json(self) -> Path:
         """The final report as JSON."""
         return self.path / "report.json"

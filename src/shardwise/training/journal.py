@@ -19,6 +19,7 @@ from shardwise.engines.engine import engine_named
 from shardwise.errors import TrainingError
 from shardwise.parallel.sharded import DTYPES
 from shardwise.runs import EventLog, share_run
+from shardwise.training.comparison import median_step
 from shardwise.training.spec import TrainResult
 from shardwise.units import ELEMENT_BYTES
 
@@ -43,6 +44,9 @@ class Journal:
         self._world = world
         self._events = events
         self._mark = mark
+        self._measured: list[tuple[int, float]] = []
+        """Steps and seconds of each window after the first, which includes compilation and allocations."""
+        self._is_first = True
         self._has_warned = False
         self._is_stopping = False
 
@@ -68,6 +72,9 @@ class Journal:
         published = self._window.publish(self._world, stop=stop)
         self._is_stopping |= published.pop("stop")
         self._events.write("steps", **published, memory_bytes=peak_bytes(self._world.device))
+        if not self._is_first:
+            self._measured.append((len(published["losses"]), published["seconds"]))
+        self._is_first = False
         self.skipped += published["skipped"]
         self.loss = published["losses"][-1]
         self._warn(published)
@@ -95,6 +102,8 @@ class Journal:
             training_s=training_s,
             samples_per_s=self.samples / training_s,
             is_stopped=step.number < step.length.num_steps,
+            step_s=median_step(self._measured),
+            peak_bytes=peak_bytes(self._world.device),
         )
         self._events.write("end", **msgspec.to_builtins(result))
         return result
@@ -309,10 +318,16 @@ def _adapters(job: Job, num_trained: int) -> Iterator[list[str]]:
         yield ["adapters", f"{options}: {num_trained:,} trainable parameters, all other parameters frozen", "job"]
 
 
+_OPTIONS = (
+    *("engine", "recompute", "recompute_blocks", "compile", "capture"),
+    *("fused_loss", "sequence_parallel", "offload", "pipeline"),
+)
+
+
 def _options(plan: Plan, num_trained: int) -> Iterator[list[str]]:
     """Yield a line for each plan option that is not at its default, and for the cost of `gradient_sync`."""
     default = type(plan)()
-    for name in ("engine", "recompute", "compile", "capture", "fused_loss", "sequence_parallel", "offload", "pipeline"):
+    for name in _OPTIONS:
         value = getattr(plan, name)
         is_explained = (name == "pipeline" and plan.layout.pp > 1) or (name == "compile" and name in plan.sources)
         if value != getattr(default, name) or is_explained:

@@ -14,6 +14,7 @@ from shardwise.runs.progress import ProgressView, write_report
 from shardwise.runs.recorder import Recorder, Timeline
 from shardwise.training.build import build_step
 from shardwise.training.callbacks import Callbacks, Evaluations
+from shardwise.training.comparison import compare_prediction
 from shardwise.training.evaluate import export_adapters, write_config, write_weights
 from shardwise.training.journal import Journal, start_report
 from shardwise.training.replicas import Replicas
@@ -172,6 +173,7 @@ def train(
             if run is not None and world.is_main:
                 timeline.write(run.timeline)
                 write_report(run, report, timeline.phases)
+                compare_prediction(job, plan, report, run.comparison, events)
                 write_config(step.model, run.model, events)
         step.mark("end", step.number)
     finally:

@@ -107,6 +107,10 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_s: float
     is_stopped: bool = False
     """Whether a callback stopped the training before its last step."""
+    step_s: float | None = None
+    """Median seconds of a step without evaluations and start-up; None for a run that is too short to measure."""
+    peak_bytes: int | None = None
+    """Peak memory of rank 0: allocated on its GPU, or resident on a CPU."""
 
 
 class RunStart(msgspec.Struct, frozen=True, kw_only=True):

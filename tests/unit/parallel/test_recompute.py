@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.parallel.batch_norm import replace_batch_norms
-from shardwise.parallel.recompute import recompute_block
+from shardwise.parallel.recompute import recompute_block, recomputed_blocks
 
 
 def block():
@@ -33,3 +33,11 @@ def test_batch_norms_recompute_without_moving_their_statistics_again(selective):
     for _ in range(2):
         torch.testing.assert_close(step(recomputed), step(plain), rtol=1e-12, atol=1e-12)
     assert plain[1].num_batches_tracked == 2
+
+
+def test_the_first_blocks_are_recomputed_and_all_by_default():
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.TransformerEncoderLayer(4, 1) for _ in range(3)])})
+    blocks = list(model["layers"])
+    assert recomputed_blocks(model, 2) == blocks[:2]
+    assert recomputed_blocks(model, 0) == recomputed_blocks(model, 9) == blocks
+    assert recomputed_blocks(nn.Linear(2, 2), 0)[0].in_features == 2

@@ -10,6 +10,7 @@ from shardwise.layout import Layout
 from shardwise.planner.cost.memory import predict_memory
 from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
+from shardwise.planner.search.choices import LEAST_TOKENS
 from shardwise.planner.search.explain import (
     capture_gain,
     compile_gain,
@@ -100,12 +101,13 @@ def test_what_cannot_be_has_its_own_reason(name, cluster, family, words):
     ("name", "cluster", "words"),
     [
         ("resnet-50", "8xH100", "not known to support context parallelism"),
-        ("llama-7b", "8xH100", "too short to split: a rank needs at least 4096"),
+        ("llama-7b", "8xH100", f"too short to split: a rank needs at least {LEAST_TOKENS}"),
         ("llama3-8b", "3xH100", "only by 2, 4, 8, 16, 32"),
     ],
 )
 def test_sequences_that_are_not_split_have_their_reason(name, cluster, words):
-    assert words in reason(search(asked(name, cluster, 48)), "cp")
+    described = model(name, length=2 * LEAST_TOKENS) if name == "llama3-8b" else name
+    assert words in reason(search(asked(described, cluster, 48)), "cp")
 
 
 def test_cutting_sequences_is_named_where_they_do_not_fit():

@@ -8,7 +8,7 @@ import shardwise as sw
 from jobs import Pooled, points_job, sentences_job
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.planner.search.search import search
-from shardwise.planner.search.speed import count_steps, with_speed_options
+from shardwise.planner.search.speed import best_with_speed_options, count_steps, with_speed_options
 from shardwise.planner.search.subject import job_subject
 
 
@@ -16,7 +16,7 @@ def settled(job, cluster="1xH100"):
     """Return the plan of a search on a cluster with its speed options."""
     found = parse_cluster(cluster)
     question = job_subject(job, found).question(found)
-    return with_speed_options(job, search(question).best.plan, question)
+    return best_with_speed_options(job, question, search(question).best.plan)
 
 
 def test_a_long_job_on_one_gpu_is_compiled_whole_and_captured():

@@ -128,6 +128,18 @@ def test_full_recompute_adds_the_forward_pass_of_the_blocks():
     assert time_of(**FSDP, recompute="selective").parts["recompute"] < again.parts["recompute"] / 3
 
 
+def test_recomputing_some_blocks_takes_their_share_of_time_and_keeps_the_activations_of_the_others():
+    counts = (0, 24, 16, 8)  # all 32, then fewer
+    times = [time_of(**FSDP, recompute="full", recompute_blocks=count).parts["recompute"] for count in counts]
+    assert times == pytest.approx([times[0] * share for share in (1, 0.75, 0.5, 0.25)])
+    memories = []
+    for fields in [*({"recompute": "full", "recompute_blocks": count} for count in counts), {"recompute": "none"}]:
+        plan = Plan(precision=BF16, micro_batch=4, **FSDP, **fields)
+        memories.append(predict_memory(model().for_plan(plan), plan).peak)
+    assert memories == sorted(memories)
+    assert len(set(memories)) == len(memories)
+
+
 def test_compiling_blocks_takes_time_off_what_waits_for_memory():
     eager, compiled = time_of(), time_of(compile="blocks")
     assert compiled.parts["memory"] < eager.parts["memory"]

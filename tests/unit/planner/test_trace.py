@@ -355,6 +355,9 @@ CASES = [
     pytest.param("zero3", 4, 8, {"fused_loss": True}, marks=pytest.mark.prove),
     pytest.param("tp4", 4, 8, {"fused_loss": True}, marks=pytest.mark.prove),
     pytest.param("cp2", 2, 8, {"fused_loss": True}, marks=pytest.mark.prove),
+    ("ddp", 4, 8, {"recompute": "full", "recompute_blocks": 2}),
+    ("zero3", 4, 8, {"recompute": "full", "recompute_blocks": 3}),
+    ("ddp", 4, 8, {"recompute": "selective", "recompute_blocks": 1}),
 ]
 
 
@@ -368,6 +371,8 @@ CASES = [
     "tp4-4-4-changes11",
     "cp2-2-8-changes12",
     "one-1-8-changes15",
+    "ddp-4-8-changes21",
+    "zero3-4-8-changes22",
 )
 @pytest.mark.parametrize(("name", "ranks", "micro_batch", "changes"), CASES)
 def test_predicted_memory_is_what_a_step_holds(described, name, ranks, micro_batch, changes):

@@ -1,5 +1,6 @@
 """Which layers a pipeline stage runs, and which pipelines are refused before anything starts."""
 
+import itertools
 import subprocess
 import sys
 from typing import get_args
@@ -9,7 +10,7 @@ import pytest
 from refusals import refuses
 from shardwise.layout import Layout
 from shardwise.plans import Plan
-from shardwise.plans.pipeline import SCHEDULES, ScheduleName, check_pipeline, split_layers
+from shardwise.plans.pipeline import SCHEDULES, ScheduleName, balanced_bounds, check_pipeline, split_layers
 from shardwise.plans.sections import Pipeline
 
 
@@ -78,6 +79,22 @@ def test_every_layer_has_one_stage_and_every_stage_one_rank():
 def test_pipeline_that_cannot_run_is_refused_with_the_nearest_that_can(plan, num_layers, refusal):
     with refuses(*refusal):
         check_pipeline(plan, num_layers)
+
+
+BALANCED = [
+    (4, [1.0] * 32, 0.0, 2.4, [8, 9, 9, 6]),  # a head of 2.4 blocks
+    (4, [1.0] * 10, 0.0, 0.1, [2, 3, 3, 2]),
+    (3, [1.0] * 9, 2.0, 0.0, [1, 4, 4]),  # an embedding of two blocks
+    (2, [1.0, 1.0, 3.0, 3.0], 0.0, 0.0, [3, 1]),
+    (4, [1.0] * 4, 0.0, 50.0, [1, 1, 1, 1]),
+    (1, [1.0] * 3, 1.0, 1.0, [3]),
+]
+
+
+@pytest.mark.parametrize(("num_stages", "blocks", "first", "last", "expected"), BALANCED)
+def test_balanced_stages_take_blocks_off_the_stages_with_embedding_and_head(num_stages, blocks, first, last, expected):
+    bounds = balanced_bounds(blocks, first, last, num_stages=num_stages)
+    assert [end - start for start, end in itertools.pairwise(bounds)] == expected
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])

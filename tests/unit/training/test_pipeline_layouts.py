@@ -89,6 +89,13 @@ def check(one, ranks):
     assert {name for rank in ranks for name in rank["weights"]} == one["weights"].keys()
 
 
+def test_uneven_virtual_stages_that_recompute_some_blocks_train_as_one_process():
+    deep = dataclasses.replace(JOB, model=lambda: decoder(dataclasses.replace(CONFIG, num_layers=10)))
+    four_stages_per_rank = Pipeline(schedule="interleaved_1f1b", split=(1, 3, 4, 5, 7, 8, 9))
+    (one,) = train("ddp", 1, 1, deep)
+    check(one, train("pp2", 2, 4, deep, pipeline=four_stages_per_rank, recompute="full", recompute_blocks=1))
+
+
 TIED_JOB = dataclasses.replace(JOB, model=lambda: decoder(TIED))
 TIED_CASES = [
     ("pp2", 4, "1f1b", 0, {"fused_loss": True}),

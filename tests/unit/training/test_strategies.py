@@ -52,6 +52,9 @@ PLANS = [
     (2, "zero1", {"accumulation": "4", "gradient_sync": "every"}),
     (2, "zero3", {"recompute": "full"}),
     (2, "ddp", {"recompute": "selective"}),
+    (2, "ddp", {"recompute": "full", "recompute_blocks": "1"}),
+    (2, "zero3", {"recompute": "selective", "recompute_blocks": "1"}),
+    (2, "tp", {"recompute": "full", "recompute_blocks": "1"}),
     (2, "zero3", {"offload.parameters": "cpu", "offload.optimizer": "cpu"}),
     (2, "ddp", {"offload.optimizer": "cpu"}),
     (2, "zero1", {"offload.optimizer": "cpu"}),
@@ -73,6 +76,8 @@ PLANS = [
     "2-zero3-2-every",
     "2-zero3-full",
     "2-ddp-selective",
+    "2-zero3-selective-1",
+    "2-tp-full-1",
     "2-zero3-cpu-cpu",
     "2-ddp-cpu",
     "2-tp-",
@@ -198,6 +203,8 @@ def test_parallelize_averages_like_ddp_under_fsdp():
         ("zero3", {"offload.optimizer": "nvme"}, "support.nvme-offload"),
         ("zero3", {"communication.prefetch": "0"}, "plan.prefetch-too-small"),
         ("zero3", {"sequence_parallel": "true"}, "plan.sequence-parallel-without-tp"),
+        ("zero3", {"recompute_blocks": "2"}, "plan.recompute-blocks-unused"),
+        ("zero3", {"recompute": "full", "recompute_blocks": "-1"}, "plan.recompute-blocks-negative"),
     ],
 )
 def test_plans_that_make_no_sense_are_refused(name, overrides, code):

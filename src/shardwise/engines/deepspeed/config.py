@@ -128,6 +128,8 @@ def left_out(plan: Plan) -> tuple[str, ...]:
             found.append(f"communication.{name} = {value!r}")
     if plan.recompute == "selective":
         found.append("recompute = 'selective'")
+    if plan.recompute_blocks:
+        found.append(f"recompute_blocks = {plan.recompute_blocks}")
     if plan.communication.prefetch != default.communication.prefetch and deepspeed_stage(plan) != 3:
         found.append(f"communication.prefetch = {plan.communication.prefetch}")
     return tuple(f"{each}: DeepSpeed's JSON has no key for it" for each in found)

@@ -206,11 +206,9 @@ def _backward(
 
 
 def _casts_backward(own: RankState, index: int, position: int) -> float:
-    share = own.shares[index]
-    if own.plan.recompute == "none":
-        return _casts(own, own.shares[:index], share, position)
-    kept = [before for before in own.shares[:index] if before.part.kind != "block"]  # blocks are cast again
-    return _casts(own, kept, share, 1)
+    share, recompute = own.shares[index], own.plan.recompute
+    kept = [before for before in own.shares[:index] if before.part.policy(recompute) == "none"]  # others cast again
+    return _casts(own, kept, share, position if share.part.policy(recompute) == "none" else 1)
 
 
 def _done(own: RankState, index: int, position: int, name: str, *, blocks: bool = True, root: bool = True) -> float:

@@ -111,7 +111,7 @@ def stage_cost(stage: StageParts, shape: ModelShape, plan: Plan, compute: Comput
         given = compute.assumptions
         exposed = given.tensor_exchanges * (1.0 - given.overlapped_tensor * (1.0 - given.contention))
         once = once._replace(tensor=once.tensor * exposed)
-        repeats = 2 + (plan.recompute != "none" and part.kind == "block")
+        repeats = 2 + (part.policy(plan.recompute) != "none")
         unit = WorkUnit(
             name=part.name,
             forward=cost.forward.total + once.total,
@@ -139,7 +139,7 @@ def _part_cost(part: Part, plan: Plan, compute: ComputeModel) -> tuple[PartCost,
     )
     if plan.is_captured and not compute.on_host:  # one launch for all operators of a step
         cost = PartCost(*(seconds._replace(launch=0.0, host=0.0) for seconds in cost))
-    again = cost.again(plan.recompute) if part.kind == "block" else Seconds()
+    again = cost.again(part.policy(plan.recompute))
     ahead, back = _host_operators(part, plan, compute.assumptions, compiled=compiled)
     if ahead or back:
         cost = cost._replace(forward=compute.hooked(cost.forward, ahead), backward=compute.hooked(cost.backward, back))

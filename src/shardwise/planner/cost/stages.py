@@ -34,17 +34,32 @@ def stages_of_plan(shape: ModelShape, plan: Plan) -> tuple[StageParts, ...]:
     The remainder of an even split goes to the second and following stages, then to the first.
     """
     pp, split, schedule = plan.layout.pp, plan.pipeline.split, plan.pipeline.schedule
+    bounds = (0, *split, shape.num_blocks)
     if not split:
-        return even_stages(shape, pp, schedule)
-    return _stages(shape, (0, *split, shape.num_blocks), pp, schedule)
+        bounds = even_bounds(shape.num_blocks, pp * stages_per_rank(schedule, pp))
+    stages = stages_between(shape, bounds, pp, schedule)
+    if plan.recompute == "none" or not plan.recompute_blocks:
+        return stages
+    return tuple(_partly(stage, plan.recompute_blocks) for stage in stages)
 
 
-def even_stages(shape: ModelShape, pp: int, schedule: str) -> tuple[StageParts, ...]:
-    """Return the stages of a plan that has no split."""
-    return _stages(shape, even_bounds(shape.num_blocks, pp * stages_per_rank(schedule, pp)), pp, schedule)
+def _partly(stage: StageParts, number: int) -> StageParts:
+    """Return a stage of which the first `number` blocks are recomputed and the others keep their activations."""
+    parts: list[tuple[Part, int]] = []
+    for part, count in stage.parts:
+        again = count
+        if part.kind == "block":
+            again = min(number, count)
+            number -= again
+        if again:
+            parts.append((part, again))
+        if count > again:
+            parts.append((part.kept, count - again))
+    return stage._replace(parts=tuple(parts))
 
 
-def _stages(shape: ModelShape, bounds: tuple[int, ...], pp: int, schedule: str) -> tuple[StageParts, ...]:
+def stages_between(shape: ModelShape, bounds: tuple[int, ...], pp: int, schedule: str) -> tuple[StageParts, ...]:
+    """Return the stages whose first blocks are `bounds`, which end with the number of blocks."""
     stages, last = [], len(bounds) - 2
     for stage in range(last + 1):
         parts = _blocks(shape, bounds[stage], bounds[stage + 1])

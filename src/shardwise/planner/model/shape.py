@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping  # noqa: TC003 - needed at run time to decode a description from a file
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -180,11 +180,23 @@ class Part:
     cp_exchanged: Amount = field(default_factory=Amount)
     """Bytes of queries, keys, values and results that a context-parallel rank exchanges in one forward pass."""
     num_cp_exchanges: int = 0
+    keeps_activations: bool = False
+    """Whether its activations are saved under every policy, as those of blocks that partial recompute leaves out."""
 
     @cached_property
     def numel(self) -> int:
         """Number of parameters of one instance."""
         return sum(weight.numel for weight in self.weights)
+
+    @cached_property
+    def kept(self) -> Part:
+        """This part with all activations saved under every recompute policy, the same object each time."""
+        footprints = dict.fromkeys(self.footprints, self.footprints["none"])
+        return replace(self, footprints=footprints, keeps_activations=True)
+
+    def policy(self, recompute: Recompute) -> Recompute:
+        """Return the recompute policy of this part under a plan's policy: parts outside the blocks have none."""
+        return recompute if self.kind == "block" and not self.keeps_activations else "none"
 
 
 @dataclass(frozen=True, kw_only=True)

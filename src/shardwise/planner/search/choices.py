@@ -1,37 +1,39 @@
-"""Candidate plans for a model, a cluster and a batch size, and lower bounds of their memory and time."""
+"""Candidate plans for a model, a cluster and a batch size, their families, and their order from simple to complex.
+
+The idea: plans form groups that share compute and bubbles (`groups`: degrees, micro-batches, recompute, pipeline
+schedule and split); plans of a group differ in how data-parallel ranks shard their states (`variants`). The invariant:
+every candidate is a plan that `train` runs, by the rules of `plans/pipeline.py` and the engine.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.layout import Layout
-from shardwise.planner.cost.events import pipeline_floor
-from shardwise.planner.cost.stage_costs import context_exchange, numel_of, tensor_exchange
-from shardwise.planner.cost.stages import PipelineShape, even_stages
-from shardwise.plans.pipeline import SCHEDULES, stages_per_rank
+from shardwise.plans.pipeline import SCHEDULES, balanced_bounds, even_bounds
 from shardwise.plans.sections import Offload, Pipeline
-from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from shardwise.planner.cost.stages import StageParts
-    from shardwise.planner.cost.time import TimeModel
-    from shardwise.planner.model.shape import ModelShape, Part, Recompute
-    from shardwise.planner.search.search import Question
+    from shardwise.planner.model.shape import ModelShape, Recompute
     from shardwise.plans.plan import Plan
 
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"))
 """Offload targets of parameters and optimizer states."""
-SPEED_OPTIONS = ("compile", "capture", "fused_loss", "recompute", "micro_batch", "accumulation")
+SPEED_OPTIONS = ("compile", "capture", "fused_loss", "recompute", "recompute_blocks", "micro_batch", "accumulation")
 """Fields of a plan that change its speed and memory, but neither the algorithm nor the precision."""
-LEAST_TOKENS = 4096
-"""Minimum tokens per sample on each context-parallel rank (a judgement, not a measurement)."""
+LEAST_TOKENS = 8192
+"""Minimum tokens per sample on each context-parallel rank: Llama 3 split 131,072 tokens over 16 ranks and none of 8,192
+(Llama team 2024, table 4)."""
+RECOMPUTE_STEPS = 4
+"""Steps in which the search varies the number of recomputed blocks; `search.py` refines the chosen number."""
+MOST_CHUNKS = 8
+"""Largest number of virtual pipeline stages per rank; each doubling halves the bubble and doubles the messages."""
 
 
 class ChoiceGroup(NamedTuple):
@@ -46,6 +48,10 @@ class ChoiceGroup(NamedTuple):
     recompute: Recompute
     schedule: str
     sequence_parallel: bool
+    recompute_blocks: int = 0
+    """Recomputed blocks of each stage; 0 means all."""
+    split: tuple[int, ...] = ()
+    """First block of each pipeline stage after the first; empty means the even split of the schedule."""
 
 
 class PlanVariant(NamedTuple):
@@ -66,17 +72,25 @@ def divisors(number: int) -> list[int]:
 
 def groups(shape: ModelShape, world_size: int, devices_per_node: int, batch_size: int) -> Iterator[ChoiceGroup]:
     """Yield every group whose data-parallel degree divides the batch; tensor parallelism stays inside a node."""
+    pipelines: dict[int, list[PipelineChoice]] = {}
     for pp, cp, tp in _model_degrees(shape, world_size, devices_per_node):
         tokens = shape.tokens_per_sample
         sequence_parallel = tp > 1 and tokens is not None and tokens // cp % tp == 0
         dp = world_size // tp // pp // cp
         if batch_size % dp:
             continue
+        if pp not in pipelines:
+            pipelines[pp] = list(_pipelines(shape, pp))
         for micro_batch in divisors(batch_size // dp):
             number = batch_size // dp // micro_batch
-            for recompute in RECOMPUTES:
-                for schedule in _schedules(shape, pp, number, recompute):
-                    yield ChoiceGroup(pp, cp, tp, dp, micro_batch, number, recompute, schedule, sequence_parallel)
+            for choice in pipelines[pp]:
+                if pp > 1 and (number < pp or not SCHEDULES[choice.schedule].accepts(pp, number)):
+                    continue
+                for recompute, blocks in choice.recomputes:
+                    yield ChoiceGroup(
+                        *(pp, cp, tp, dp, micro_batch, number, recompute, choice.schedule, sequence_parallel),
+                        *(blocks, choice.split),
+                    )
 
 
 def _model_degrees(shape: ModelShape, world_size: int, devices_per_node: int) -> Iterator[tuple[int, int, int]]:
@@ -98,16 +112,63 @@ def slices(shape: ModelShape) -> list[int]:
     return [cp for cp in shape.cp_degrees if cp > 1 and tokens // cp >= LEAST_TOKENS]
 
 
-def _schedules(shape: ModelShape, pp: int, number: int, recompute: Recompute) -> Sequence[str]:
-    """Return the pipeline schedules that can run this many micro-batches."""
+class PipelineChoice(NamedTuple):
+    """A pipeline schedule, its split, and the policies of recompute with their numbers of blocks per stage."""
+
+    schedule: str
+    split: tuple[int, ...]
+    recomputes: tuple[tuple[Recompute, int], ...]
+
+
+def _pipelines(shape: ModelShape, pp: int) -> Iterator[PipelineChoice]:
+    """Yield the searched schedules with their splits: for every number of virtual stages, even and balanced ones."""
     if pp == 1:
-        return ("1f1b",)
-    found = []
+        yield PipelineChoice("1f1b", (), _recomputes(max(1, shape.num_blocks)))
+        return
+    flops = _block_flops(shape)
     for name, schedule in SCHEDULES.items():
-        fits = pp * schedule.stages_per_rank <= shape.num_blocks and number >= pp and schedule.accepts(pp, number)
-        if schedule.is_searched and fits and (recompute == "none" or not schedule.splits_backward):
-            found.append(name)
-    return found
+        chunks = default = schedule.stages_per_rank
+        while schedule.is_searched and pp * chunks <= shape.num_blocks and chunks <= MOST_CHUNKS:
+            even = even_bounds(shape.num_blocks, pp * chunks)
+            balanced = balanced_bounds(*flops, num_stages=pp * chunks)
+            for bounds in dict.fromkeys((even, balanced)):
+                largest = max(end - start for start, end in itertools.pairwise(bounds))
+                split = () if chunks == default and bounds == even else bounds[1:-1]
+                policies = _recomputes(largest, splits_backward=schedule.splits_backward)
+                yield PipelineChoice(name, split, policies)
+            if schedule.placement != "loop":
+                break
+            chunks *= 2
+
+
+def _recomputes(num_blocks: int, *, splits_backward: bool = False) -> tuple[tuple[Recompute, int], ...]:
+    """Return the policies of recompute for stages of up to `num_blocks` blocks; a split backward allows none."""
+    found: list[tuple[Recompute, int]] = [("none", 0)]
+    if splits_backward:
+        return tuple(found)
+    numbers = {-(-num_blocks * step // RECOMPUTE_STEPS) for step in range(1, RECOMPUTE_STEPS)}
+    for policy in RECOMPUTES[1:]:
+        found += [(policy, number) for number in (0, *sorted(numbers - {num_blocks}))]
+    return tuple(found)
+
+
+def _block_flops(shape: ModelShape) -> tuple[list[float], float, float]:
+    """Return the FLOPs of each block, and of the modules before and after the blocks."""
+    blocks: list[float] = []
+    outside = {"first": 0.0, "last": 0.0}
+    for part in shape.parts:
+        if part.kind == "block":
+            blocks += [part.work.flops] * part.count
+        else:
+            outside[part.kind] += part.count * part.work.flops
+    return blocks, outside["first"], outside["last"]
+
+
+def stage_bounds(num_blocks: int, pp: int, schedule: str, split: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the first block of each stage, followed by the number of blocks."""
+    if split or pp == 1:
+        return (0, *split, num_blocks)
+    return even_bounds(num_blocks, pp * SCHEDULES[schedule].stages_per_rank)
 
 
 def variants(group: ChoiceGroup) -> Iterator[PlanVariant]:
@@ -138,6 +199,19 @@ def leaner(group: ChoiceGroup, variant: PlanVariant, *, offload: bool, fuses: bo
             yield form
 
 
+def better_plans(group: ChoiceGroup, variant: PlanVariant) -> list[tuple[ChoiceGroup, PlanVariant]]:
+    """Return plans of the same family that are simpler and at least as fast: the given one is needed if none fits.
+
+    They have no recompute, or ZeRO-2, which gathers parameters less often than ZeRO-3.
+    """
+    found = []
+    if group.recompute != "none":
+        found.append((group._replace(recompute="none", recompute_blocks=0), variant))
+    if variant.zero == 3 and group_family(group, variant) != "zero3":
+        found.append((group, variant._replace(zero=2)))
+    return found
+
+
 def make_plan(base: Plan, group: ChoiceGroup, variant: PlanVariant) -> Plan:
     """Return the plan of a group and a variant; other fields are those of `base`."""
     fields: dict[str, Any] = {
@@ -148,12 +222,17 @@ def make_plan(base: Plan, group: ChoiceGroup, variant: PlanVariant) -> Plan:
         "micro_batch": group.micro_batch,
         "accumulation": group.accumulation,
         "recompute": group.recompute,
+        "recompute_blocks": group.recompute_blocks,
         "sequence_parallel": group.sequence_parallel,
         "fused_loss": variant.fused_loss,
         "gradient_sync": variant.gradient_sync,
-        "pipeline": Pipeline(schedule=group.schedule) if group.pp > 1 else base.pipeline,  # type: ignore[arg-type]
+        "pipeline": base.pipeline,
         "offload": Offload(parameters=variant.offload[0], optimizer=variant.offload[1]),  # type: ignore[arg-type]
     }
+    if group.pp > 1:
+        fields["pipeline"] = Pipeline(schedule=group.schedule, split=group.split)  # type: ignore[arg-type]
+    if SCHEDULES[group.schedule].splits_backward:
+        fields["compile"] = "none"  # compiled blocks do not support a split backward
     return dataclasses.replace(base, **fields)
 
 
@@ -204,12 +283,22 @@ def _family(degrees: Layout | ChoiceGroup, dp: int, variant: PlanVariant) -> str
     return "hsdp" if variant.shard < dp else f"zero{variant.zero}"
 
 
+def shards_widely(degrees: Layout | ChoiceGroup, shard: int, zero: int, widest: float) -> bool:
+    """Whether more than `widest` devices gather the parameters of an unsplit model from each other."""
+    return zero >= 2 and shard > widest and degrees.pp == degrees.cp == degrees.tp == 1
+
+
+def is_wide(plan: Plan, widest: float) -> bool:
+    """Whether a plan shards an unsplit model over more than `widest` devices."""
+    return shards_widely(plan.layout, plan.layout.shard, plan.zero, widest)
+
+
 def splits_model(plan: Plan) -> bool:
     """Whether a plan splits matrices, layers or sequences."""
     return plan.layout.pp > 1 or plan.layout.tp > 1 or plan.layout.cp > 1
 
 
-def simplicity(plan: Plan) -> tuple[int, ...]:
+def simplicity(plan: Plan) -> tuple[object, ...]:
     """Return a sort key from simple to complex, unique among the plans of a search."""
     layout = plan.layout
     return (
@@ -220,130 +309,13 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
         plan.fused_loss,
         plan.offload.parameters != "none",
         _RECOMPUTE.index(plan.recompute),
+        plan.recompute_blocks,
         plan.gradient_sync != "last",
         _SCHEDULE_ORDER.index(plan.pipeline.schedule) if layout.pp > 1 else 0,
+        len(plan.pipeline.split),
+        plan.pipeline.split,
         plan.zero,
         plan.accumulation,
         layout.replicate,
         plan.sequence_parallel,
     )
-
-
-# Lower bounds of memory and time, each computed in microseconds, so that few plans need a full prediction.
-
-
-class Floors:
-    """Lower bounds of memory and time for the plans of one question."""
-
-    def __init__(self, question: Question, time: TimeModel) -> None:
-        self._model = question.model
-        self._time = time
-        self._parameter_bytes = ELEMENT_BYTES[question.precision.parameter]
-        self._compute_bytes = ELEMENT_BYTES[question.precision.activations]
-        self._reduce_bytes = ELEMENT_BYTES[question.precision.reduce]
-        least = min(1.0, question.optimizer.states) if question.optimizer.matrices else question.optimizer.states
-        self._states = least * ELEMENT_BYTES[question.precision.optimizer]
-        self._numels: dict[tuple[int, int], tuple[float, float, float]] = {}
-        self._stages_known: dict[tuple[object, ...], tuple[StageParts, ...]] = {}
-        self._saved: dict[tuple[object, ...], float] = {}
-        self._busy: dict[tuple[object, ...], float] = {}
-
-    def seconds(self, group: ChoiceGroup) -> float:
-        """Return a lower bound of the step time in a group: compute, tensor-parallel collectives, and bubbles."""
-        seconds = min(self._seconds(self._shape(group, gathered=gathered), group) for gathered in (False, True))
-        return seconds * (1 + self._time.jitter(self._time.cluster.num_devices))
-
-    def _shape(self, group: ChoiceGroup, *, gathered: bool) -> ModelShape:
-        return self._model.sliced(group.cp, group.tp, gathered=gathered)
-
-    def _seconds(self, shape: ModelShape, group: ChoiceGroup) -> float:
-        stages = self._stages(shape, group)
-        by_stage, busy = [], [0.0] * group.pp
-        for stage in stages:
-            seconds = sum(count * self._part_seconds(part, shape, group) for part, count in stage.parts)
-            by_stage.append(seconds)
-            busy[stage.rank] += seconds
-        if SCHEDULES[group.schedule].splits_backward:
-            return group.accumulation * max(busy)
-        return pipeline_floor(busy, by_stage, group.accumulation)
-
-    def _stages(self, shape: ModelShape, group: ChoiceGroup) -> tuple[StageParts, ...]:
-        key = (id(shape), group.pp, SCHEDULES[group.schedule].placement)
-        if key not in self._stages_known:
-            self._stages_known[key] = even_stages(shape, group.pp, group.schedule)
-        return self._stages_known[key]
-
-    def _part_seconds(self, part: Part, shape: ModelShape, group: ChoiceGroup) -> float:
-        key = (id(part), group.tp, group.micro_batch, group.recompute, group.sequence_parallel)
-        if key not in self._busy:
-            cost = self._time.compute(shape.compute).cost(
-                part, group.micro_batch, tp=group.tp, sequence_parallel=group.sequence_parallel, compiled=False
-            )
-            seconds, num_passes = cost.forward.total + cost.backward.total, 2
-            if part.kind == "block" and group.recompute != "none":
-                seconds, num_passes = seconds + cost.again(group.recompute).total, 3
-            self._busy[key] = seconds + num_passes * self._exchange(part, shape, group)
-        return self._busy[key]
-
-    def _exchange(self, part: Part, shape: ModelShape, group: ChoiceGroup) -> float:
-        """Return the exposed communication inside one pass, without that of a head whose loss may be fused."""
-        wires, samples = self._time.wires, group.micro_batch
-        waits = context_exchange(part, samples, Layout(cp=group.cp, tp=group.tp), wires)
-        if part.kind == "last" and shape.head is not None:
-            return waits
-        return waits + tensor_exchange(part, samples, group.tp, wires, sequence_parallel=group.sequence_parallel)
-
-    def memory(self, group: ChoiceGroup, variant: PlanVariant) -> float:
-        """Return a lower bound of a plan's memory: states in the update, or states and activations before backward.
-
-        It assumes equal stages, which bounds the largest from below.
-        """
-        is_sharded, shard = variant.zero >= 2, variant.shard * group.cp
-        shape = self._shape(group, gathered=is_sharded)
-        numel, trained, narrow = (total / group.pp for total in self._numel(shape, group.tp))
-        shards = shard if is_sharded else 1
-        parameters = gradients = states = 0.0
-        if variant.offload[0] == "none":
-            stored = self._parameter_bytes * numel - (self._parameter_bytes - self._compute_bytes) * narrow
-            parameters, gradients = stored / shards, self._parameter_bytes * trained / shards
-        if variant.offload[1] == "none":
-            states = self._states * trained / (shard if variant.zero else 1)
-        # Gradients stay between micro-batches, unsharded unless each is reduced; DDP's buckets stay always.
-        stay = 0.0
-        if group.accumulation > 1 or (not is_sharded and group.pp == group.tp == 1 and group.dp * group.cp > 1):
-            whole = is_sharded and variant.gradient_sync == "last" and group.accumulation > 1
-            stay = self._reduce_bytes * trained if whole else gradients
-        gathered = self._compute_bytes * numel if variant.zero == 2 else 0.0
-        return parameters + states + max(gradients, stay + gathered + self._activations(shape, group))
-
-    def _numel(self, shape: ModelShape, tp: int) -> tuple[float, float, float]:
-        """Return the number of a tensor-parallel rank's parameters: all, trained, and stored in the compute dtype."""
-        key = (id(shape), tp)
-        if key not in self._numels:
-            layout = Layout(tp=tp)
-            numel = trained = narrow = 0.0
-            for part in shape.parts:
-                numel += part.count * numel_of(part, layout)
-                trained += part.count * numel_of(part, layout, trained=True)
-                for weight in part.weights:
-                    if weight.narrow:
-                        narrow += part.count * weight.numel / (tp if weight.split else 1)
-            self._numels[key] = (numel, trained, narrow)
-        return self._numels[key]
-
-    def _activations(self, shape: ModelShape, group: ChoiceGroup) -> float:
-        """Return the bytes of block activations for the micro-batches that the first rank has in flight."""
-        key = (id(shape), group.pp, group.tp, group.micro_batch, group.recompute, group.sequence_parallel)
-        if key not in self._saved:
-            every, smallest = 0.0, math.inf
-            for part in shape.parts:
-                if part.kind == "block":
-                    saved = part.footprints[group.recompute].saved
-                    size = saved.at(group.micro_batch, tp=group.tp, sequence_parallel=group.sequence_parallel)
-                    every, smallest = every + part.count * size, min(smallest, size)
-            blocks = shape.num_blocks // group.pp
-            least = blocks * smallest if blocks else 0.0
-            self._saved[key] = every if group.pp == 1 else least
-        chunks = stages_per_rank(group.schedule, group.pp)
-        actions = PipelineShape(group.pp, group.schedule, group.accumulation, chunks)
-        return self._saved[key] * sum(actions.in_flight(0, chunk) for chunk in range(chunks)) / chunks

@@ -228,6 +228,8 @@ def plan_variants(job: Job, plan: Plan, question: Question, fixed: Collection[st
     for values in itertools.product(*choices.values()):
         changes = dict(zip(choices, values, strict=True))
         changes["accumulation"] = per_rank // changes["micro_batch"]
+        if changes["recompute"] == "none":
+            changes["recompute_blocks"] = 0
         candidate = dataclasses.replace(plan, **changes)
         if _is_possible(job, candidate, question):
             yield candidate

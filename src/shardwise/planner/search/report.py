@@ -112,10 +112,12 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "micro_batch": plan.micro_batch,
         "accumulation": plan.accumulation,
         "recompute": plan.recompute,
+        "recompute_blocks": plan.recompute_blocks,
         "gradient_sync": plan.gradient_sync,
         "sequence_parallel": plan.sequence_parallel,
         "fused_loss": plan.fused_loss,
         "schedule": plan.pipeline.schedule if plan.layout.pp > 1 else None,
+        "split": list(plan.pipeline.split),
         "offload": {"parameters": plan.offload.parameters, "optimizer": plan.offload.optimizer},
         "compute": plan.precision.compute,
     }
@@ -236,7 +238,7 @@ def _cells(candidate: Candidate) -> list[str]:
     return [
         " ".join(layout),
         f"{plan.micro_batch} x {plan.accumulation}",
-        plan.recompute,
+        f"{plan.recompute} of {plan.recompute_blocks}" if plan.recompute_blocks else plan.recompute,
         format_gb(candidate.memory.total),
         format_seconds(time.seconds),
         format_rate(time.tokens_per_second_per_device or time.samples_per_second / plan.layout.world_size),

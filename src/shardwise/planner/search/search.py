@@ -1,16 +1,18 @@
 """The search: the best plan of each family, and the best of all.
 
 The idea: plans form groups that share compute and bubbles. The search visits groups in the order of a lower bound of
-their time (`choices.Floors`) and skips a group whose bound is above the best time of its family. It also skips plans
+their time (`floors.py`) and skips a group whose bound is above the best time of its family. It also skips plans
 whose lower bound of memory exceeds the device, and micro-batches larger than one that did not fit. The invariant: the
 result equals that of predicting every plan (`exhaustive`; a test compares them).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shardwise.errors import InputError
 from shardwise.planner.cost.memory import ADAMW, predict_memory
@@ -18,17 +20,20 @@ from shardwise.planner.cost.time import TimeModel
 from shardwise.planner.search.choices import (
     FAMILIES,
     ChoiceGroup,
-    Floors,
     PlanVariant,
+    better_plans,
     family_of,
     group_family,
     groups,
+    is_wide,
     leaner,
     make_plan,
+    shards_widely,
     simplicity,
     splits_model,
     variants,
 )
+from shardwise.planner.search.floors import Floors
 from shardwise.plans.plan import Plan
 from shardwise.plans.sections import Precision
 
@@ -52,8 +57,9 @@ FAMILY_TIE = 0.05
 STRUCTURE_TIE = 0.1
 """Such a difference between these families and families that split the model, whose bubbles and collectives have
 additional errors, and which are more difficult to use."""
-
-
+MANY_NODES = 8
+"""Nodes beyond which HSDP, whose gathers wait for fewer nodes, wins over flat sharding within FAMILY_TIE (Zhao et al.
+2023, section 3.2.2)."""
 LOGIT_BYTES = 10
 """Bytes per logit with the tensors that a loss derives from it, in bf16 and fp32."""
 LOGIT_SHARE = 0.02
@@ -71,6 +77,10 @@ class Question:
     """Samples per optimizer step over all devices."""
     precision: Precision = field(default_factory=Precision)
     optimizer: OptimizerShape = ADAMW
+    compile: Literal["none", "blocks"] = "none"
+    """Compilation of the searched plans; those that do not support it stay eager."""
+    memory_ratio: float = 1.0
+    """Measured over predicted memory in earlier runs on this machine, at least 1."""
     accepts: Callable[[Plan], None] = field(default=lambda _: None, compare=False)
     """Raises InputError for plans that `train` would reject, by the same rules."""
 
@@ -82,7 +92,12 @@ class Question:
     @property
     def capacity(self) -> float:
         """Bytes that a plan may use on each device."""
-        return FILL * self.cluster.device.memory_bytes
+        return FILL * self.cluster.device.memory_bytes / self.memory_ratio
+
+    @property
+    def widest(self) -> int:
+        """Devices over which a model may be sharded before HSDP is preferred."""
+        return MANY_NODES * self.cluster.devices_per_node
 
     @property
     def host_capacity(self) -> float:
@@ -153,13 +168,15 @@ class Answer:
 
     question: Question
     best: Candidate | None
-    """The candidate that `choose` returns; None if no plan fits."""
+    """None if no plan fits."""
     families: Mapping[str, Candidate | Rejected]
     """The best candidate of each family, or why it has none, the simplest family first."""
     candidates: tuple[Candidate, ...]
     """All predicted plans, the fastest first."""
     num_plans: int
     """Number of plans considered."""
+    num_idle: int = 0
+    """Devices that the question leaves idle, because the batch does not divide over all of them (`nearby.py`)."""
 
 
 def search(question: Question, *, exhaustive: bool = False) -> Answer:
@@ -175,13 +192,13 @@ class _Search:
         self._exhaustive = exhaustive
         self._time = question.time_model()
         self._floors = Floors(question, self._time)
-        self._base = Plan(precision=question.precision)
+        self._base = Plan(precision=question.precision, compile=question.compile)
         self._found: dict[str, list[Candidate]] = {family: [] for family in FAMILIES}
-        self._best: dict[str, float] = {}
+        self._best: dict[tuple[str, bool], float] = {}  # by family, and whether the plan shards widely
         self._smallest: dict[str, tuple[float, ChoiceGroup, PlanVariant]] = {}
         self._refused: dict[str, str] = {}
-        self._too_much: dict[tuple[object, ...], int] = {}
-        """The smallest micro-batch that does not fit, by all other choices of a plan."""
+        self._too_much: dict[tuple[object, ...], int] = {}  # smallest micro-batch that does not fit
+        self._fitting: set[tuple[ChoiceGroup, PlanVariant]] = set()
         self._num_plans = 0
 
     def answer(self) -> Answer:
@@ -191,12 +208,13 @@ class _Search:
         needs_offload = not any(self._found.values())
         if needs_offload:
             self._run(ordered, offload=True)
+        self._refine()
         candidates = list(itertools.chain.from_iterable(self._found.values()))
         candidates.sort(key=lambda candidate: (candidate.time.seconds, simplicity(candidate.plan)))
         families = {family: self._family(family, needed=needs_offload) for family in FAMILIES}
         return Answer(
             question=self.question,
-            best=choose(candidates),
+            best=choose(candidates, self.question.widest),
             families=families,
             candidates=tuple(candidates),
             num_plans=self._num_plans,
@@ -204,8 +222,9 @@ class _Search:
 
     def least_memory_groups(self) -> list[ChoiceGroup]:
         """Return the groups that need the least memory, in ascending order of their model-parallel degrees."""
-        small = [group for _, group in self._ordered() if group.micro_batch == 1 and group.recompute == "full"]
-        return sorted(small, key=lambda group: (group.pp, group.tp, group.cp, group.schedule))
+        whole = [each for _, each in self._ordered() if each.recompute == "full" and each.recompute_blocks == 0]
+        small = [each for each in whole if each.micro_batch == 1]
+        return sorted(small, key=lambda each: (each.pp, each.tp, each.cp, each.schedule))
 
     def fits(self, group: ChoiceGroup, variant: PlanVariant) -> bool:
         """Whether the plan of a group and a variant fits and `train` accepts it."""
@@ -255,7 +274,9 @@ class _Search:
     def _consider(self, floor: float, group: ChoiceGroup, variant: PlanVariant) -> bool:
         """Predict a plan as far as needed; return whether it fits or is slower than the best of its family."""
         family = group_family(group, variant)
-        if not self._exhaustive and floor > self._best.get(family, float("inf")) * (1 + TIE):
+        kind = (family, shards_widely(group, variant.shard, variant.zero, self.question.widest))
+        is_slower = floor > self._best.get(kind, math.inf) * (1 + TIE)
+        if not self._exhaustive and (is_slower or not self._fitting.isdisjoint(better_plans(group, variant))):
             return True
         least = self._floors.memory(group, variant)
         if least < self._smallest.get(family, (float("inf"),))[0]:
@@ -265,13 +286,25 @@ class _Search:
         alike = (*group._replace(micro_batch=0, accumulation=min(group.accumulation, 2 * group.pp)), *variant)
         if not self._exhaustive and group.micro_batch >= self._too_much.get(alike, group.micro_batch + 1):
             return False
-        fits = self._predict(family, make_plan(self._base, group, variant))
-        if not fits:
+        fits = self._predict(kind, make_plan(self._base, group, variant))
+        if fits:
+            self._fitting.add((group, variant))
+        else:
             self._too_much[alike] = min(group.micro_batch, self._too_much.get(alike, group.micro_batch))
         return fits
 
-    def _predict(self, family: str, plan: Plan) -> bool:
-        question, memory = self.question, self.question.memory_of(plan)
+    def _refine(self) -> None:
+        """Add the best plan of each family with the smallest number of recomputed blocks that fits."""
+        for family, found in self._found.items():
+            best = choose(found, self.question.widest)
+            number = best.plan.recompute_blocks if best is not None else 0
+            while best is not None and number > 1:
+                number -= 1
+                if not self._predict((family, False), dataclasses.replace(best.plan, recompute_blocks=number)):
+                    break
+
+    def _predict(self, kind: tuple[str, bool], plan: Plan) -> bool:
+        (family, _), question, memory = kind, self.question, self.question.memory_of(plan)
         if not question.has_capacity(memory):
             return False
         refusal = refused_by_rule(question, plan)
@@ -280,11 +313,11 @@ class _Search:
             return False
         time = self._time.predict(question.model.for_plan(plan), plan)
         self._found[family].append(Candidate(plan=plan, memory=memory, time=time))
-        self._best[family] = min(self._best.get(family, float("inf")), time.seconds)
+        self._best[kind] = min(self._best.get(kind, float("inf")), time.seconds)
         return True
 
     def _family(self, family: str, *, needed: bool) -> Candidate | Rejected:
-        best = choose(self._found[family])
+        best = choose(self._found[family], self.question.widest)
         if best is not None:
             return best
         if family == "offload" and not needed:
@@ -324,18 +357,21 @@ def anything_fits(question: Question) -> str | None:
     return None
 
 
-def choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the fastest candidate, or the simplest of those within model error; None without candidates."""
-    families: dict[str, list[Candidate]] = {}
+def choose(candidates: Sequence[Candidate], widest: float = math.inf) -> Candidate | None:
+    """Return the fastest candidate, or the simplest of those within model error; None without candidates.
+
+    Of plans that do not split the model, one that shards over more than `widest` devices counts as the least simple.
+    """
+    kinds: dict[tuple[str, bool], list[Candidate]] = {}
     for candidate in candidates:
-        families.setdefault(candidate.family, []).append(candidate)
-    best = [_simplest(found, TIE) for found in families.values()]
+        kinds.setdefault((candidate.family, is_wide(candidate.plan, widest)), []).append(candidate)
     whole: list[Candidate] = []
     split: list[Candidate] = []
-    for candidate in best:
-        (split if splits_model(candidate.plan) else whole).append(candidate)
+    for found in kinds.values():
+        best = _simplest(found, TIE)
+        (split if splits_model(best.plan) else whole).append(best)
     if whole and (not split or _least_seconds(whole) <= _least_seconds(split) * (1 + STRUCTURE_TIE)):
-        return _simplest(whole, FAMILY_TIE)
+        return _simplest(whole, FAMILY_TIE, widest)
     return _simplest(split, FAMILY_TIE) if split else None
 
 
@@ -357,7 +393,7 @@ def _least_seconds(candidates: Sequence[Candidate]) -> float:
     return min(candidate.time.seconds for candidate in candidates)
 
 
-def _simplest(candidates: Sequence[Candidate], tie: float) -> Candidate:
+def _simplest(candidates: Sequence[Candidate], tie: float, widest: float = math.inf) -> Candidate:
     limit = _least_seconds(candidates) * (1 + tie)
     equal = [candidate for candidate in candidates if candidate.time.seconds <= limit]
-    return min(equal, key=lambda candidate: simplicity(candidate.plan))
+    return min(equal, key=lambda each: (is_wide(each.plan, widest), *simplicity(each.plan)))

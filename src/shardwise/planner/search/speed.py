@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from shardwise.data.loaders import dataset_length, dataset_of
 from shardwise.job.optimizers import Muon
 from shardwise.planner.search.choices import SPEED_OPTIONS
-from shardwise.planner.search.search import refused_by_rule
+from shardwise.planner.search.search import refused_by_rule, search
 from shardwise.plans.pipeline import SCHEDULES
 from shardwise.training.evaluate import training_length
 from shardwise.training.step.captured import sampled_forms
@@ -48,6 +48,21 @@ def with_speed_options(job: Job, plan: Plan, question: Question) -> Plan:
         return plan
     _, gain = _predicted_gain(question, plan, capture="step")
     return _with(plan, "capture", "step", f"one CUDA graph, {gain:.0%} of a step saved (predicted)")
+
+
+def best_with_speed_options(job: Job, question: Question, eager: Plan) -> Plan:
+    """Return the best plan of a search with its speed options; if these compile it, plans are compared compiled.
+
+    Compilation speeds up memory-bound operators, so that a simpler plan may be within model error of the fastest one.
+    """
+    plan = with_speed_options(job, eager, question)
+    if plan.compile == "none":
+        return plan
+    compiled = search(dataclasses.replace(question, compile="blocks")).best
+    if compiled is None:
+        return plan
+    other = with_speed_options(job, dataclasses.replace(compiled.plan, compile="none"), question)
+    return plan if other.compile == "none" else other
 
 
 def is_capturable(job: Job, plan: Plan, question: Question) -> bool:

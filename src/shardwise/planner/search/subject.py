@@ -17,6 +17,7 @@ from shardwise.job import optimizers
 from shardwise.planner.cost.memory import ADAMW, SGD, OptimizerShape
 from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
+from shardwise.planner.search.choices import family_of
 from shardwise.planner.search.search import Question, search
 from shardwise.plans.sections import Precision
 from shardwise.units import format_gb
@@ -195,13 +196,13 @@ def search_plan(job: Job, world_size: int) -> tuple[Plan | None, str]:
     answer = search(question)
     if answer.best is None:
         return None, "that fits was not found (shardwise plan shows the numbers)"
-    from shardwise.planner.search.speed import with_speed_options  # imports torch
+    from shardwise.planner.search.speed import best_with_speed_options  # imports torch
 
-    best, device = answer.best, question.cluster.device
-    plan = with_speed_options(job, best.plan, question)
+    device = question.cluster.device
+    plan = best_with_speed_options(job, question, answer.best.plan)
     seconds = question.time_model().predict(question.model.for_plan(plan), plan).seconds
     why = (
-        f"auto: {best.family} of {answer.num_plans} plans, {format_gb(best.memory.total)} of"
+        f"auto: {family_of(plan)} of {answer.num_plans} plans, {format_gb(question.memory_of(plan).total)} of"
         f" {format_gb(device.memory_bytes)}, {seconds:.3g} s a step predicted"
     )
     sources = dict.fromkeys(("layout", "zero", "recompute", "micro_batch", "accumulation", "fused_loss"), why)

@@ -1,0 +1,212 @@
+"""Lower bounds of the memory and the time of plans, each computed in microseconds.
+
+The idea: a bound that ignores what sharding adds (gathers, reductions, hops) needs only the times of a few kinds of
+stages, so few plans need a full prediction. The invariant: no bound is above the prediction of `cost/` (a test compares
+them).
+"""
+
+from __future__ import annotations
+
+import operator
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardwise.layout import Layout
+from shardwise.planner.cost.events import pipeline_floor
+from shardwise.planner.cost.memory import FRAGMENTED
+from shardwise.planner.cost.stage_costs import context_exchange, numel_of, tensor_exchange
+from shardwise.planner.cost.stages import PipelineShape, stages_between
+from shardwise.planner.search.choices import stage_bounds
+from shardwise.plans.pipeline import SCHEDULES
+from shardwise.units import ELEMENT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from shardwise.planner.cost.time import TimeModel
+    from shardwise.planner.model.shape import ModelShape, Part
+    from shardwise.planner.search.choices import ChoiceGroup, PlanVariant
+    from shardwise.planner.search.search import Question
+
+
+class Load(NamedTuple):
+    """Number of recomputed and of other instances of each part of the model that a micro-batch runs through."""
+
+    recomputed: tuple[int, ...]
+    others: tuple[int, ...]
+
+    def total(self, recomputed: Sequence[float], others: Sequence[float]) -> float:
+        """Return the sum of a quantity, given its values for recomputed and for other instances of the parts."""
+        total = 0.0
+        for count, value in zip(self.recomputed, recomputed, strict=True):
+            total += count * value
+        for count, value in zip(self.others, others, strict=True):
+            total += count * value
+        return total
+
+
+class Stages(NamedTuple):
+    """The loads of a pipeline that determine its lower bounds."""
+
+    before: tuple[Load, ...]
+    """Stages that a micro-batch passes between each rank of `ranks` and the one before it."""
+    ranks: tuple[Load, ...]
+    """The last of the ranks with equal loads, over all of its stages."""
+    first: tuple[Load, ...]
+    """The stages of the first rank, which has the most micro-batches in flight."""
+
+
+class Floors:
+    """Lower bounds of memory and time for the plans of one question."""
+
+    def __init__(self, question: Question, time: TimeModel) -> None:
+        self._model = question.model
+        self._time = time
+        self._compiles = question.compile == "blocks"
+        self._context = question.context
+        self._parameter_bytes = ELEMENT_BYTES[question.precision.parameter]
+        self._compute_bytes = ELEMENT_BYTES[question.precision.activations]
+        self._reduce_bytes = ELEMENT_BYTES[question.precision.reduce]
+        least = min(1.0, question.optimizer.states) if question.optimizer.matrices else question.optimizer.states
+        self._states = least * ELEMENT_BYTES[question.precision.optimizer]
+        self._numels: dict[tuple[int, int], tuple[float, float, float]] = {}
+        self._stages_known: dict[tuple[object, ...], Stages] = {}
+        self._saved: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
+        self._times: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
+
+    def seconds(self, group: ChoiceGroup) -> float:
+        """Return a lower bound of the step time in a group: compute, tensor-parallel collectives, and bubbles."""
+        seconds = min(self._seconds(self._shape(group, gathered=gathered), group) for gathered in (False, True))
+        return seconds * (1 + self._time.jitter(group.pp * group.dp * group.cp * group.tp))
+
+    def _shape(self, group: ChoiceGroup, *, gathered: bool) -> ModelShape:
+        return self._model.sliced(group.cp, group.tp, gathered=gathered)
+
+    def _seconds(self, shape: ModelShape, group: ChoiceGroup) -> float:
+        stages, times = self._stages(shape, group), self._part_times(shape, group)
+        busy = [load.total(*times) for load in stages.ranks]
+        if group.pp == 1 or SCHEDULES[group.schedule].splits_backward:
+            return group.accumulation * max(busy)
+        return pipeline_floor([0.0, *busy], [load.total(*times) for load in stages.before] + [0.0], group.accumulation)
+
+    def _stages(self, shape: ModelShape, group: ChoiceGroup) -> Stages:
+        key = (id(shape), group.pp, group.schedule, group.split, group.recompute_blocks)
+        if key not in self._stages_known:
+            self._stages_known[key] = _loads(shape, group)
+        return self._stages_known[key]
+
+    def _part_times(self, shape: ModelShape, group: ChoiceGroup) -> tuple[list[float], list[float]]:
+        """Return the seconds of one micro-batch on each part: if it is recomputed, and if not."""
+        compiles = self._compiles and not SCHEDULES[group.schedule].splits_backward
+        key = (id(shape), group.tp, group.micro_batch, group.recompute, group.sequence_parallel, compiles)
+        if key not in self._times:
+            again, once = [], []
+            for part in shape.parts:
+                cost = self._time.compute(shape.compute).cost(
+                    part,
+                    group.micro_batch,
+                    tp=group.tp,
+                    sequence_parallel=group.sequence_parallel,
+                    compiled=compiles and part.kind == "block",
+                )
+                exchange = self._exchange(part, shape, group)
+                once.append(cost.forward.total + cost.backward.total + 2 * exchange)
+                extra = cost.again(part.policy(group.recompute)).total
+                again.append(once[-1] + extra + (exchange if part.policy(group.recompute) != "none" else 0.0))
+            self._times[key] = (again, once)
+        return self._times[key]
+
+    def _exchange(self, part: Part, shape: ModelShape, group: ChoiceGroup) -> float:
+        """Return the exposed communication inside one pass, without that of a head whose loss may be fused."""
+        wires, samples = self._time.wires, group.micro_batch
+        waits = context_exchange(part, samples, Layout(cp=group.cp, tp=group.tp), wires)
+        if part.kind == "last" and shape.head is not None:
+            return waits
+        return waits + tensor_exchange(part, samples, group.tp, wires, sequence_parallel=group.sequence_parallel)
+
+    def memory(self, group: ChoiceGroup, variant: PlanVariant) -> float:
+        """Return a lower bound of a plan's memory: states in the update, or states and activations before backward.
+
+        It assumes equal stages, which bounds the largest from below.
+        """
+        is_sharded, shard = variant.zero >= 2, variant.shard * group.cp
+        shape = self._shape(group, gathered=is_sharded)
+        numel, trained, narrow = (total / group.pp for total in self._numel(shape, group.tp))
+        shards = shard if is_sharded else 1
+        parameters = gradients = states = 0.0
+        if variant.offload[0] == "none":
+            stored = self._parameter_bytes * numel - (self._parameter_bytes - self._compute_bytes) * narrow
+            parameters, gradients = stored / shards, self._parameter_bytes * trained / shards
+        if variant.offload[1] == "none":
+            states = self._states * trained / (shard if variant.zero else 1)
+        # Gradients stay between micro-batches, unsharded unless each is reduced; DDP's buckets stay always.
+        stay = 0.0
+        if group.accumulation > 1 or (not is_sharded and group.pp == group.tp == 1 and group.dp * group.cp > 1):
+            whole = is_sharded and variant.gradient_sync == "last" and group.accumulation > 1
+            stay = self._reduce_bytes * trained if whole else gradients
+        gathered = self._compute_bytes * numel if variant.zero == 2 else 0.0
+        allocated = parameters + states + max(gradients, stay + gathered + self._activations(shape, group))
+        return FRAGMENTED * allocated + self._context
+
+    def _numel(self, shape: ModelShape, tp: int) -> tuple[float, float, float]:
+        """Return the number of a tensor-parallel rank's parameters: all, trained, and stored in the compute dtype."""
+        key = (id(shape), tp)
+        if key not in self._numels:
+            layout = Layout(tp=tp)
+            numel = trained = narrow = 0.0
+            for part in shape.parts:
+                numel += part.count * numel_of(part, layout)
+                trained += part.count * numel_of(part, layout, trained=True)
+                for weight in part.weights:
+                    if weight.narrow:
+                        narrow += part.count * weight.numel / (tp if weight.split else 1)
+            self._numels[key] = (numel, trained, narrow)
+        return self._numels[key]
+
+    def _activations(self, shape: ModelShape, group: ChoiceGroup) -> float:
+        """Return the bytes of block activations for the micro-batches that the first rank has in flight."""
+        key = (id(shape), group.tp, group.micro_batch, group.recompute, group.sequence_parallel)
+        if key not in self._saved:
+            again, once = [], []
+            for part in shape.parts:
+                sizes = []
+                for policy in (group.recompute, "none"):
+                    saved = part.footprints[policy].saved
+                    size = saved.at(group.micro_batch, tp=group.tp, sequence_parallel=group.sequence_parallel)
+                    sizes.append(size if part.kind == "block" else 0.0)
+                again.append(sizes[0])
+                once.append(sizes[1])
+            self._saved[key] = (again, once)
+        stages = self._stages(shape, group).first
+        actions = PipelineShape(group.pp, group.schedule, group.accumulation, len(stages))
+        saved_bytes = self._saved[key]
+        return sum(actions.in_flight(0, chunk) * load.total(*saved_bytes) for chunk, load in enumerate(stages))
+
+
+def _loads(shape: ModelShape, group: ChoiceGroup) -> Stages:
+    """Return the loads of a group's stages."""
+    bounds = stage_bounds(shape.num_blocks, group.pp, group.schedule, group.split)
+    index = {id(part): position for position, part in enumerate(shape.parts)}
+    stages, of_rank = [], dict[int, list[Load]]()
+    for stage in stages_between(shape, bounds, group.pp, group.schedule):
+        recomputed, others = [0] * len(index), [0] * len(index)
+        left = group.recompute_blocks or shape.num_blocks
+        for part, count in stage.parts:
+            again = min(left, count) if part.kind == "block" else 0
+            left -= again
+            recomputed[index[id(part)]] = again
+            others[index[id(part)]] = count - again
+        stages.append(Load(tuple(recomputed), tuple(others)))
+        of_rank.setdefault(stage.rank, []).append(stages[-1])
+    loads = [_summed(of_rank[rank], len(index)) for rank in range(group.pp)]
+    last = sorted({load: rank for rank, load in enumerate(loads)}.values())
+    before = [_summed(stages[start:end], len(index)) for start, end in pairwise([0, *last])]
+    return Stages(tuple(before), tuple(loads[rank] for rank in last), tuple(of_rank[0]))
+
+
+def _summed(loads: Iterable[Load], num_parts: int) -> Load:
+    recomputed, others = [0] * num_parts, [0] * num_parts
+    for load in loads:
+        recomputed = list(map(operator.add, recomputed, load.recomputed))
+        others = list(map(operator.add, others, load.others))
+    return Load(tuple(recomputed), tuple(others))
