@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 ROWS = (*TORCHTITAN, *FMS, *OLMO, *KEMPNER, *TINYLLAMA, *NEMO, *MEGATRON, *NANOTRON, *LLAMA3, *MOSAIC)
 BLIND = (*TORCHTITAN_BLIND, *FMS_BLIND, *NEMO_BLIND, *MOSAIC_BLIND)
-"""Rows that took no part in any choice: they were added after the rules were chosen. One constant changed later, for its
-meaning (`contention_moved`, 2 to 1), which moved their mean error from 7.6 to 8.0 %."""
+"""Rows that took no part in any choice: they were added after the rules were chosen. One constant changed later, for
+its meaning (`contention_moved`, 2 to 1), which moved their mean error from 7.6 to 8.0 %."""
 WITHIN = 0.15
 COVERED = 0.05, 0.95
 """Quantiles of the residuals between which an interval reaches."""
