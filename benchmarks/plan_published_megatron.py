@@ -64,7 +64,7 @@ _NEMO_BLIND = (
     ("GPT3-175B, 25.02", GPT_175B, 512, 2048, 2, 2048, 4, 4, 1, 6, 1600),
     ("Nemotron-15B, 25.02", gpt(6144, 32, 48, 256_000), 64, 256, 2, 4096, 1, 1, 1, 1, 14_760),
 )
-"""DGX B200, predicted once, after the model was settled."""
+"""DGX B200 (25.02: docs.nvidia.com/nemo-framework, performance summary), which took no part in any choice."""
 
 
 def _nemo(table: tuple[tuple[Any, ...], ...], device: str) -> tuple[Row, ...]:

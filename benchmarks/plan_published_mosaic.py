@@ -224,4 +224,4 @@ MOSAIC_BLIND = (
     *_rows(_BLIND_A100, "A100-40GB", "network: 1,600 Gbit/s a node", reduce="bf16"),
     *_rows(_BLIND_FP8, "H100", "network: the catalogue's", float8="te"),
 )
-"""Tables of A100-40GB and of fp8, which were predicted once, after the model was settled."""
+"""Tables of A100-40GB (of small models every second row) and of fp8, which took no part in any choice."""

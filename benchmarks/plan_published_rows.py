@@ -157,7 +157,7 @@ TORCHTITAN_BLIND = (
     _titan("8B on 8, 128k, cp4", LLAMA3_8B, 8, 1071, layout=Layout(shard=2, cp=4), length=131_072, **_CONTEXT),
     _titan("8B on 8, 256k, cp8", LLAMA3_8B, 8, 548, layout=Layout(cp=8), length=262_144, **_CONTEXT),
 )
-"""Context parallelism (rings of keys there, all-to-alls here), predicted once, after the model was settled."""
+"""Context parallelism (rings of keys there, all-to-alls here); these took no part in any choice."""
 
 
 # fms-fsdp: github.com/foundation-model-stack/fms-fsdp, README.md; compiled, SDPA's FlashAttention-2, gradients
@@ -206,7 +206,7 @@ FMS_BLIND = tuple(
         strict=True,
     )
 )
-"""The table of March 2024, without compilation, predicted once, after the model was settled."""
+"""The table of March 2024, without compilation, which took no part in any choice."""
 FMS = (*_fms("A100-80GB", 128, 50.0, 0), *_fms("H100", 96, 100.0, 1))
 
 

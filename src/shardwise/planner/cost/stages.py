@@ -277,7 +277,7 @@ def product_inputs(part: Part, tp: int) -> float:
     """Return the elements per sample that a compiled block saves beside the results of its products and attentions.
 
     Inductor recomputes pointwise operators in its backward kernels, but saves the inputs of matrix products, which are
-    kernels of their own (torch._functorch.partitioners). They are one norm for each layer that ends in a row-parallel
+    kernels of their own (its min-cut partitioner). They are one norm for each layer that ends in a row-parallel
     product, and the input of that product, unless it is the result of an attention. The result of the last product,
     which selective recompute saves, is not needed. Without such layers, the inputs of all products are counted.
     """
