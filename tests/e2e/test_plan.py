@@ -238,7 +238,7 @@ WRONG_DEEPSPEED = {
         "[cli.options-conflict]",
     ),
     "ranks of a search": (["gpt2", "--nproc", "2"], "--cluster 2xthis"),
-    "a plan for nothing": (["plan.toml"], "[plan.already-a-plan]"),
+    "a plan for nothing": (["plan.toml"], "[plan.file-without-model]"),
     "another batch": (
         ["--from-deepspeed", "ds.json", "--nproc", "2", "--batch-size", "8"],
         "--batch-size 8 contradicts ds.json, which has 16",

@@ -12,7 +12,8 @@ import shardwise as sw
 from refusals import refuses
 from shardwise.cli.main import main
 from shardwise.planner.cost import memory
-from shardwise.planner.plan import PlanReport, PlanSpec
+from shardwise.planner.plan import PlanReport
+from shardwise.planner.spec import PlanSpec
 
 SOURCE = Path(sw.__file__).parent
 MOST_FILES = 6

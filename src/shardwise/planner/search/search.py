@@ -9,6 +9,7 @@ result equals that of predicting every plan (`exhaustive`; a test compares them)
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,8 @@ class Question:
     optimizer: OptimizerShape = ADAMW
     accepts: Callable[[Plan], None] = field(default=lambda _: None, compare=False)
     """Raises InputError for plans that `train` would reject, by the same rules."""
+    max_bytes: float = math.inf
+    """Bytes that a plan may use on each device, if fewer than FILL of its memory."""
 
     @property
     def context(self) -> float:
@@ -82,7 +85,7 @@ class Question:
     @property
     def capacity(self) -> float:
         """Bytes that a plan may use on each device."""
-        return FILL * self.cluster.device.memory_bytes
+        return min(FILL * self.cluster.device.memory_bytes, self.max_bytes)
 
     @property
     def host_capacity(self) -> float:
