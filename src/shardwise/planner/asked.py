@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.errors import InputError, MissingExtraError, PlanError
+from shardwise.errors import InputError, MissingExtraError, PlanError, nearest
 from shardwise.job import Job
 from shardwise.job.load import parse_overrides
+from shardwise.layout import AXES
 from shardwise.planner.search.choices import RECOMPUTES, divisors
 from shardwise.planner.search.search import Candidate, refused_by_rule
-from shardwise.planner.settle import LocalDevice, nearest_key, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans.pipeline import check_pipeline
 from shardwise.plans.plan import Plan
 from shardwise.plans.toml import plan_to_toml, read_plan
@@ -187,7 +188,11 @@ def plan_settings(settings: Sequence[str], compile_option: str | None) -> dict[s
                 fix=f"use --batch-size {overrides[key]}",
             )
         if name not in fields:
-            fix = "change the Job" if name in job_fields else nearest_key(key)
+            fix = nearest(name, fields - {"layout"})
+            if name in AXES:
+                fix = f"use --plan, such as --plan {name}{overrides[key]}"
+            elif name in job_fields:
+                fix = "change the job"
             raise InputError(f"--set {key} is not a field of a plan", code="cli.set-unknown-key", fix=fix)
     return with_compile(overrides, compile_option)
 

@@ -92,13 +92,7 @@ def budget_of(
 ) -> Budget | None:
     """Return time and cost of a training of `tokens`, or of `num_steps`; None if neither is known."""
     plan, time = candidate.plan, candidate.time
-    if tokens is not None:
-        if tokens_per_sample is None:
-            raise InputError(
-                "--tokens requires a model of sequences, but the samples of this model have no tokens",
-                code="plan.tokens-without-sequences",
-                fix="remove --tokens",
-            )
+    if tokens is not None and tokens_per_sample is not None:
         steps = tokens / (plan.batch_size * tokens_per_sample)
     elif num_steps is not None:
         steps = float(num_steps)

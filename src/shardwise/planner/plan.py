@@ -40,7 +40,7 @@ from shardwise.planner.search.report_data import ReportContent, to_data
 from shardwise.planner.search.search import Rejected, choose_form, search
 from shardwise.planner.search.subject import job_subject, published_subject
 from shardwise.planner.settle import split_settings
-from shardwise.planner.spec import PlanSpec, check_options, of_plan_file
+from shardwise.planner.spec import PlanSpec, check_length, check_options, of_plan_file
 from shardwise.plans.toml import read_plan
 from shardwise.runs.console import CHECK_FAILED
 from shardwise.spec import Report, signature_of
@@ -168,7 +168,7 @@ class PlanReport(Report, frozen=True, kw_only=True):
 
     def to_toml(self) -> str:
         """Return the chosen plan as a plan file, which names the model and the cluster in comments."""
-        plan = self.best if self.chosen is None and self.asked is None else self.chosen
+        plan = self.chosen
         if plan is None:
             fix = self.advice or "change the plan, or remove --plan"
             raise InputError("no plan fits into device memory", code="plan.none-fits", fix=fix)
@@ -194,6 +194,7 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
     max_bytes = check_options(spec, cluster, is_job=job is not None or spec.is_job)
     overrides, job, job_settings = _settings(spec, job)
     subject = _subject(spec, job, cluster)
+    check_length(spec, subject.model.plain.tokens_per_sample, subject.num_steps)
     resolve = functools.partial(
         settle_asked,
         spec.plan,
@@ -248,7 +249,6 @@ def _with_verdict(report: PlanReport, *, batch_is_fixed: bool) -> PlanReport:
     if report.best is None:
         advice = _advice(report.answer.question, batch_is_fixed=batch_is_fixed)
     is_refused = report.asked is not None and not report.asked.fits
-    report.budget  # noqa: B018 - raises InputError for tokens that the model does not have
     if not advice and not is_refused:
         return report
     return msgspec.structs.replace(report, advice=advice, exit_code=CHECK_FAILED)

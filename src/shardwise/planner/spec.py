@@ -111,17 +111,27 @@ def check_options(spec: PlanSpec, cluster: Cluster, *, is_job: bool) -> float:
             code="cli.options-conflict",
             fix="remove one of the two",
         )
+    if spec.max_memory is None:
+        return float("inf")
+    return _max_bytes(spec.max_memory, cluster)
+
+
+def check_length(spec: PlanSpec, tokens_per_sample: int | None, num_steps: int | None) -> None:
+    """Raise InputError if --tokens or --price do not apply to the model or the job."""
     if spec.tokens is not None:
         read_tokens(spec.tokens)
-    elif spec.price is not None and not is_job:
+        if tokens_per_sample is None:
+            raise InputError(
+                f"--tokens {spec.tokens} requires a model of sequences, but the samples of this model have no tokens",
+                code="plan.tokens-without-sequences",
+                fix="remove --tokens",
+            )
+    elif spec.price is not None and num_steps is None:
         raise InputError(
             f"--price {spec.price:g} requires the length of the training",
             code="cli.option-not-applicable",
             fix="add --tokens, such as --tokens 1T",
         )
-    if spec.max_memory is None:
-        return float("inf")
-    return _max_bytes(spec.max_memory, cluster)
 
 
 def _max_bytes(text: str, cluster: Cluster) -> float:

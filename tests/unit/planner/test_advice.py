@@ -4,6 +4,7 @@ import json
 import shlex
 
 import pytest
+import torch
 
 import shardwise as sw
 from refusals import refuses
@@ -107,3 +108,26 @@ def test_the_next_command_writes_the_plan_of_a_model():
     assert words[-2:] == ["--out", "plan.toml"]
     assert {"--cluster", "8xH100", "--batch-size", "--set", "micro_batch=1", "--plan", "fsdp"} <= set(words)
     assert sw.plan("llama-7b", cluster="1xT4").next_command == ""
+
+
+def job_of(**length):
+    return sw.Job(
+        model=lambda: sw.models.decoder("llama-tiny"),
+        data=lambda split: [(torch.zeros(32, dtype=torch.long), torch.zeros(32, dtype=torch.long))] * 8,
+        loss=sw.losses.token_cross_entropy,
+        optimizer=sw.adamw(lr=0.1),
+        batch_size=8,
+        **length,
+    )
+
+
+def test_the_length_of_a_job_is_its_budget():
+    steps = sw.plan(job_of(steps=100), cluster="2xH100", price=2)
+    assert steps.budget.seconds == pytest.approx(100 * steps.answer.best.time.seconds)
+    assert steps.budget.cost == pytest.approx(2 * steps.budget.gpu_hours)
+    assert sw.plan(job_of(tokens=100 * 8 * 32), cluster="2xH100").budget.steps == 100
+    assert sw.plan(job_of(epochs=1), cluster="2xH100").budget is None
+    with refuses("cli.option-not-applicable", "--price"):
+        sw.plan(job_of(epochs=1), cluster="2xH100", price=2)
+    with refuses("plan.tokens-without-sequences", "1T"):
+        sw.plan("resnet-50", cluster="2xH100", tokens="1T")

@@ -23,7 +23,7 @@ from shardwise.planner.search.explain import (
     reason,
 )
 from shardwise.planner.search.search import Candidate, choose_form
-from shardwise.units import format_count, format_gb, format_rate, format_seconds
+from shardwise.units import GB, format_count, format_gb, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -145,7 +145,8 @@ def cells_of(candidate: Candidate, *, details: bool = False) -> list[str]:
 
 
 def _in_gb(num_bytes: float) -> str:
-    return format_gb(num_bytes).removesuffix(" GB")
+    size = num_bytes / GB
+    return f"{size:,.0f}" if size >= 1000 else f"{size:.3g}"
 
 
 def _asked_lines(asked: Asked, answer: Answer) -> list[str]:

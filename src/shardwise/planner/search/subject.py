@@ -163,8 +163,9 @@ def job_subject(
     fix = "run shardwise train, with --nproc 2 for two replicas"
     engine_named(job.engine).require_torch_model(owner, "plan predicts torch modules", fix=fix)
     chosen, why = _precision(cluster, precision)
+    model = describe(job, chosen.activations)
     return Subject(
-        model=describe(job, chosen.activations),
+        model=model,
         batch_size=batch_size or job.batch_size,
         batch_source="--batch-size" if batch_size else "the job's",
         precision=chosen,
@@ -172,8 +173,15 @@ def job_subject(
         optimizer=optimizer_shape(job),
         accepts=accepts or job_rules(job),
         describe=functools.partial(describe, job),
-        num_steps=job.steps,
+        num_steps=_num_steps(job, batch_size or job.batch_size, model.plain.tokens_per_sample),
     )
+
+
+def _num_steps(job: Job, batch_size: int, tokens_per_sample: int | None) -> int | None:
+    """Return the optimizer steps of a job; None if its length is in epochs, since its data are not read."""
+    if job.tokens is not None and tokens_per_sample is not None:
+        return math.ceil(job.tokens / (batch_size * tokens_per_sample))
+    return job.steps
 
 
 def optimizer_shape(job: Job) -> OptimizerShape:
