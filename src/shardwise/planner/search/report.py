@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.planner.search.advice import ROUND, capture_gain, compile_gain, rounds_gain
-from shardwise.planner.search.choices import FAMILIES
+from shardwise.planner.search.choices import FAMILIES, family_of
 from shardwise.planner.search.explain import (
     asked_verdict,
     beside_native,
@@ -68,7 +68,9 @@ def to_text(shown: ReportContent) -> str:
         lines += ["", *_best_lines(answer, answer.best, "chosen" if asked is None else "best")]
     lines += _form_lines(shown)
     for number, (label, text) in enumerate(next_lines(shown)):
-        lines += [""] * (number == 0) + _paragraph(label, text)
+        lines += [""] if number == 0 else []
+        # A command is not wrapped, so that it can be copied.
+        lines += [f"{label:<{LABEL}}{text}"] if label == "next" else _paragraph(label, text)
     return "\n".join(lines)
 
 
@@ -112,7 +114,7 @@ def reasons_of(shown: ReportContent) -> list[str]:
 def _details(plan: Plan) -> str:
     """Return the choices of a plan that neither its family nor its layout shows, in brackets."""
     parts = []
-    if plan.zero and plan.layout.degrees.count(1) < len(plan.layout.degrees) - 1:
+    if plan.zero and family_of(plan) != f"zero{plan.zero}":
         parts.append(f"zero{plan.zero}")
     if plan.layout.pp > 1:
         parts.append(f"schedule {plan.pipeline.schedule}")
@@ -152,7 +154,8 @@ def _in_gb(num_bytes: float) -> str:
 def _asked_lines(asked: Asked, answer: Answer) -> list[str]:
     """Return the memory and time breakdown of the user's own plan, and how it compares with the recommended one."""
     plan = asked.plan
-    name = f"{plan.layout}{_details(plan)} · {plan.micro_batch} x {plan.accumulation} · recompute {plan.recompute}"
+    name = f"{family_of(plan)}: {plan.layout}{_details(plan)} · {plan.micro_batch} x {plan.accumulation}"
+    name += f" · recompute {plan.recompute}"
     if plan.compile != "none":
         name += f" · compile {plan.compile}"
     lines = _paragraph("yours", name)
