@@ -60,11 +60,11 @@ def command(
     report = plan(spec)
     present(report, as_json=as_json)
     if picture is not None:
-        picture.write_text(report.to_svg())
+        _write(picture, report.to_svg())
     if page is not None:
-        page.write_text(report.to_html(), encoding="utf-8")
+        _write(page, report.to_html())
     if report.chosen is not None and out is not None:
-        out.write_text(report.to_toml())
+        _write(out, report.to_toml())
     if report.best is not None and to_deepspeed is not None:
         plans = [report.best] if report.forms else [candidate.plan for candidate in report.candidates]
         job = load_named_job(spec) if spec.is_job else None
@@ -97,6 +97,15 @@ def _check_files(files: dict[str, Path | None]) -> None:
         )
 
 
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written ({error.strerror})", code="cli.output-write-failed", fix="pass another path"
+        ) from None
+
+
 def _read_deepspeed(spec: PlanSpec, path: Path, out: Path | None, to_deepspeed: Path | None, nproc: int | None) -> int:
     """Convert a DeepSpeed config to a plan in `out` or on standard output, and list settings that are not converted."""
     if spec.model is not None or to_deepspeed is not None:
@@ -112,7 +121,7 @@ def _read_deepspeed(spec: PlanSpec, path: Path, out: Path | None, to_deepspeed: 
     if out is None:
         echo(plan_to_toml(reading.plan).rstrip())
     else:
-        out.write_text(plan_to_toml(reading.plan))
+        _write(out, plan_to_toml(reading.plan))
         echo(f"plan      {out}: {reading.plan.layout}, zero {reading.plan.zero}, for train --plan {out}")
     echo_error(f"job       batch_size={reading.plan.batch_size}")
     for note in reading.notes:

@@ -33,7 +33,7 @@ from shardwise.planner.asked import (
 from shardwise.planner.cost.time import timeline
 from shardwise.planner.next_step import Budget, budget_of, read_tokens, train_command
 from shardwise.planner.search.advice import Hint, best_size, cluster_option, hints, smallest_cluster
-from shardwise.planner.search.explain import capacity_text, reason
+from shardwise.planner.search.explain import asked_verdict, capacity_text, reason
 from shardwise.planner.search.page import draw, to_page
 from shardwise.planner.search.report import to_text
 from shardwise.planner.search.report_data import ReportContent, to_data
@@ -152,8 +152,13 @@ class PlanReport(Report, frozen=True, kw_only=True):
         return to_text(self._shown)
 
     def note(self) -> str:
-        """Return the advice if no plan fits, else an empty string."""
-        return f"shardwise: {self.advice}" if self.advice else ""
+        """Return the advice if no plan fits, or why the user's own plan cannot be used; else an empty string."""
+        if self.advice:
+            return f"shardwise: {self.advice}"
+        if self.asked is not None and not self.asked.fits:
+            verdict = asked_verdict(self.asked, self.answer)
+            return f"shardwise: plan {self.asked.plan.layout} cannot be used: {verdict}"
+        return ""
 
     def to_svg(self) -> str:
         """Return an SVG with the memory of each family by kind, and the timeline of one step of the best plan."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -83,8 +83,10 @@ def of_plan_file(spec: PlanSpec) -> PlanSpec:
             code="plan.file-without-model",
             fix=f"use shardwise plan MODEL --plan {path}, or add --to-deepspeed FILE to convert it",
         )
-    given = {name: getattr(spec, name) for name in ("length", "lora")}
-    numbers = {name: int(found[name]) for name in given if given[name] is None and name in found}
+    numbers: dict[str, Any] = {}
+    for name in ("length", "lora"):
+        if getattr(spec, name) is None and name in found:  # the Spec refuses a value that is not a number
+            numbers[name] = int(found[name]) if found[name].isdigit() else found[name]
     cluster = found.get("cluster", spec.cluster) if spec.cluster == "this" else spec.cluster
     return spec.replace(model=found["model"], plan=path, cluster=cluster, **numbers)
 

@@ -29,6 +29,7 @@ FILES = {
     "job.py": JOB,
     "plan.toml": 'version = 1\nlayout = "shard8"\nzero = 3\nmicro_batch = 8\n',
     "named.toml": '# model = gpt2\n# cluster = 8xH100\nversion = 1\nlayout = "shard8"\nzero = 3\n',
+    "length.toml": '# model = gpt2\n# length = long\nversion = 1\nlayout = "shard8"\nzero = 3\n',
     "typo.toml": "version = 1\nmicro_bach = 2\n",
     "broken.toml": "version = = 1\n",
     "broken.json": "{",
@@ -88,6 +89,7 @@ PLANS = {
     "plan file of no model": (["plan.toml"], ("plan.file-without-model", "plan.toml", "--plan plan.toml")),
     "plan file with a typo": (["typo.toml"], ("plan.unknown-key", "'micro_batch'")),
     "plan file that is no TOML": (["broken.toml"], ("plan.not-toml", "broken.toml")),
+    "plan file of a long model": (["length.toml"], ("spec.value-invalid", "'long'")),
     "two plans": (["named.toml", "--plan", "fsdp"], ("cli.options-conflict", "named.toml")),
     "batch below the ranks": ([*GPT2, "--plan", "ddp", "--batch-size", "4"], ("plan.batch-too-small", 4, 8)),
     "batch that does not divide": ([*GPT2, "--plan", "ddp", "--batch-size", "12"], ("plan.batch-not-divisible", 12)),
@@ -160,3 +162,14 @@ def test_bad_input_is_one_sentence_and_writes_nothing(directory, capfd, argument
     assert len(captured.err.strip().splitlines()) == 1, captured.err
     assert_refused(captured.err, *refusal)
     assert {path.name for path in directory.iterdir()} - {"__pycache__", "cache"} == set(FILES)
+
+
+@pytest.mark.parametrize("option", ["--out", "--picture", "--report"])
+def test_a_file_that_cannot_be_written_is_one_sentence_after_the_report(directory, capfd, option):
+    name = "full.html"
+    (directory / name).symlink_to("/dev/full")  # accepts no byte, not even of root
+    assert main(["plan", "gpt2", "--cluster", "2xH100", "--batch-size", "8", option, name]) == 2
+    captured = capfd.readouterr()
+    assert "gpt2" in captured.out
+    assert_refused(captured.err, "cli.output-write-failed", name)
+    assert len(captured.err.strip().splitlines()) == 1

@@ -34,10 +34,11 @@ def test_a_question_without_a_better_neighbour_has_no_hints(model, cluster, batc
     assert sw.plan(model, cluster=cluster, batch_size=batch_size).hints == ()
 
 
-def test_a_tiny_model_on_a_large_cluster_is_shown_how_few_devices_do():
-    report = sw.plan("gpt2-tiny", cluster="64xH100", batch_size=64)
+@pytest.mark.parametrize(("devices", "batch_size"), [(64, 64), (48, 48)])
+def test_a_tiny_model_on_a_large_cluster_is_shown_how_few_devices_do(devices, batch_size):
+    report = sw.plan("gpt2-tiny", cluster=f"{devices}xH100", batch_size=batch_size)
     (hint,) = (hint for hint in report.hints if hint.step_s <= 1.1 * report.answer.best.time.seconds)
-    few = sw.plan("gpt2-tiny", cluster=f"{hint.num_devices}xH100", batch_size=64).answer.best
+    few = sw.plan("gpt2-tiny", cluster=f"{hint.num_devices}xH100", batch_size=batch_size).answer.best
     assert hint.num_devices <= 4
     assert few.time.seconds == pytest.approx(hint.step_s)
     assert f"--cluster {hint.num_devices}xH100" in report.to_text()

@@ -76,6 +76,7 @@ def test_a_plan_that_train_refuses_names_the_rule(plan, settings, code):
     assert report.asked.code == code
     assert report.best is not None
     assert report.asked.refusal in report.to_text()
+    assert report.asked.refusal in report.note()
 
 
 def test_a_plan_that_is_too_large_names_options_with_which_it_fits():

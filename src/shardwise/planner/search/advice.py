@@ -39,7 +39,7 @@ MOST_COMPUTE = 0.6
 MANY, MOST_COMPUTE_OF_MANY = 1024, 0.5
 """Number of devices above which such a search takes most of a second, and the share of compute there."""
 SCALES = 1.8
-"""Ratio of step times from which halving the devices is worth nothing: each device would do hardly more."""
+"""Ratio of step times from which halving the devices gains little: each of them would do hardly more."""
 COMPUTE = ("matmul", "attention", "memory", "recompute")
 """Parts of a step that take twice as long on half of the devices."""
 
@@ -60,7 +60,10 @@ def hints(answer: Answer) -> list[Hint]:
     """Return the hints for a question whose batch does not divide, or whose cluster is too large for the model."""
     if answer.best is None:
         return []
-    return [*uneven_batch(answer, answer.best), *fewer_devices(answer, answer.best)]
+    found = uneven_batch(answer, answer.best)
+    # Ranks on a CPU share its cores, so that fewer of them are not smaller.
+    is_cpu = answer.question.cluster.device.kind == "cpu"
+    return found if is_cpu else [*found, *fewer_devices(answer, answer.best)]
 
 
 def rate_text(candidate: Candidate) -> str:
@@ -146,18 +149,15 @@ def fewer_devices(answer: Answer, best: Candidate) -> list[Hint]:
 
 
 def _halved(question: Question, best: Candidate) -> list[Candidate]:
-    """Return the best plans on half of the devices, a quarter and so on, until halving doubles the time."""
-    found = [best]
-    size = question.cluster.num_devices
-    while size % 2 == 0:
-        size //= 2
-        if not _is_size(question.cluster.node, size):
-            break
-        candidate = search(resized(question, size)).best
+    """Return the best plans on about half of the devices, a quarter and so on, until the time grows as much."""
+    found, node = [best], question.cluster.node
+    while (size := found[-1].plan.layout.world_size) > 1:
+        smaller = cluster_sizes(node, size // 2)[-1]
+        candidate = search(resized(question, smaller)).best
         if candidate is None:
             break
         found.append(candidate)
-        if candidate.time.seconds > SCALES * found[-2].time.seconds:
+        if candidate.time.seconds > SCALES / 2 * size / smaller * found[-2].time.seconds:
             break
     return found[1:]
 
@@ -209,10 +209,6 @@ def _doubled(most: int) -> list[int]:
     for power in range(20):
         found += [factor << power for factor in (2, 3) if factor << power <= most]
     return found
-
-
-def _is_size(node: NodeType, size: int) -> bool:
-    return size <= node.num_devices or size % node.num_devices == 0
 
 
 def resized(question: Question, num_devices: int) -> Question:
