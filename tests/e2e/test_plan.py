@@ -1,15 +1,17 @@
 """`shardwise plan` from the command line: the guide's matrix with numbers, files it writes, nonsense, and speed."""
 
 import json
+import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from shardwise.cli.main import main
-from shardwise.plans.toml import read_plan
+from shardwise.plans.toml import plan_from_toml, read_plan
 
 SLOW_LINKS = """
 [nodes.shed]
@@ -115,6 +117,21 @@ def test_a_catalogue_of_ones_own_is_read(capfd, tmp_path):
     assert "shed" in data["cluster"]["description"]
 
 
+def test_the_next_command_of_a_job_trains_with_the_plan(capfd, tmp_path):
+    """The command as it is printed, with --dry-run, which resolves the plan and starts nothing."""
+    job = Path(__file__).resolve().parents[1] / "goldens" / "tiny.py"
+    asked = [str(job), "--cluster", "2xthis", "--plan", "zero2", "--set", "recompute=full", "--set", "batch_size=16"]
+    _, data = answered(capfd, *asked, "--set", "micro_batch=2")
+    words = shlex.split(data["next"])
+    assert words[:3] == ["shardwise", "train", str(job)]
+    assert {"batch_size=16", "recompute=full", "micro_batch=2"} <= set(words)
+    assert main([*words[1:], "--dry-run", "--run-dir", str(tmp_path / "run")]) == 0
+    plan = plan_from_toml(capfd.readouterr().out, "standard output")
+    found = data["asked"]["plan"]
+    assert (str(plan.layout), plan.zero, plan.recompute) == (found["layout"], found["zero"], found["recompute"])
+    assert (plan.micro_batch, plan.accumulation) == (found["micro_batch"], found["accumulation"]) == (2, 4)
+
+
 NONSENSE = {
     "no GPUs": (["llama-7b", "--cluster", "0xH100"], 2, "[hardware.cluster-count-invalid]"),
     "unknown device": (["llama-7b", "--cluster", "8xH1000"], 2, "did you mean"),
@@ -158,16 +175,28 @@ def test_what_would_fit_is_named_and_does(capfd):
     assert main(["plan", "llama-70b", "--cluster", cluster]) == 0
 
 
-def test_planning_imports_neither_torch_nor_numpy():
-    shown = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "shardwise", "plan", "gpt2", "--cluster", "2xH100"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "use_sliding_window": False,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("more", [["gpt2"], ["config.json", "--plan", "fsdp", "--set", "micro_batch=1"]])
+def test_planning_imports_neither_torch_nor_numpy(tmp_path, more):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    command = [sys.executable, "-X", "importtime", "-m", "shardwise", "plan", *more, "--cluster", "2xH100"]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     imported = {line.rsplit("|", 1)[-1].strip() for line in shown.stderr.splitlines()}
     assert "shardwise.planner.search.search" in imported
-    assert not imported & {"torch", "numpy"}
+    assert not imported & {"torch", "numpy", "transformers"}
 
 
 @pytest.mark.prove
@@ -238,7 +267,7 @@ WRONG_DEEPSPEED = {
         "[cli.options-conflict]",
     ),
     "ranks of a search": (["gpt2", "--nproc", "2"], "--cluster 2xthis"),
-    "a plan for nothing": (["plan.toml"], "[plan.already-a-plan]"),
+    "a plan for nothing": (["plan.toml"], "[plan.file-without-model]"),
     "another batch": (
         ["--from-deepspeed", "ds.json", "--nproc", "2", "--batch-size", "8"],
         "--batch-size 8 contradicts ds.json, which has 16",

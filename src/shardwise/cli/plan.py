@@ -9,7 +9,8 @@ import click
 from shardwise.cli.main import WITH_UNDERSCORES, present, spec_options
 from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError
-from shardwise.planner.plan import PlanSpec, load_named_job, plan
+from shardwise.planner.plan import load_named_job, plan
+from shardwise.planner.spec import PlanSpec
 from shardwise.plans.toml import plan_to_toml, read_plan
 from shardwise.runs.console import DONE, echo, echo_error
 
@@ -20,8 +21,9 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @spec_options(PlanSpec)
 @click.option("--calibrate", is_flag=True, help="First measure the rates of this machine (less than a minute).")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
-@click.option("--out", type=_FILE, help="Write the best plan to this file, for train --plan FILE.")
+@click.option("--out", type=_FILE, help="Write the plan to this file, for train --plan FILE.")
 @click.option("--picture", type=_FILE, help="Write a plot of memory and timeline to this SVG file.")
+@click.option("--report", "page", type=_FILE, help="Write an HTML page with plots, reasons and the next command.")
 @click.option("--to-deepspeed", type=_FILE, help="Write the plan as a JSON config for deepspeed.initialize.")
 @click.option("--from-deepspeed", type=_FILE, help="Convert this DeepSpeed JSON config to a plan.")
 @click.option("--nproc", type=click.IntRange(min=1), help="Number of ranks, if a DeepSpeed config does not set it.")
@@ -32,12 +34,14 @@ def command(
     as_json: bool,
     out: Path | None,
     picture: Path | None,
+    page: Path | None,
     to_deepspeed: Path | None,
     from_deepspeed: Path | None,
     nproc: int | None,
 ) -> int:
-    """Choose a plan for a published MODEL, or for the job in JOB.py, on a cluster."""
-    _check_directories({"--out": out, "--picture": picture, "--to-deepspeed": to_deepspeed})
+    """Choose a plan for a published MODEL, a transformers CONFIG.json, or the job in JOB.py, on a cluster."""
+    files = {"--out": out, "--picture": picture, "--report": page, "--to-deepspeed": to_deepspeed}
+    _check_files(files)
     if from_deepspeed is not None:
         return _read_deepspeed(spec, from_deepspeed, out, to_deepspeed, nproc)
     if nproc is not None:
@@ -46,7 +50,7 @@ def command(
             code="cli.option-not-applicable",
             fix=f"use --cluster {nproc}xthis for {nproc} ranks on this machine",
         )
-    if spec.model is not None and spec.model.endswith(".toml"):
+    if spec.model is not None and spec.model.endswith(".toml") and to_deepspeed is not None:
         return _write_plan_file(spec.model, to_deepspeed)
     if calibrate:
         from shardwise.measurement.calibrate import calibrate as measure  # imports torch
@@ -56,12 +60,12 @@ def command(
     report = plan(spec)
     present(report, as_json=as_json)
     if picture is not None:
-        picture.write_text(report.to_svg())
-    if report.best is None:
-        return report.exit_code
-    if out is not None:
-        out.write_text(report.to_toml())
-    if to_deepspeed is not None:
+        _write(picture, report.to_svg())
+    if page is not None:
+        _write(page, report.to_html())
+    if report.chosen is not None and out is not None:
+        _write(out, report.to_toml())
+    if report.best is not None and to_deepspeed is not None:
         plans = [report.best] if report.forms else [candidate.plan for candidate in report.candidates]
         job = load_named_job(spec) if spec.is_job else None
         expressible, notes = engine_named("deepspeed").write_config(plans, to_deepspeed, job)
@@ -71,14 +75,35 @@ def command(
     return report.exit_code
 
 
-def _check_directories(files: dict[str, Path | None]) -> None:
+def _check_files(files: dict[str, Path | None]) -> None:
+    """Raise InputError for a file that cannot be written, before anything is predicted."""
     for name, path in files.items():
-        if path is not None and not path.parent.is_dir():
+        if path is None:
+            continue
+        if not path.parent.is_dir():
             raise InputError(
                 f"{name} {path} is in a directory that does not exist",
                 code="cli.output-folder-missing",
                 fix="create the directory first",
             )
+        if path.is_dir():
+            raise InputError(
+                f"{name} {path} is a directory", code="cli.output-is-folder", fix="pass the path of a file"
+            )
+    page = files["--report"]
+    if page is not None and page.suffix != ".html":
+        raise InputError(
+            f"--report must be a .html file, got {page.name}", code="cli.report-extension", fix=f"use {page.stem}.html"
+        )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written ({error.strerror})", code="cli.output-write-failed", fix="pass another path"
+        ) from None
 
 
 def _read_deepspeed(spec: PlanSpec, path: Path, out: Path | None, to_deepspeed: Path | None, nproc: int | None) -> int:
@@ -96,7 +121,7 @@ def _read_deepspeed(spec: PlanSpec, path: Path, out: Path | None, to_deepspeed: 
     if out is None:
         echo(plan_to_toml(reading.plan).rstrip())
     else:
-        out.write_text(plan_to_toml(reading.plan))
+        _write(out, plan_to_toml(reading.plan))
         echo(f"plan      {out}: {reading.plan.layout}, zero {reading.plan.zero}, for train --plan {out}")
     echo_error(f"job       batch_size={reading.plan.batch_size}")
     for note in reading.notes:
@@ -104,12 +129,8 @@ def _read_deepspeed(spec: PlanSpec, path: Path, out: Path | None, to_deepspeed: 
     return DONE
 
 
-def _write_plan_file(path: str, to_deepspeed: Path | None) -> int:
+def _write_plan_file(path: str, to_deepspeed: Path) -> int:
     """Convert a plan file to a DeepSpeed config."""
-    if to_deepspeed is None:
-        raise InputError(
-            f"{path} is already a plan", code="plan.already-a-plan", fix="add --to-deepspeed, or pass a model or a job"
-        )
     _, notes = engine_named("deepspeed").write_config([read_plan(Path(path))], to_deepspeed, None)
     echo_error("\n".join(notes))
     return DONE

@@ -118,6 +118,7 @@ def _cpu_cluster(catalogue: Catalogue, ranks: int) -> Cluster:
 
 def _split(text: str) -> tuple[tuple[int, ...], str]:
     """Parse "4x8xA100" into (4, 8) and "A100"."""
+    _refuse_mixed(text)
     match = re.fullmatch(r"((?:[-+]?\d+\s*x\s*)*)(\S.*)", text.strip(), re.IGNORECASE)
     if match is None:
         raise HardwareError(f"cluster {text!r} has no device or node name", code="hardware.cluster-empty", fix=_FORMS)
@@ -132,6 +133,16 @@ def _split(text: str) -> tuple[tuple[int, ...], str]:
                 fix="use positive integers, such as 8xH100",
             )
     return counts, match[2]
+
+
+def _refuse_mixed(text: str) -> None:
+    parts = [part.strip() for part in re.split(r"[+,]|\band\b", text)]
+    if len(parts) > 1:
+        raise HardwareError(
+            f"cluster {text!r} mixes several kinds of devices, but the ranks of a training need equal devices",
+            code="hardware.cluster-mixed",
+            fix=f"plan one kind at a time, such as {parts[0]}",
+        )
 
 
 # The catalogue: devices, links and nodes in TOML files. The user's files take precedence over the built-in one.
@@ -197,6 +208,10 @@ class Catalogue:
         entries: tuple[Device | NodeType, ...] = (*self.devices.values(), *self.nodes.values())
         names = {_normalized(alias): entry for entry in entries for alias in (entry.name, *entry.aliases)}
         if _normalized(name) not in names:
+            count = re.fullmatch(r"(\d+)[ *-]*(\D.*)", name)
+            if count and _normalized(count[2]) in names:  # 8H100
+                fix = f"write {count[1]}x{count[2]}"
+                raise HardwareError(f"cluster {name!r} has no x", code="hardware.cluster-syntax", fix=fix)
             close = difflib.get_close_matches(_normalized(name), names, n=1)
             # All names would fill a screen, and most users look for a device.
             fix = f"{nearest(close[0] if close else name, close or self.devices)} (this machine: 'this' or '2xthis')"

@@ -22,12 +22,13 @@ from shardwise.measurement.overlap import (
     measure_overlap,
     vary,
 )
-from shardwise.measurement.report import BenchReport, Findings, Section, machine_facts
+from shardwise.measurement.report import BenchReport, machine_facts
 from shardwise.measurement.specs import bench_device, load_torch_job, warn_if_busy
 from shardwise.parallel.support import uses_ddp
 from shardwise.planner.settle import settle, split_settings
 from shardwise.plans import Plan  # noqa: TC001 - read at run time by msgspec
 from shardwise.plots.figures import Bars, Table, table_lines
+from shardwise.plots.page import Findings, Section
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

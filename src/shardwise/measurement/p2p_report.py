@@ -13,10 +13,11 @@ from shardwise.hardware import probe_gpus
 from shardwise.measurement.comm.collectives import WAYS
 from shardwise.measurement.p2p import WINDOW, Pairs, PairSettings, measure_pairs
 from shardwise.measurement.p2p_verdict import ACROSS_NODES, SAME_NODE, SLOW, find_slow, kind_of, verdict_sentences
-from shardwise.measurement.report import BenchReport, Findings, Section, machine_facts
+from shardwise.measurement.report import BenchReport, machine_facts
 from shardwise.measurement.specs import rank_zero
 from shardwise.planner.settle import local_device
 from shardwise.plots.figures import Heat, Table, table_lines
+from shardwise.plots.page import Findings, Section
 from shardwise.runs.console import CHECK_FAILED
 from shardwise.units import format_bandwidth, format_bytes, format_rate, format_seconds, read_size
 

@@ -7,7 +7,6 @@ import platform
 import re
 import socket
 from collections import Counter
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +16,8 @@ import torch
 from shardwise.environment import identify
 from shardwise.errors import InputError
 from shardwise.hardware.probe import package_version, probe_gpus, usable_cores
-from shardwise.measurement.report_html import html_of
-from shardwise.plots.figures import Bars, Heat, Plot, Table
+from shardwise.plots.figures import Bars, Gantt, Heat, Plot, Table
+from shardwise.plots.page import html_of
 from shardwise.runs.console import counted
 from shardwise.spec import Report
 from shardwise.units import format_bytes, format_number
@@ -26,28 +25,7 @@ from shardwise.units import format_bytes, format_number
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A section of a report: its text, then plots and tables."""
-
-    title: str
-    text: str = ""
-    parts: tuple[Plot | Bars | Heat | Table, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Findings:
-    """The content of the report of one benchmark."""
-
-    title: str
-    verdict: str
-    """The summary in one sentence."""
-    facts: tuple[tuple[str, str], ...]
-    """(name, value) of the machine and the software."""
-    method: tuple[str, ...]
-    """Sentences about the method of measurement."""
-    sections: tuple[Section, ...] = field(default=())
+    from shardwise.plots.page import Findings, Part, Section
 
 
 # Facts about the machine, its devices and its software, as text.
@@ -149,9 +127,15 @@ def _section(section: Section) -> list[str]:
     return blocks
 
 
-def _part(part: Plot | Bars | Heat | Table) -> list[str]:
+def _part(part: Part) -> list[str]:
     if isinstance(part, Table):
         return [_table(part.header, part.rows)]
+    if isinstance(part, Gantt):
+        seconds: dict[str, float] = {}
+        for span in part.spans:
+            seconds[span.kind] = seconds.get(span.kind, 0.0) + span.end - span.start
+        totals = [(kind, format_number(total)) for kind, total in seconds.items()]
+        return [_caption(part.title, "s"), _table(("", "total"), totals)]
     if isinstance(part, Plot):
         return [_caption(part.title, part.y_label), _plot(part)]
     if isinstance(part, Bars):

@@ -16,7 +16,7 @@ from shardwise.errors import InputError
 from shardwise.hardware import probe_gpus, usable_cores
 from shardwise.launcher.local.target import Script, check_target
 from shardwise.launcher.options import read_nproc
-from shardwise.measurement.report import BenchReport, Findings, Section, machine_facts
+from shardwise.measurement.report import BenchReport, machine_facts
 from shardwise.measurement.scaling import (
     MODES,
     Mode,
@@ -34,6 +34,7 @@ from shardwise.measurement.step_findings import predict_step
 from shardwise.planner.search.subject import describe_job
 from shardwise.planner.settle import split_settings
 from shardwise.plots.figures import Bars, Plot, Series, Table, table_lines
+from shardwise.plots.page import Findings, Section
 from shardwise.runs.console import counted, echo_error
 from shardwise.units import format_rate
 

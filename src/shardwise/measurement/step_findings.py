@@ -11,7 +11,7 @@ from shardwise.errors import InputError, JobError
 from shardwise.hardware.calibration import calibration_for
 from shardwise.hardware.cluster import this_machine
 from shardwise.measurement.profile import ProfileSpec, StepProfile, check_trace_path
-from shardwise.measurement.report import BenchReport, Findings, Section, machine_facts
+from shardwise.measurement.report import BenchReport, machine_facts
 from shardwise.measurement.specs import load_torch_job
 from shardwise.measurement.step import (
     PHASES,
@@ -28,6 +28,7 @@ from shardwise.planner.cost.time import WAITING, predict_time
 from shardwise.planner.search.subject import describe_job, optimizer_shape
 from shardwise.planner.settle import local_device, settle, split_settings
 from shardwise.plots.figures import Bars, Table
+from shardwise.plots.page import Findings, Section
 from shardwise.runs.console import counted, echo_error
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import re
 import statistics
 import time
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -223,7 +224,7 @@ def corrected(answer: Answer, history: MachineHistory) -> Answer:
     notes: dict[str, str] = {}
     if answer.question.memory_ratio > 1:
         notes["capacity"] = f"lowered by {answer.question.memory_ratio:.2f} from own runs"
-    changed = {id(each): _corrected(each, history, notes) for each in _candidates(answer)}
+    changed = {id(each): corrected_candidate(each, history, notes) for each in _candidates(answer)}
     candidates = sorted((changed[id(each)] for each in answer.candidates), key=lambda each: each.time.seconds)
     families: dict[str, Candidate | Rejected] = {}
     for family, entry in answer.families.items():
@@ -240,7 +241,9 @@ def _candidates(answer: Answer) -> Iterable[Candidate]:
             yield entry
 
 
-def _corrected(candidate: Candidate, history: MachineHistory, notes: Mapping[str, str]) -> Candidate:
+def corrected_candidate(
+    candidate: Candidate, history: MachineHistory, notes: Mapping[str, str] = MappingProxyType({})
+) -> Candidate:
     """Return a candidate with its time multiplied, and with `notes` and the factor in the basis of its time."""
     found, before = history.time_ratio(candidate.plan), candidate.time
     if found is None:
@@ -254,6 +257,7 @@ def _corrected(candidate: Candidate, history: MachineHistory, notes: Mapping[str
         tokens_per_second_per_device=None if tokens is None else tokens / factor,
         mfu=before.mfu / factor,
         uncertainty=max(before.uncertainty, found.spread),
+        interval=(min(before.interval[0], 1 - found.spread), max(before.interval[1], 1 + found.spread)),
         basis={**before.basis, "step": f"corrected by {factor:.2f} from {found.num_runs} own runs", **notes},
     )
     return dataclasses.replace(candidate, time=after)

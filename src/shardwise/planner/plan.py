@@ -1,32 +1,50 @@
 """`plan`: from a PlanSpec to a PlanReport with the plans that fit, their memory and time, and the best one.
 
-The steps: a published model or the traced model of a job (`search/subject.py`), every layout with its micro-batches
-(`search/search.py`), memory and time of each (`cost/`), reasons (`search/explain.py`), and the output as text, JSON and
-picture (`search/report.py`).
+The steps: a published model, a config.json or the traced model of a job (`search/subject.py`), every layout with its
+micro-batches (`search/search.py`), memory and time of each (`cost/`), the user's own plan (`asked.py`), reasons
+(`search/explain.py`), hints (`search/advice.py`), and the output as text, JSON, picture and page (`search/report.py`,
+`search/page.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path  # noqa: TC003 - Spec needs it at run time
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+import functools
+import itertools
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError
 from shardwise.hardware.cluster import parse_cluster
-from shardwise.job import load_job, refer
+from shardwise.job import load_job
+from shardwise.planner.asked import (
+    HEADER,
+    Asked,
+    plan_settings,
+    predict_asked,
+    settle_asked,
+    to_plan_file,
+    with_compile,
+)
 from shardwise.planner.cost.time import timeline
-from shardwise.planner.history import MachineHistory, corrected, read_history, with_memory_margin
-from shardwise.planner.search.explain import capacity_text, reason, smallest_cluster
-from shardwise.planner.search.nearby import search_within
-from shardwise.planner.search.report import answer_data, answer_text, draw
+from shardwise.planner.history import MachineHistory, corrected, corrected_candidate, read_history, with_memory_margin
+from shardwise.planner.next_step import Budget, budget_of, read_tokens, train_command
+from shardwise.planner.search.advice import Hint, best_size, cluster_option, hints, search_within, smallest_cluster
+from shardwise.planner.search.explain import asked_verdict, capacity_text, reason
+from shardwise.planner.search.page import draw, to_page
+from shardwise.planner.search.report import to_text
+from shardwise.planner.search.report_data import ReportContent, to_data
 from shardwise.planner.search.search import Rejected, choose_form
 from shardwise.planner.search.subject import job_subject, published_subject
-from shardwise.plans.toml import plan_to_toml
+from shardwise.planner.settle import split_settings
+from shardwise.planner.spec import PlanSpec, check_length, check_options, of_plan_file
+from shardwise.plans.toml import read_plan
 from shardwise.runs.console import CHECK_FAILED
-from shardwise.spec import PositiveInt, Report, Spec, argument, option, signature_of
+from shardwise.spec import Report, signature_of
 
 if TYPE_CHECKING:
     from shardwise.hardware.machine import Cluster
@@ -34,37 +52,6 @@ if TYPE_CHECKING:
     from shardwise.planner.search.search import Answer, Candidate, EngineForm, Question
     from shardwise.planner.search.subject import Subject
     from shardwise.plans.plan import Plan
-
-
-class PlanSpec(Spec, frozen=True, kw_only=True):
-    """Options of `shardwise plan`: a model, a cluster and a batch size."""
-
-    model: Annotated[str | None, argument("MODEL|JOB.py[:NAME]|PLAN.toml")] = None
-    """A published model, or the file of a job."""
-    cluster: str = "this"
-    """Cluster such as 8xH100, 2xp4d.24xlarge or 4x8xA100-40GB; `this` is this machine, `2xthis` two of its GPUs, or two
-    ranks on its CPU."""
-    batch_size: PositiveInt | None = None
-    """Samples per step over all devices."""
-    length: PositiveInt | None = None
-    """Tokens per sample of a published model."""
-    precision: Literal["bf16", "fp16", "fp32", "fp64"] | None = None
-    """Compute dtype."""
-    engine: Literal["torch", "deepspeed"] = "torch"
-    """Engine; with deepspeed, the planner also predicts DeepSpeed's ZeRO stages and offloads, and chooses one."""
-    lora: Annotated[PositiveInt | None, option("--lora", metavar="RANK")] = None
-    """Fine-tune a published model with LoRA adapters."""
-    catalogue: Path | None = None
-    """TOML file with your own devices, links and nodes."""
-    history: bool = True
-    """Correct predictions by your own runs on the same devices; --no-history uses predictions alone."""
-    every: Annotated[bool, option("--all")] = False
-    """List every plan that was predicted."""
-
-    @property
-    def is_job(self) -> bool:
-        """Whether the model is the file of a job."""
-        return self.model is not None and ".py" in self.model
 
 
 class PlanReport(Report, frozen=True, kw_only=True):
@@ -75,6 +62,14 @@ class PlanReport(Report, frozen=True, kw_only=True):
     answer: Answer
     forms: tuple[EngineForm, ...] = ()
     """ZeRO stages and offloads of DeepSpeed, with `engine="deepspeed"`."""
+    asked: Asked | None = None
+    """The user's own plan, if the spec names one."""
+    sizes: tuple[Answer, ...] = ()
+    """Results for other numbers of devices, with `max_gpus`."""
+    hints: tuple[Hint, ...] = ()
+    """Other batch sizes and numbers of devices that are clearly better."""
+    job_settings: tuple[str, ...] = ()
+    """The --set options of the job."""
     advice: str = ""
     """Error message with the smallest change after which a plan fits; empty if one fits."""
     num_damaged: int = 0
@@ -83,14 +78,27 @@ class PlanReport(Report, frozen=True, kw_only=True):
     @property
     def best(self) -> Plan | None:
         """The best plan for the engine of the spec; None if none fits."""
-        chosen = choose_form(self.forms)
-        candidate = chosen.best if chosen is not None else self.answer.best
-        if candidate is None or (self.forms and chosen is None):
+        candidate = self._recommended
+        if candidate is None:
             return None
         question = self.answer.question
         source = f"shardwise plan {question.model.plain.name} on {question.cluster.describe()}"
         sources = {"layout": source, "precision": self.subject.precision_source}
         return dataclasses.replace(candidate.plan, sources=sources)
+
+    @property
+    def _recommended(self) -> Candidate | None:
+        chosen = choose_form(self.forms)
+        if self.forms:
+            return chosen.best if chosen is not None else None
+        return self.answer.best
+
+    @property
+    def chosen(self) -> Plan | None:
+        """The plan that `to_toml` writes: the user's own, if the spec names one and it fits, else the best."""
+        if self.asked is not None:
+            return self.asked.plan if self.asked.fits else None
+        return self.best
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -103,18 +111,57 @@ class PlanReport(Report, frozen=True, kw_only=True):
         families = self.answer.families.items()
         return {name: reason(self.answer, name) for name, entry in families if isinstance(entry, Rejected)}
 
+    @property
+    def budget(self) -> Budget | None:
+        """Time and cost of the whole training under the chosen plan; None if its length is unknown or no plan fits."""
+        candidate = self.asked.candidate if self.asked is not None else self._recommended
+        if candidate is None:
+            return None
+        tokens = None if self.spec.tokens is None else read_tokens(self.spec.tokens)
+        per_sample = self.answer.question.model.plain.tokens_per_sample
+        return budget_of(candidate, per_sample, tokens=tokens, num_steps=self.subject.num_steps, price=self.spec.price)
+
+    @property
+    def next_command(self) -> str:
+        """The command to run next: `train` for the file of a job, else `plan` with --out; empty if no plan fits."""
+        if self.chosen is None or self.spec.model is None:
+            return ""
+        if self.spec.is_job:
+            return train_command(self.spec.model, self.chosen, self.answer.question.cluster, self.job_settings)
+        options, arguments = self.spec.to_argv()
+        separate = itertools.chain.from_iterable(option.split("=", 1) for option in options)
+        return shlex.join(["shardwise", "plan", *arguments, *separate, "--out", "plan.toml"])
+
+    @property
+    def _shown(self) -> ReportContent:
+        return ReportContent(
+            answer=self.answer,
+            subject=self.subject,
+            forms=self.forms,
+            asked=self.asked,
+            sizes=self.sizes,
+            hints=self.hints,
+            budget=self.budget,
+            next_command=self.next_command,
+            every=self.spec.every,
+        )
+
     def to_json(self) -> str:
         """Return the report as indented JSON, in bytes and seconds."""
-        data = answer_data(self.answer, self.forms, every=self.spec.every)
-        return msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
+        return msgspec.json.format(msgspec.json.encode(to_data(self._shown)), indent=2).decode()
 
     def to_text(self) -> str:
         """Return the best plan of each family (or every plan), and the cost of the chosen plan with reasons."""
-        return answer_text(self.answer, self.forms, self.subject, every=self.spec.every)
+        return to_text(self._shown)
 
     def note(self) -> str:
-        """Return the advice if no plan fits, and the number of damaged lines in the history; empty without either."""
-        notes = [f"shardwise: {self.advice}"] if self.advice else []
+        """Return the advice if no plan fits, why the user's own plan cannot be used, and damage of the history."""
+        notes = []
+        if self.advice:
+            notes.append(f"shardwise: {self.advice}")
+        elif self.asked is not None and not self.asked.fits:
+            verdict = asked_verdict(self.asked, self.answer)
+            notes.append(f"shardwise: plan {self.asked.plan.layout} cannot be used: {verdict}")
         if self.num_damaged:
             notes.append(f"note      {self.num_damaged} damaged lines in the history of runs were skipped")
         return "\n".join(notes)
@@ -126,18 +173,25 @@ class PlanReport(Report, frozen=True, kw_only=True):
         title = f"{question.model.plain.name} on {question.cluster.num_devices} x {question.cluster.device.name}"
         return draw(self.answer, spans, title=title)
 
+    def to_html(self) -> str:
+        """Return a self-contained HTML page with memory, the timeline of a step for each family, and reasons."""
+        return to_page(self._shown)
+
     def to_toml(self) -> str:
-        """Return the best plan as a plan file."""
-        if self.best is None:
-            raise InputError("no plan fits into device memory", code="plan.none-fits", fix=self.advice)
-        return plan_to_toml(self.best)
+        """Return the chosen plan as a plan file, which names the model and the cluster in comments."""
+        plan = self.chosen
+        if plan is None:
+            fix = self.advice or "change the plan, or remove --plan"
+            raise InputError("no plan fits into device memory", code="plan.none-fits", fix=fix)
+        origin = {name: getattr(self.spec, name) for name in HEADER}
+        return to_plan_file(plan, origin | {"cluster": cluster_option(self.answer.question.cluster)})
 
 
 def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
     """Predict memory and time of every plan for a model on a cluster, and choose one.
 
-    `model` is a Job, the name of a published model, the path of a job's file, or a PlanSpec; the options are the fields
-    of PlanSpec: `sw.plan("llama-7b", cluster="8xH100")`.
+    `model` is a Job, the name of a published model, a config.json, the path of a job's file or of a plan file, or a
+    PlanSpec; the options are the fields of PlanSpec: `sw.plan("llama-7b", cluster="8xH100")`.
     """
     if isinstance(model, PlanSpec):
         spec, job = model, None
@@ -145,57 +199,115 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
         spec, job = PlanSpec.of(model, **options), None
     else:
         spec, job = PlanSpec.of(**options), model
+    if spec.model is not None and spec.model.endswith(".toml"):
+        spec = of_plan_file(spec)
     cluster = parse_cluster(spec.cluster, spec.catalogue)
+    max_bytes = check_options(spec, cluster, is_job=job is not None or spec.is_job)
+    overrides, job, job_settings = _settings(spec, job)
     subject = _subject(spec, job, cluster)
-    question = subject.question(cluster)
+    check_length(spec, subject.model.plain.tokens_per_sample, subject.num_steps)
+    resolve = functools.partial(
+        settle_asked,
+        spec.plan,
+        batch_size=subject.batch_size,
+        precision=None if spec.precision is None else subject.precision,
+        overrides=overrides,
+    )
+    own = None
+    if spec.plan != "auto":  # first, because the search is for the same precision
+        own = resolve(cluster)
+        subject = subject.in_precision(own.precision)
     history = read_history(cluster) if spec.history else MachineHistory()
-    question = with_memory_margin(question, history)
-    answer = corrected(search_within(question), history)
-    forms = engine_named(spec.engine).plan_forms(question)
-    report = PlanReport(spec=spec, subject=subject, answer=answer, forms=forms, num_damaged=history.num_damaged)
-    if report.best is not None:
-        return report
-    is_fixed = spec.batch_size is not None or spec.is_job or job is not None
-    advice = _advice(question, batch_is_fixed=is_fixed)
-    return msgspec.structs.replace(report, advice=advice, exit_code=CHECK_FAILED)
+    answer, sizes = _searched(with_memory_margin(subject.question(cluster, max_bytes), history), spec.max_gpus)
+    if spec.max_gpus is None:  # the history is of all devices of the machine
+        answer = corrected(answer, history)
+    if spec.plan == "auto" and overrides:
+        own = resolve(answer.question.cluster, choose=lambda _: _best_of(answer))
+    asked = None
+    if own is not None:
+        question = subject.in_precision(own.precision).question(answer.question.cluster, max_bytes)
+        asked = predict_asked(own, question)
+        if asked.candidate is not None and spec.max_gpus is None:
+            asked = dataclasses.replace(asked, candidate=corrected_candidate(asked.candidate, history))
+    report = PlanReport(
+        spec=spec,
+        subject=subject,
+        answer=answer,
+        forms=engine_named(spec.engine).plan_forms(answer.question),
+        asked=asked,
+        sizes=tuple(sizes),
+        hints=() if spec.max_gpus else tuple(hints(answer)),
+        job_settings=job_settings,
+        num_damaged=history.num_damaged,
+    )
+    return _with_verdict(report, batch_is_fixed=spec.batch_size is not None or job is not None)
 
 
 plan.__signature__ = signature_of(PlanSpec, PlanReport)  # type: ignore[attr-defined]  # each option with its default
 
 
+def _searched(question: Question, max_gpus: int | None) -> tuple[Answer, list[Answer]]:
+    """Return the result of the search, on the best number of devices if it is limited, and those of other numbers."""
+    if max_gpus is None:
+        return search_within(question), []
+    return best_size(question, max_gpus)
+
+
+def _best_of(answer: Answer) -> tuple[Plan | None, str]:
+    """Return the best plan for `settle`, or None and the reason."""
+    if answer.best is None:
+        return None, "that fits was not found"
+    return answer.best.plan, ""
+
+
+def _with_verdict(report: PlanReport, *, batch_is_fixed: bool) -> PlanReport:
+    """Return the report with the exit code 3 and advice if no plan fits, or the user's own plan does not."""
+    advice = ""
+    if report.best is None:
+        advice = _advice(report.answer.question, batch_is_fixed=batch_is_fixed)
+    is_refused = report.asked is not None and not report.asked.fits
+    if not advice and not is_refused:
+        return report
+    return msgspec.structs.replace(report, advice=advice, exit_code=CHECK_FAILED)
+
+
+def _settings(spec: PlanSpec, job: Job | None) -> tuple[dict[str, str], Job | None, tuple[str, ...]]:
+    """Return the fields of the plan that --set and --compile change, the job with its own --set options, and these."""
+    if job is not None or not spec.is_job:
+        return plan_settings(spec.settings, spec.compile), job, ()
+    reference, of_plan = split_settings(spec.model or "", spec.settings)
+    own = dict(reference.overrides)
+    if spec.batch_size is not None:
+        own["batch_size"] = str(spec.batch_size)
+    return with_compile(of_plan, spec.compile), load_job(reference), tuple(f"{key}={own[key]}" for key in own)
+
+
 def _subject(spec: PlanSpec, job: Job | None, cluster: Cluster) -> Subject:
-    """Return the model of the job, loaded from its file if necessary, or the published model."""
-    if job is None and spec.model is None:
+    """Return the model of the job, or the published model."""
+    if job is not None:
+        owner = spec.model or "the job"
+        return job_subject(job, cluster, batch_size=spec.batch_size, precision=spec.precision, owner=owner)
+    if spec.model is None:
         raise InputError(
             "plan requires a model",
             code="plan.nothing-named",
             fix="pass a published model, a job, or --from-deepspeed FILE",
         )
-    if job is None and not spec.is_job:
-        return published_subject(
-            spec.model or "",
-            cluster,
-            batch_size=spec.batch_size,
-            length=spec.length,
-            precision=spec.precision,
-            lora=spec.lora,
-        )
-    owner = spec.model or "the job"
-    for name, value in (("--length", spec.length), ("--lora", spec.lora)):
-        if value is not None:
-            raise InputError(
-                f"{name} is valid for published models only, but {owner} is a job",
-                code="cli.option-not-applicable",
-                fix="remove the option, and change the job file",
-            )
-    return job_subject(
-        job or load_named_job(spec), cluster, batch_size=spec.batch_size, precision=spec.precision, owner=owner
+    is_file = spec.plan.endswith(".toml") and spec.batch_size is None
+    subject = published_subject(
+        spec.model,
+        cluster,
+        batch_size=read_plan(Path(spec.plan)).batch_size if is_file else spec.batch_size,
+        length=spec.length,
+        precision=spec.precision,
+        lora=spec.lora,
     )
+    return dataclasses.replace(subject, batch_source=spec.plan) if is_file else subject
 
 
 def load_named_job(spec: PlanSpec) -> Job:
-    """Return the job in the file `spec.model`."""
-    return load_job(refer(spec.model or "", {}))
+    """Return the job in the file `spec.model`, with its --set options."""
+    return load_job(split_settings(spec.model or "", spec.settings)[0])
 
 
 def _advice(question: Question, *, batch_is_fixed: bool) -> str:
@@ -206,4 +318,4 @@ def _advice(question: Question, *, batch_is_fixed: bool) -> str:
     if found is None:
         return f"{fact} ({capacity_text(question)}): use a smaller batch, a shorter length or --lora"
     wider, family = found
-    return f"{fact}: use --cluster {wider.num_devices}x{wider.device.name}, where {family} fits"
+    return f"{fact}: use --cluster {cluster_option(wider)}, where {family} fits"

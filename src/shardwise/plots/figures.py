@@ -110,6 +110,8 @@ class Gantt:
 
     title: str
     spans: tuple[GanttSpan, ...]
+    kinds: tuple[str, ...] = ()
+    """Kinds of operations in the order of their colours, if several timelines share them; else those of `spans`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +243,26 @@ def _ones_twos_fives(low: float, high: float) -> list[float]:
     for decade in range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1):
         found += [10.0**decade * digit for digit in (1, 2, 5) if low <= 10.0**decade * digit <= high]
     return found
+
+
+def spread_apart(heights: list[float], top: float, bottom: float, *, least: float) -> list[float]:
+    """Return ascending y positions, moved as little as possible, at least `least` apart, from `top` to `bottom`.
+
+    This is isotonic regression by the pool-adjacent-violators algorithm: labels that touch form a block, which is
+    placed at the mean of their positions.
+    """
+    blocks: list[tuple[float, int]] = []  # position of the first label, and number of labels
+    for index, height in enumerate(heights):
+        blocks.append((height - index * least, 1))
+        while len(blocks) > 1 and blocks[-2][0] >= blocks[-1][0]:
+            (upper, above), (lower, below) = blocks[-2:]
+            blocks[-2:] = [((upper * above + lower * below) / (above + below), above + below)]
+    lowest = bottom - (len(heights) - 1) * least
+    spread: list[float] = []
+    for first, count in blocks:
+        for _ in range(count):
+            spread.append(max(top, min(first, lowest)) + len(spread) * least)
+    return spread
 
 
 def table_lines(table: Table, *, num_left: int = 1) -> list[str]:

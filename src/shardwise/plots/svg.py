@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwise.plots.figures import Axis, Bars, Point, axis_over, is_shown
+from shardwise.plots.figures import Axis, Bars, Point, axis_over, is_shown, spread_apart
 from shardwise.units import format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from shardwise.plots.figures import Gantt, GanttSpan, Plot, Series
 
@@ -227,7 +227,7 @@ def _label_heights(frame: _Frame, lines: list[_Line]) -> dict[_Line, float]:
     """Return the y position of the label of each line; empty if there is one line or the line ends are too close."""
     visible = sorted((line for line in lines if line.runs), key=lambda line: frame.at(line.end)[1])
     ends = [frame.at(line.end)[1] for line in visible]
-    heights = _spread(ends, frame.top, frame.bottom + 6)
+    heights = spread_apart(ends, frame.top, frame.bottom + 6, least=_LINE)
     if len(ends) < 2 or max(map(abs, map(operator.sub, heights, ends))) > 2 * _LINE:
         return {}
     return dict(zip(visible, heights, strict=True))
@@ -247,26 +247,6 @@ def _end_labels(frame: _Frame, label_heights: dict[_Line, float]) -> list[str]:
 
 def _label(line: _Line) -> str:
     return _shortened(line.series.name, _NAME)
-
-
-def _spread(heights: list[float], top: float, bottom: float) -> list[float]:
-    """Return ascending y positions, moved as little as possible, at least one text line apart and inside the frame.
-
-    This is isotonic regression by the pool-adjacent-violators algorithm: labels that touch form a block, which is
-    placed at the mean of their positions.
-    """
-    blocks: list[tuple[float, int]] = []  # position of the first label, and number of labels
-    for index, height in enumerate(heights):
-        blocks.append((height - index * _LINE, 1))
-        while len(blocks) > 1 and blocks[-2][0] >= blocks[-1][0]:
-            (upper, above), (lower, below) = blocks[-2:]
-            blocks[-2:] = [((upper * above + lower * below) / (above + below), above + below)]
-    lowest = bottom - (len(heights) - 1) * _LINE
-    spread: list[float] = []
-    for first, count in blocks:
-        for _ in range(count):
-            spread.append(max(top, min(first, lowest)) + len(spread) * _LINE)
-    return spread
 
 
 def _shortened(text: str, letters: int) -> str:
@@ -321,8 +301,8 @@ def _with_legend(figure: Bars | Gantt, width: int) -> tuple[list[str], float]:
         names = figure.parts
         shapes, height = _bars(figure, width)
     else:
-        names = tuple(dict.fromkeys(span.kind for span in figure.spans))
-        shapes, height = _timeline(figure, dict(zip(names, _cycle(len(names)), strict=True)), width)
+        names = tuple(kind_colours(figure))
+        shapes, height = _timeline(figure, width)
     legend, top = _legend(names, width)
     title = _text((0, 0), figure.title, "total")
     return [title, *legend, f'<g transform="translate(0 {top:g})">', *shapes, "</g>"], top + height
@@ -340,8 +320,24 @@ def _legend(names: Sequence[str], width: float) -> tuple[list[str], float]:
     return shapes, y + 26
 
 
-def _timeline(timeline: Gantt, colours: Mapping[str, str], width: float) -> tuple[list[str], float]:
+def kind_colours(timeline: Gantt) -> dict[str, str]:
+    """Return the colour of each kind of operation in a timeline; kinds that do not occur have none."""
+    found = dict.fromkeys(span.kind for span in timeline.spans)
+    kinds = timeline.kinds or tuple(found)
+    return {kind: colour for kind, colour in zip(kinds, _cycle(len(kinds)), strict=True) if kind in found}
+
+
+def draw_timeline(timeline: Gantt, width: int) -> str:
+    """Return a timeline as an SVG element of this width, or "" if it is empty."""
+    if not timeline.spans:
+        return ""
+    shapes, height = _timeline(timeline, width)
+    return _svg(timeline.title, (width, height), shapes)
+
+
+def _timeline(timeline: Gantt, width: float) -> tuple[list[str], float]:
     """Return the shapes of a timeline with one row per stream, and its height; very short spans are merged."""
+    colours = kind_colours(timeline)
     rows = list(dict.fromkeys(span.row for span in timeline.spans))
     end = max(span.end for span in timeline.spans)
     left = 12 + _LETTER * max(map(len, rows))

@@ -10,9 +10,9 @@ import torch
 
 from env.chromium import chromium, needs_chromium
 from refusals import refuses
-from shardwise.measurement.report import Findings, Section, machine_facts, markdown_of, write_report
-from shardwise.measurement.report_html import html_of
+from shardwise.measurement.report import machine_facts, markdown_of, write_report
 from shardwise.plots.figures import Bars, Heat, Plot, Series, Table, axis_over
+from shardwise.plots.page import Findings, Section, html_of
 from shardwise.plots.svg import NARROW, WIDE, colours_of, draw_bars, draw_plot
 
 SIZES = tuple(4.0**power * 1024 for power in range(9))

@@ -10,19 +10,16 @@ from shardwise.layout import Layout
 from shardwise.planner.cost.memory import predict_memory
 from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
+from shardwise.planner.search.advice import capture_gain, compile_gain, rounds_gain, smallest_cluster
 from shardwise.planner.search.choices import LEAST_TOKENS
 from shardwise.planner.search.explain import (
-    capture_gain,
-    compile_gain,
     decision_path,
     over_the_host_limit,
     over_the_limit,
     reason,
-    rounds_gain,
     savings,
-    smallest_cluster,
 )
-from shardwise.planner.search.report import answer_data
+from shardwise.planner.search.report_data import answer_data
 from shardwise.planner.search.search import Question, search
 from shardwise.planner.search.subject import published_subject, usual_batch
 from shardwise.plans.plan import Plan
@@ -101,7 +98,7 @@ def test_what_cannot_be_has_its_own_reason(name, cluster, family, words):
     ("name", "cluster", "words"),
     [
         ("resnet-50", "8xH100", "not known to support context parallelism"),
-        ("llama-7b", "8xH100", f"too short to split: a rank needs at least {LEAST_TOKENS}"),
+        ("llama-7b", "8xH100", f"too short to split in two: a rank needs at least {LEAST_TOKENS}"),
         ("llama3-8b", "3xH100", "only by 2, 4, 8, 16, 32"),
     ],
 )

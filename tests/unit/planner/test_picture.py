@@ -10,7 +10,7 @@ from shardwise.layout import Layout
 from shardwise.planner.cost.time import TimeModel, timeline
 from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
-from shardwise.planner.search.report import draw
+from shardwise.planner.search.page import draw
 from shardwise.planner.search.search import Question, search
 from shardwise.plans import Plan, Precision
 from shardwise.plots.svg import SHEET

@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ import shardwise as sw
 from refusals import refuses
 from shardwise.cli.main import main
 from shardwise.planner.cost import memory
-from shardwise.planner.plan import PlanReport, PlanSpec
+from shardwise.planner.plan import PlanReport
+from shardwise.planner.spec import PlanSpec
 
 SOURCE = Path(sw.__file__).parent
 MOST_FILES = 6
@@ -50,6 +53,31 @@ def test_families_with_the_same_reason_are_on_one_line():
     assert [line for line in report.to_text().splitlines() if rejected in line] == [
         f"{', '.join(families)}: {rejected}"
     ]
+
+
+QUESTIONS = [
+    {"model": "llama3-8b", "cluster": "48xH100", "batch_size": 500},
+    {"model": "llama3-405b", "cluster": "2048xH100", "plan": "fsdp"},
+    {"model": "llama-7b", "cluster": "8xA100-40GB", "engine": "deepspeed"},
+    {"model": "llama-70b", "cluster": "8xH100", "tokens": "1T", "price": 2.5},
+    {"model": "gpt2", "cluster": "64xH100", "max_gpus": 64, "batch_size": 32},
+    {"model": "llama-7b", "cluster": "1xT4"},
+]
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: f"{question['model']} on {question['cluster']}")
+def test_a_report_fits_a_terminal_of_80_columns(question, monkeypatch):
+    """Only the command to copy is not wrapped; a report for a file has each sentence on a line."""
+    report = sw.plan(**question)
+    sentences = report.to_text()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", report.to_text()).splitlines()
+    monkeypatch.undo()
+    assert [line for line in shown if len(line) > 80 and not line.startswith("next ")] == []
+    for reason in report.rejected.values():
+        assert reason in sentences
+        assert reason in " ".join(" ".join(shown).split())
 
 
 def test_a_spec_travels_as_json_and_asks_the_same(report):

@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from shardwise.dist import World
     from shardwise.dist.rendezvous import Store
     from shardwise.measurement.comm.result import Check, SweepRow
-    from shardwise.measurement.report import Findings
     from shardwise.measurement.specs import CommSpec
+    from shardwise.plots.page import Findings
 
 
 class CommReport(BenchReport, frozen=True, kw_only=True):

@@ -14,8 +14,8 @@ import numpy as np
 from shardwise.errors import InputError
 from shardwise.measurement.comm.result import COLUMNS, cells, missing_text, shown_columns
 from shardwise.measurement.comm.spec import KINDS
-from shardwise.measurement.report import Findings, Section
 from shardwise.plots.figures import Plot, Series, Table
+from shardwise.plots.page import Findings, Section
 from shardwise.units import write_size
 
 if TYPE_CHECKING:

@@ -85,6 +85,12 @@ class Time:
         """Seconds of a step at the upper end of the interval."""
         return self.seconds * self.interval[1]
 
+    def interval_text(self) -> str:
+        """Return the interval around the prediction in percent, with its origin."""
+        low, high = (each - 1 for each in self.interval)
+        origin = "this engine on a measured machine" if self.interval_from == "measured" else "published runs of others"
+        return f"{low:+.0%} to {high:+.0%}, from {origin}"
+
 
 def predict_time(
     shape: ModelShape,

@@ -229,15 +229,25 @@ IMAGE_SIDE = 224
 T5_LENGTH, BYT5_LENGTH = 512, 1024
 
 
-def published(name: str, *, compute: DType, gathered: bool, length: int | None = None, lora: int = 0) -> ModelShape:
+def published(
+    name: str,
+    *,
+    compute: DType,
+    gathered: bool,
+    length: int | None = None,
+    lora: int = 0,
+    config: DecoderConfig | None = None,
+) -> ModelShape:
     """Return the description of a published model trained in `compute`; `gathered` if FSDP gathers its weights.
 
+    `config` describes a decoder that is not in the catalogue.
     `length` is tokens per sample (None: the model's context; T5's labels are a quarter as long), or an image's side
     in pixels. `lora` is the rank of adapters on every matrix of the blocks; all other weights are frozen, and stored
     in `compute` if that is half precision, which is how checkpoints are loaded for fine-tuning.
     """
     is_narrow = lora > 0 and compute in {"bf16", "fp16"}
-    shape = _published(name, length, {"compute": compute, "gathered": gathered or is_narrow, "lora": lora})
+    options = {"compute": compute, "gathered": gathered or is_narrow, "lora": lora}
+    shape = _published(name, length, options, config or SIZES.get(name))
     if is_narrow:
         parts = tuple(_store_frozen_narrow(part) for part in shape.parts)
         return dataclasses.replace(shape, name=f"{name} in {compute} + LoRA {lora}", parts=parts)
@@ -252,15 +262,14 @@ def _store_frozen_narrow(part: Part) -> Part:
     return dataclasses.replace(part, weights=tuple(weights))
 
 
-def _published(name: str, length: int | None, options: dict[str, Any]) -> ModelShape:
+def _published(name: str, length: int | None, options: dict[str, Any], config: DecoderConfig | None) -> ModelShape:
     if length is not None and length < 1:
         raise PlanError(
             f"the length of samples must be positive, got {length}",
             code="plan.sample-length-invalid",
             fix="use an integer of at least 1",
         )
-    if name in SIZES:
-        config = SIZES[name]
+    if config is not None:
         length = config.context if length is None else length
         if config.family == "gpt2" and length > config.context:
             raise PlanError(

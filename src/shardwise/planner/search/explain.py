@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from shardwise.hardware.machine import Cluster
-from shardwise.planner.search.choices import LEAST_TOKENS, divisors, slices
-from shardwise.planner.search.search import FILL, HOST_FILL, TIE, Candidate, Rejected, anything_fits, refused_by_rule
-from shardwise.plans.pipeline import SCHEDULES
+from shardwise.layout import Layout
+from shardwise.planner.search.choices import LEAST_TOKENS, slices
+from shardwise.planner.search.search import FILL, HOST_FILL, TIE, Candidate, Rejected
+from shardwise.plans.plan import Plan
 from shardwise.units import format_gb, format_seconds
 
 if TYPE_CHECKING:
+    from shardwise.planner.asked import Asked
     from shardwise.planner.cost.memory import Memory
     from shardwise.planner.model.shape import ModelShape
     from shardwise.planner.search.search import Answer, EngineForm, Question
-    from shardwise.plans.plan import Plan
 
 
+EQUAL = 0.005
+"""Relative difference in time below which plans are as fast as each other: it would be reported as 0%."""
 LONG = ("activations", "logits and loss")
 """Kinds of memory that grow with the length of samples."""
-LARGEST = 65_536
-"""Devices of the largest cluster that `smallest_cluster` tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +36,20 @@ class Fork:
 def capacity_text(question: Question) -> str:
     """Return one sentence with a device's memory and the fraction that a plan may use."""
     device = question.cluster.device
+    if question.capacity < FILL * device.memory_bytes:
+        return (
+            f"--max-memory allows {format_gb(question.capacity)} of a {device.name}'s {format_gb(device.memory_bytes)}"
+        )
     return f"{device.name} has {format_gb(device.memory_bytes)}, of which {FILL:.0%} may be used"
 
 
 def over_the_limit(memory: Memory, question: Question) -> str:
     """Return one sentence with the memory that a plan needs, the limit, and how the limit is computed."""
     device = question.cluster.device
-    return (
-        f"needs {format_gb(memory.total)}, but a plan may use {format_gb(question.capacity)}"
-        f" ({FILL:.0%} of the device's {format_gb(device.memory_bytes)})"
-    )
+    limit = f"{FILL:.0%} of the device's {format_gb(device.memory_bytes)}"
+    if question.capacity < FILL * device.memory_bytes:
+        limit = "--max-memory"
+    return f"needs {format_gb(memory.total)}, but a plan may use {format_gb(question.capacity)} ({limit})"
 
 
 def over_the_host_limit(memory: Memory, question: Question) -> str:
@@ -64,12 +67,19 @@ def reason(answer: Answer, family: str) -> str:
     entry, best = answer.families[family], answer.best
     if isinstance(entry, Rejected):
         return _rejection(answer, entry)
-    if best is not None and entry.plan == best.plan:
+    if best is None or entry.plan == best.plan:
         return "chosen"
-    change = entry.time.seconds / best.time.seconds - 1 if best is not None else 0.0
-    if best is None or change < 0.005:
-        return f"{max(0.0, -change):.0%} faster, within model error, and less simple"
+    change = entry.time.seconds / best.time.seconds - 1
+    if change < EQUAL:
+        return less_simple(change)
     return f"{change:.0%} slower: {_difference(entry, best)}"
+
+
+def less_simple(change: float) -> str:
+    """Return why a plan that is as fast as the chosen one, or faster by `change` < 0, was not chosen."""
+    if change > -EQUAL:
+        return "as fast, but less simple"
+    return f"{-change:.0%} faster, which is within model error, but less simple"
 
 
 def form_reason(form: EngineForm, chosen: EngineForm | None) -> str:
@@ -82,9 +92,7 @@ def form_reason(form: EngineForm, chosen: EngineForm | None) -> str:
         host = format_gb(form.best.memory.host)
         return f"not needed: {chosen.name} fits without it; {host} on the host for each device"
     change = form.best.time.seconds / chosen.best.time.seconds - 1
-    if change < 0.005:
-        return f"{max(0.0, -change):.0%} faster, within model error, and less simple"
-    return f"{change:.0%} slower"
+    return less_simple(change) if change < EQUAL else f"{change:.0%} slower"
 
 
 def beside_native(form: EngineForm, answer: Answer) -> str:
@@ -93,15 +101,56 @@ def beside_native(form: EngineForm, answer: Answer) -> str:
         return "no native plan fits"
     if form.best is None:
         return form.refusal
-    mine, native = form.best, answer.best
-    change = mine.time.seconds / native.time.seconds - 1
+    return beside(form.best, answer.best, f"native {answer.best.family}")
+
+
+def beside(mine: Candidate, other: Candidate, name: str) -> str:
+    """Return one sentence that compares two plans in throughput and memory; `name` is the other plan's."""
+    change = other.time.samples_per_second / mine.time.samples_per_second - 1
     text = "as fast as"
-    if abs(change) >= TIE:
+    if change >= 1:
+        text = f"{change + 1:.1f} times as long as"
+    elif abs(change) >= TIE:
         text = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'} than"
     return (
-        f"{format_seconds(mine.time.seconds)} a step in {format_gb(mine.memory.total)}, {text} native {native.family}"
-        f" ({format_seconds(native.time.seconds)}, {format_gb(native.memory.total)})"
+        f"{format_seconds(mine.time.seconds)} a step in {format_gb(mine.memory.total)}, {text} {name}"
+        f" ({format_seconds(other.time.seconds)}, {format_gb(other.memory.total)})"
     )
+
+
+def asked_verdict(asked: Asked, answer: Answer) -> str:
+    """Return whether the user's own plan can be used, why not, and how it compares with the recommended plan."""
+    mine, best = asked.candidate, answer.best
+    if mine is None:
+        return f"train refuses it: {asked.refusal}"
+    if not asked.fits:
+        return f"{_too_large(mine.plan, mine.memory, asked.question)}{_leaner(asked)}"
+    if best is None:
+        return "it fits, although the search found no plan"
+    if mine.plan == best.plan:
+        return "it is the recommended plan"
+    text = beside(mine, best, f"the recommended {best.family}")
+    change = mine.time.seconds / best.time.seconds - 1
+    return f"{text}: {_difference(mine, best)}" if change >= TIE else text
+
+
+def _leaner(asked: Asked) -> str:
+    """Return the --set options with which the user's own plan fits; empty if there are none."""
+    leaner = asked.leaner
+    if leaner is None:
+        return ""
+    options = f"--set micro_batch={leaner.plan.micro_batch}"
+    if leaner.plan.recompute != asked.plan.recompute:
+        options += f" --set recompute={leaner.plan.recompute}"
+    return f"; with {options} it fits in {format_gb(leaner.memory.total)}, {format_seconds(leaner.time.seconds)} a step"
+
+
+def _too_large(plan: Plan, memory: Memory, question: Question) -> str:
+    """Return the limit of device or host memory that a plan exceeds, with the changes that save the most."""
+    if memory.total <= question.capacity:
+        return over_the_host_limit(memory, question)
+    ways = savings(plan, memory, question)
+    return f"{over_the_limit(memory, question)}: {' or '.join(ways[:2]) or 'use more devices'}"
 
 
 def _difference(entry: Candidate, best: Candidate) -> str:
@@ -118,11 +167,7 @@ def _rejection(answer: Answer, entry: Rejected) -> str:
         return f"not needed: {best.family} fits without it, in {format_gb(best.memory.total)}"
     if entry.reason == "impossible" or entry.memory is None or entry.plan is None:
         return entry.detail or _impossible(entry.family, question)
-    if entry.reason == "host memory":
-        return over_the_host_limit(entry.memory, question)
-    needs = over_the_limit(entry.memory, question)
-    ways = savings(entry.plan, entry.memory, question)
-    return f"{needs}: {' or '.join(ways[:2]) or 'use more devices'}"
+    return _too_large(entry.plan, entry.memory, question)
 
 
 def _impossible(family: str, question: Question) -> str:
@@ -159,15 +204,16 @@ def _unsliced(shape: ModelShape) -> str:
     if max(shape.cp_degrees) == 1 or tokens is None:
         return "the model is not known to support context parallelism"
     if tokens < 2 * LEAST_TOKENS:
-        return f"samples of {tokens} tokens are too short to split: a rank needs at least {LEAST_TOKENS}"
+        return f"samples of {tokens} tokens are too short to split in two: a rank needs at least {LEAST_TOKENS}"
     known = ", ".join(str(degree) for degree in shape.cp_degrees if degree > 1)
     return f"heads and tokens can be split evenly only by {known}"
 
 
 def _uneven(question: Question) -> str:
-    if question.batch_size < question.cluster.num_devices:
-        return f"a batch of {question.batch_size} has fewer samples than the {question.cluster.num_devices} devices"
-    return f"no layout of {question.cluster.num_devices} devices divides a batch of {question.batch_size}"
+    batch, devices = question.batch_size, question.cluster.num_devices
+    if batch < devices:
+        return f"a batch of {batch} has fewer samples than the {devices} devices"
+    return f"a batch of {batch} samples is not divisible by the data-parallel ranks of {devices} devices"
 
 
 class _Saving(NamedTuple):
@@ -224,30 +270,37 @@ def decision_path(answer: Answer) -> list[Fork]:
     """Return the path through the guide's decision tree, with the choice by predicted time at its end."""
     question, best, whole = answer.question, answer.best, answer.families["ddp"]
     device = question.cluster.device
-    fits = isinstance(whole, Candidate)
-    memory = whole.memory
-    if memory is None:
-        because = "the batch cannot be divided over all devices"
-    else:
-        because = f"each replica needs {format_gb(memory.total)} of {format_gb(device.memory_bytes)}"
-    asked = f"Does the model fit in {'host' if device.kind == 'cpu' else 'GPU'} memory?"
-    path = [Fork(question=asked, answer="yes" if fits else "no", because=because)]
+    memory = whole.memory or _smallest_replica(question)
+    fits = question.has_capacity(memory)
+    path = [
+        Fork(
+            question=f"Does the model fit in {'host' if device.kind == 'cpu' else 'GPU'} memory?",
+            answer="yes" if fits else "no",
+            because=f"each replica needs {format_gb(memory.total)} of {format_gb(device.memory_bytes)}",
+        )
+    ]
+    if whole.memory is None:
+        asked = "Can the devices divide the batch evenly?"
+        path.append(Fork(question=asked, answer="no", because=reason(answer, "ddp")))
     advised = "ddp"
     if not fits:
         transformer = any(part.work.attentions for part in question.model.plain.parts)
-        path.append(
-            Fork(
-                question="Is it a transformer?",
-                answer="yes" if transformer else "no",
-                because="it has attention" if transformer else "it has no attention",
-            )
-        )
+        because = "it has attention" if transformer else "it has no attention"
+        path.append(Fork(question="Is it a transformer?", answer="yes" if transformer else "no", because=because))
         advised = "fsdp or zero3" if transformer else "pipeline or tensor parallel"
+    if whole.memory is None:
+        advised += f" with a batch that {question.cluster.num_devices} devices divide evenly"
     path.append(Fork(question="The decision tree recommends", answer=advised, because="the simplest that usually fits"))
     if best is not None:
         path += _slicing(answer, best)
         path.append(Fork(question="The predictions recommend", answer=best.family, because=_verdict(answer, best)))
     return path
+
+
+def _smallest_replica(question: Question) -> Memory:
+    """Return the memory of a replica with a micro-batch of one sample, if the devices cannot divide the batch."""
+    layout = Layout(replicate=question.cluster.num_devices)
+    return question.memory_of(Plan(layout=layout, recompute="full", precision=question.precision))
 
 
 def _slicing(answer: Answer, best: Candidate) -> list[Fork]:
@@ -275,79 +328,12 @@ def _verdict(answer: Answer, best: Candidate) -> str:
     near = min(others, key=lambda entry: entry.time.seconds)
     change = near.time.seconds / best.time.seconds - 1
     text = f"{change:.0%} faster than the next family, {near.family}"
-    if 0 <= change < 0.005:
+    if abs(change) < EQUAL:
         text = f"as fast as {near.family}"
-    if change < 0:
-        text = f"{near.family} would be {-change:.1%} faster, within model error, and is less simple"
+    elif change < 0:
+        text = f"{near.family} would be {-change:.0%} faster, which is within model error, but is less simple"
     whole = answer.families["ddp"]
     if isinstance(whole, Candidate) and whole.plan not in (best.plan, near.plan):
-        text += f"; ddp is {whole.time.seconds / best.time.seconds - 1:.0%} slower"
+        slower = whole.time.seconds / best.time.seconds - 1
+        text += f"; ddp is {slower:.0%} slower" if slower >= EQUAL else ""
     return text
-
-
-def smallest_cluster(question: Question, batch_size: int | None = None) -> tuple[Cluster, str] | None:
-    """Return the smallest cluster of up to LARGEST such devices on which the model fits, with the family, or None.
-
-    With `batch_size` None, the batch grows with the devices.
-    """
-    node = question.cluster.node
-    inside = divisors(node.num_devices)
-    nodes = [factor << power for power in range(20) for factor in (2, 3)]
-    sizes = inside + sorted({count * node.num_devices for count in nodes if count * node.num_devices <= LARGEST})
-    for size in sizes:
-        if size <= question.cluster.num_devices:
-            continue
-        batch = batch_size or -(-question.batch_size // size) * size
-        wider = dataclasses.replace(question, cluster=Cluster(node=node, num_devices=size), batch_size=batch)
-        family = anything_fits(wider)
-        if family is not None:
-            return wider.cluster, family
-    return None
-
-
-# Gains of options that the search does not change, for the chosen plan.
-
-
-ROUND = 25
-"""Steps between synchronizations for which `rounds_gain` predicts the saving."""
-
-
-def compile_gain(answer: Answer) -> float:
-    """Return the fraction of the best plan's step that compiling blocks would save; 0 if not applicable."""
-    best = answer.best
-    if best is None or best.plan.compile != "none" or SCHEDULES[best.plan.pipeline.schedule].splits_backward:
-        return 0.0
-    return _gain(answer, compile="blocks")
-
-
-def capture_gain(answer: Answer) -> float:
-    """Return the fraction of a step that CUDA graph capture would save, with equal shapes; 0 if not applicable."""
-    best = answer.best
-    if best is None or best.plan.layout.world_size > 1 or answer.question.cluster.device.kind == "cpu":
-        return 0.0
-    return _gain(answer, capture="step")
-
-
-def rounds_gain(answer: Answer) -> float:
-    """Return the fraction of a step that synchronizing replicas every ROUND steps would save; 0 if not applicable.
-
-    This changes the results of the training.
-    """
-    best = answer.best
-    if best is None or best.plan.layout.replicate == 1:
-        return 0.0
-    if answer.question.model.plain.ties_samples and best.plan.batch_norm == "sync":
-        return 0.0
-    return _gain(answer, communication=dataclasses.replace(best.plan.communication, sync_every=ROUND))
-
-
-def _gain(answer: Answer, **changes: Any) -> float:
-    question, best = answer.question, answer.best
-    if best is None:
-        return 0.0
-    plan = dataclasses.replace(best.plan, **changes)
-    if refused_by_rule(question, plan):
-        return 0.0
-    if question.memory_of(plan).total > question.capacity:
-        return 0.0
-    return 1 - question.time_model().predict(question.model.for_plan(plan), plan).seconds / best.time.seconds

@@ -83,6 +83,8 @@ class Question:
     """Measured over predicted memory in earlier runs on this machine, at least 1."""
     accepts: Callable[[Plan], None] = field(default=lambda _: None, compare=False)
     """Raises InputError for plans that `train` would reject, by the same rules."""
+    max_bytes: float = math.inf
+    """Bytes that a plan may use on each device, if fewer than FILL of its memory."""
 
     @property
     def context(self) -> float:
@@ -92,7 +94,7 @@ class Question:
     @property
     def capacity(self) -> float:
         """Bytes that a plan may use on each device."""
-        return FILL * self.cluster.device.memory_bytes / self.memory_ratio
+        return min(FILL * self.cluster.device.memory_bytes / self.memory_ratio, self.max_bytes)
 
     @property
     def widest(self) -> int:
@@ -176,7 +178,7 @@ class Answer:
     num_plans: int
     """Number of plans considered."""
     num_idle: int = 0
-    """Devices that the question leaves idle, because the batch does not divide over all of them (`nearby.py`)."""
+    """Devices that the question leaves idle, because the batch does not divide over all of them."""
 
 
 def search(question: Question, *, exhaustive: bool = False) -> Answer:

@@ -17,6 +17,7 @@ from shardwise.job import optimizers
 from shardwise.planner.cost.memory import ADAMW, SGD, OptimizerShape
 from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
+from shardwise.planner.model_config import is_config, read_decoder
 from shardwise.planner.search.choices import family_of
 from shardwise.planner.search.search import Question, search
 from shardwise.plans.sections import Precision
@@ -43,9 +44,13 @@ class Subject:
     optimizer: OptimizerShape = ADAMW
     accepts: Callable[[Plan], None]
     """Raises InputError for plans that `train` would reject."""
+    describe: Callable[[DType], Model]
+    """Describes the same model for another compute dtype."""
+    num_steps: int | None = None
+    """Optimizer steps of the training; None if unknown."""
 
-    def question(self, cluster: Cluster) -> Question:
-        """Return the input of the search for the best plans on a cluster."""
+    def question(self, cluster: Cluster, max_bytes: float = math.inf) -> Question:
+        """Return the input of the search for the best plans on a cluster, with at most `max_bytes` per device."""
         return Question(
             model=self.model,
             cluster=cluster,
@@ -54,7 +59,17 @@ class Subject:
             precision=self.precision,
             optimizer=self.optimizer,
             accepts=self.accepts,
+            max_bytes=max_bytes,
         )
+
+    def in_precision(self, precision: Precision) -> Subject:
+        """Return the same model in the precision of a plan."""
+        if precision == self.precision:
+            return self
+        model = self.model
+        if precision.activations != self.precision.activations:
+            model = self.describe(precision.activations)
+        return dataclasses.replace(self, model=model, precision=precision, precision_source="the plan's")
 
 
 def published_subject(
@@ -67,7 +82,7 @@ def published_subject(
     precision: DType | None = None,
     lora: int | None = None,
 ) -> Subject:
-    """Return the subject of a published model; options that are None default to the values of its publication.
+    """Return the subject of a published model or a config.json; None is the default of the model's publication.
 
     `accepts` raises for plans that cannot be trained.
     """
@@ -78,17 +93,39 @@ def published_subject(
             code="job.lora-rank-invalid",
             fix="use 1 or more, such as 16",
         )
-    describe = functools.partial(published, name, compute=chosen.activations, length=length, lora=lora or 0)
-    model = Model(plain=describe(gathered=False), gathered=describe(gathered=True))
+    describe = _describer(name, length, lora or 0)
+    model = describe(chosen.activations)
     usual = usual_batch(name, model.plain.tokens_per_sample, cluster.num_devices, lora=lora is not None)
+    source = "as Llama was trained" if is_config(name) else "usual for this model"
     return Subject(
         model=model,
         batch_size=batch_size or usual,
-        batch_source="--batch-size" if batch_size else "usual for this model",
+        batch_source="--batch-size" if batch_size else source,
         precision=chosen,
         precision_source=why,
         accepts=accepts,
+        describe=describe,
     )
+
+
+def _describer(name: str, length: int | None, lora: int) -> Callable[[DType], Model]:
+    """Return the function that describes a published model, or the decoder of a config.json, for a compute dtype."""
+    if is_config(name):
+        decoder = read_decoder(name)
+        shape = functools.partial(decoder.shape, length=decoder.length(length), lora=lora)
+    elif "/" in name:  # a name of the Hugging Face hub, or a folder
+        raise PlanError(
+            f"{name} is neither a published model nor a folder",
+            code="model.unknown-name",
+            fix="download its config.json, and pass the path of that file",
+        )
+    else:
+        shape = functools.partial(published, name, length=length, lora=lora)
+
+    def describe(compute: DType) -> Model:
+        return Model(plain=shape(compute=compute, gathered=False), gathered=shape(compute=compute, gathered=True))
+
+    return describe
 
 
 def describe_job(job: Job, compute: DType) -> Model:
@@ -127,15 +164,25 @@ def job_subject(
     fix = "run shardwise train, with --nproc 2 for two replicas"
     engine_named(job.engine).require_torch_model(owner, "plan predicts torch modules", fix=fix)
     chosen, why = _precision(cluster, precision)
+    model = describe(job, chosen.activations)
     return Subject(
-        model=describe(job, chosen.activations),
+        model=model,
         batch_size=batch_size or job.batch_size,
         batch_source="--batch-size" if batch_size else "the job's",
         precision=chosen,
         precision_source=why,
         optimizer=optimizer_shape(job),
         accepts=accepts or job_rules(job),
+        describe=functools.partial(describe, job),
+        num_steps=_num_steps(job, batch_size or job.batch_size, model.plain.tokens_per_sample),
     )
+
+
+def _num_steps(job: Job, batch_size: int, tokens_per_sample: int | None) -> int | None:
+    """Return the optimizer steps of a job; None if its length is in epochs, since its data are not read."""
+    if job.tokens is not None and tokens_per_sample is not None:
+        return math.ceil(job.tokens / (batch_size * tokens_per_sample))
+    return job.steps
 
 
 def optimizer_shape(job: Job) -> OptimizerShape:

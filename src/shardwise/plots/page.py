@@ -1,19 +1,54 @@
-"""The report as one self-contained HTML page: inline style and SVG, no script, light and dark, desktop and phone."""
+"""A report as one self-contained HTML page: inline style and SVG, no script, light and dark, desktop and phone."""
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from html import escape
 from itertools import chain, groupby
-from typing import TYPE_CHECKING
 
-from shardwise.plots.figures import Bars, Heat, Plot, Table
-from shardwise.plots.svg import COLOURS, DARK, LIGHT, NARROW, SHAPES, WIDE, colours_of, draw_bars, draw_plot
+from shardwise.plots.figures import Bars, Gantt, Heat, Plot, Table
+from shardwise.plots.svg import (
+    COLOURS,
+    DARK,
+    LIGHT,
+    NARROW,
+    SHAPES,
+    WIDE,
+    colours_of,
+    draw_bars,
+    draw_plot,
+    draw_timeline,
+    kind_colours,
+)
 from shardwise.units import format_number
 
-if TYPE_CHECKING:
-    from shardwise.measurement.report import Findings, Section
+Part = Plot | Bars | Gantt | Heat | Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A section of a report: its text, then plots and tables."""
+
+    title: str
+    text: str = ""
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """The content of a report."""
+
+    title: str
+    verdict: str
+    """The summary in one sentence."""
+    facts: tuple[tuple[str, str], ...]
+    """(name, value), for example of the machine and the software."""
+    facts_title: str = "Machine"
+    method: tuple[str, ...]
+    """Sentences about the method of measurement."""
+    sections: tuple[Section, ...] = ()
 
 
 _NUMBER = re.compile(r"[-+±<>~≈]?\s?\d[\d,.]*(e[-+]?\d+)?\s?\S{0,8}")
@@ -30,7 +65,7 @@ def html_of(findings: Findings) -> str:
         f'<p class="verdict">{_prose(findings.verdict)}</p></header>',
         *(_section(section) for section in findings.sections),
         '<footer class="two">',
-        _facts(findings.facts) if findings.facts else "",
+        _facts(findings) if findings.facts else "",
         _method(findings.method) if findings.method else "",
         "</footer>",
     ]
@@ -49,20 +84,23 @@ def _section(section: Section) -> str:
     return f"<section><h2>{escape(section.title)}</h2>{text}{parts}</section>"
 
 
-def _run(parts: list[Plot | Bars | Heat | Table]) -> str:
+def _run(parts: list[Part]) -> str:
     """Return successive parts of one kind; of many plots only the first is large."""
     large = parts[:1] if isinstance(parts[0], Plot) and len(parts) > _MAX_FULL_SIZE_FIGURES else parts
     small = [_figure(part.title, _drawn(part, NARROW)) for part in parts[len(large) :] if isinstance(part, Plot)]
     return "".join(_part(part) for part in large) + (f'<div class="many">{"".join(small)}</div>' if small else "")
 
 
-def _part(part: Plot | Bars | Heat | Table) -> str:
+def _part(part: Part) -> str:
     if isinstance(part, Table):
         return _scrolling(_table(part))
     if isinstance(part, Heat):
         return _figure(f"{part.title} ({part.unit})" if part.unit else part.title, _heat(part))
     if isinstance(part, Plot):
         return _figure(part.title, _drawn(part, WIDE, NARROW))
+    if isinstance(part, Gantt):
+        legend = [(kind, colour, "block") for kind, colour in kind_colours(part).items()]
+        return _figure(part.title, _legend(legend) + _pictures(draw_timeline(part, WIDE), draw_timeline(part, NARROW)))
     legend = [(name, COLOURS[place % len(COLOURS)], "block") for place, name in enumerate(part.parts)]
     title = f"{part.title} ({part.unit})" if part.unit else part.title
     return _figure(title, _legend(legend) + _pictures(draw_bars(part, WIDE), draw_bars(part, NARROW)))
@@ -124,9 +162,9 @@ def _cell(value: float | None, low: float, high: float, marked: bool) -> str:  #
     return f'<td class="{kinds}" style="--share:{100 * share:.0f}%">{format_number(value, 3)}</td>'
 
 
-def _facts(facts: tuple[tuple[str, str], ...]) -> str:
-    entries = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
-    return f"<section><h2>Machine</h2><dl>{entries}</dl></section>"
+def _facts(findings: Findings) -> str:
+    entries = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in findings.facts)
+    return f"<section><h2>{escape(findings.facts_title)}</h2><dl>{entries}</dl></section>"
 
 
 def _method(method: tuple[str, ...]) -> str:

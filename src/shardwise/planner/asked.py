@@ -1,0 +1,230 @@
+"""The user's own plan: resolved as `train --plan` resolves it, checked by the rules of `train`, and predicted.
+
+A plan file that `shardwise plan --out` wrote names its model and cluster in comments at its top, so that
+`shardwise plan PLAN.toml` predicts it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.errors import InputError, MissingExtraError, PlanError, nearest
+from shardwise.job import Job
+from shardwise.job.load import parse_overrides
+from shardwise.layout import AXES
+from shardwise.planner.search.choices import RECOMPUTES, divisors
+from shardwise.planner.search.search import Candidate, refused_by_rule
+from shardwise.planner.settle import LocalDevice, settle
+from shardwise.plans.pipeline import check_pipeline
+from shardwise.plans.plan import Plan
+from shardwise.plans.toml import plan_to_toml, read_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardwise.hardware.machine import Cluster
+    from shardwise.planner.model.shape import ModelShape
+    from shardwise.planner.search.search import Question
+    from shardwise.planner.settle import Chooser
+    from shardwise.plans.sections import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The user's own plan with its prediction, or the rule by which `train` refuses it."""
+
+    plan: Plan
+    question: Question
+    """The model in the precision of the plan, and the cluster."""
+    candidate: Candidate | None = None
+    """None if the plan is refused."""
+    refusal: str = ""
+    code: str = ""
+    """Code of the error with which `train` would refuse the plan."""
+    leaner: Candidate | None = None
+    """If the plan does not fit: the fastest that does with another micro-batch or recompute."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether `train` accepts the plan and the devices have the memory that it needs."""
+        return self.candidate is not None and self.question.has_capacity(self.candidate.memory)
+
+
+def predict_asked(plan: Plan, question: Question) -> Asked:
+    """Return the prediction of a plan, also if it needs more memory than a device has."""
+    try:
+        question.accepts(plan)
+        check_shape(question.model.plain, plan)
+    except MissingExtraError:
+        pass  # of this machine, which need not be the cluster
+    except InputError as error:
+        return Asked(plan=plan, question=question, refusal=str(error), code=error.code)
+    asked = Asked(plan=plan, question=question, candidate=_candidate(plan, question))
+    return asked if asked.fits else dataclasses.replace(asked, leaner=_leaner(plan, question))
+
+
+def _candidate(plan: Plan, question: Question) -> Candidate:
+    time = question.time_model().predict(question.model.for_plan(plan), plan)
+    return Candidate(plan=plan, memory=question.memory_of(plan), time=time)
+
+
+def _leaner(plan: Plan, question: Question) -> Candidate | None:
+    """Return the fastest plan that fits with a smaller micro-batch or more recompute, and else the same options."""
+    samples = plan.micro_batch * plan.accumulation
+    found = []
+    for recompute in RECOMPUTES[RECOMPUTES.index(plan.recompute) :]:
+        for micro_batch in divisors(samples):
+            options = {"micro_batch": micro_batch, "accumulation": samples // micro_batch, "recompute": recompute}
+            other = dataclasses.replace(plan, **options)  # type: ignore[arg-type]
+            fits = micro_batch <= plan.micro_batch and question.has_capacity(question.memory_of(other))
+            if fits and not refused_by_rule(question, other):
+                found.append(_candidate(other, question))
+    return min(found, key=lambda candidate: candidate.time.seconds, default=None)
+
+
+def check_shape(shape: ModelShape, plan: Plan) -> None:
+    """Raise PlanError if the degrees of a plan do not divide the heads, widths, tokens or blocks of a model."""
+    layout = plan.layout
+    if layout.tp not in shape.tp_degrees:
+        raise PlanError(
+            f"tp={layout.tp} does not divide the matrices of {shape.name}",
+            code="plan.tp-not-divisible",
+            fix=f"use tp {', '.join(map(str, shape.tp_degrees))}",
+        )
+    if layout.cp > 1 and (layout.cp not in shape.cp_degrees or shape.heads % (layout.cp * layout.tp)):
+        valid = [cp for cp in shape.cp_degrees if cp == 1 or shape.heads % (cp * layout.tp) == 0]
+        raise PlanError(
+            f"cp={layout.cp} does not divide the heads and tokens of {shape.name}",
+            code="plan.cp-heads-not-divisible",
+            fix=f"use cp {', '.join(map(str, valid))}",
+        )
+    if layout.pp > 1 and not shape.stages:
+        raise PlanError(
+            f"{shape.name} has no blocks that pipeline stages could own",
+            code="support.pipeline-no-blocks",
+            fix="use a plan with pp = 1",
+        )
+    check_pipeline(plan, shape.num_blocks)
+    if plan.fused_loss and shape.head is None:
+        raise PlanError(
+            f"{shape.name} has no output head that a fused loss could use",
+            code="support.fused-loss-no-head",
+            fix="set fused_loss = false",
+        )
+    if plan.engine != "torch":
+        raise PlanError(
+            f"the plan has engine {plan.engine}, but plan predicts plans of engine torch",
+            code="plan.engine-not-predicted",
+            fix="remove engine from the plan, or use --engine deepspeed without --plan",
+        )
+
+
+def settle_asked(
+    name: str,
+    cluster: Cluster,
+    *,
+    batch_size: int,
+    precision: Precision | None,
+    overrides: Mapping[str, str],
+    choose: Chooser | None = None,
+) -> Plan:
+    """Resolve "auto", a preset, a product of degrees or a .toml path for a cluster, by the rules of `train --plan`.
+
+    `precision` is that of --precision, which a plan file must not contradict; None is the default of the device.
+    """
+    device = cluster.device
+    if name.endswith(".toml"):
+        _check_file(name, cluster, precision)
+    local = LocalDevice(kind="cpu" if device.kind == "cpu" else "cuda", has_bf16=device.has_bf16, name=device.name)
+    plan = settle(
+        name,
+        batch_size=batch_size,
+        world_size=cluster.num_devices,
+        device=local,
+        overrides=overrides,
+        choose=choose,
+    )
+    is_given = any(key.partition(".")[0] == "precision" for key in overrides)
+    if precision is None or is_given or name.endswith(".toml"):
+        return plan
+    return dataclasses.replace(plan, precision=precision, sources={**plan.sources, "precision": "--precision"})
+
+
+def _check_file(name: str, cluster: Cluster, precision: Precision | None) -> None:
+    plan = read_plan(Path(name))
+    if plan.layout.world_size != cluster.num_devices:
+        size = plan.layout.world_size
+        raise PlanError(
+            f"{name} is for {size} ranks ({plan.layout}), but the cluster has {cluster.num_devices} devices",
+            code="plan.world-size-mismatch",
+            fix=f"use --cluster {size}x{cluster.device.name}, or a preset such as --plan fsdp",
+        )
+    if precision is not None and plan.precision.compute != precision.compute:
+        raise PlanError(
+            f"--precision {precision.compute} contradicts {name}, which computes in {plan.precision.compute}",
+            code="cli.options-conflict",
+            fix="remove --precision, or use --set precision.compute=VALUE",
+        )
+
+
+# The options --set and --compile.
+
+
+def plan_settings(settings: Sequence[str], compile_option: str | None) -> dict[str, str]:
+    """Return the fields of the Plan that --set and --compile change; raises InputError for fields of a Job."""
+    fields = {field.name for field in dataclasses.fields(Plan)} - {"version", "sources"}
+    job_fields = {field.name for field in dataclasses.fields(Job)}
+    overrides = parse_overrides(tuple(settings))
+    for key in overrides:
+        name = key.partition(".")[0]
+        if name == "batch_size":
+            raise InputError(
+                "--set batch_size is a field of a job, but this model has none",
+                code="cli.set-unknown-key",
+                fix=f"use --batch-size {overrides[key]}",
+            )
+        if name not in fields:
+            fix = nearest(name, fields - {"layout"})
+            if name in AXES:
+                fix = f"use --plan, such as --plan {name}{overrides[key]}"
+            elif name in job_fields:
+                fix = "change the job"
+            raise InputError(f"--set {key} is not a field of a plan", code="cli.set-unknown-key", fix=fix)
+    return with_compile(overrides, compile_option)
+
+
+def with_compile(overrides: Mapping[str, str], compile_option: str | None) -> dict[str, str]:
+    """Return the overrides with those of --compile; raises InputError if --set contradicts it."""
+    if compile_option is None:
+        return dict(overrides)
+    if overrides.get("compile", compile_option) != compile_option:
+        raise InputError(
+            f"--compile {compile_option} contradicts --set compile={overrides['compile']}",
+            code="cli.options-conflict",
+            fix="remove one of the two",
+        )
+    return {**overrides, "compile": compile_option}
+
+
+# The comments of a plan file that name its model and cluster.
+
+
+HEADER = ("model", "cluster", "length", "lora")
+"""Options of `plan` that a plan file does not contain, but that its prediction depends on."""
+
+
+def to_plan_file(plan: Plan, origin: Mapping[str, object]) -> str:
+    """Return a plan as TOML; comments at its top name the options in HEADER that are not None."""
+    lines = [f"# {name} = {origin[name]}\n" for name in HEADER if origin.get(name) is not None]
+    return "".join(lines) + plan_to_toml(plan)
+
+
+def read_header(path: Path) -> dict[str, str]:
+    """Return the options that the comments of a plan file name."""
+    read_plan(path)  # raises PlanError if it is not a plan
+    found = re.findall(r"^# (\w+) = (.+)$", path.read_text(), re.MULTILINE)
+    return {name: value.strip() for name, value in found if name in HEADER}

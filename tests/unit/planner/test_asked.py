@@ -1,0 +1,163 @@
+"""A plan of one's own is resolved as `train` resolves it, predicted, refused by its rules, and compared."""
+
+import dataclasses
+import json
+
+import pytest
+
+import shardwise as sw
+from refusals import refuses
+from shardwise.hardware.cluster import parse_cluster
+from shardwise.planner.asked import predict_asked
+from shardwise.planner.next_step import plan_options
+from shardwise.planner.settle import LocalDevice, settle
+from shardwise.plans import Plan
+
+LLAMA = {"cluster": "8xH100", "batch_size": 64, "length": 1024}
+
+
+def asked(plan="auto", *settings, model="llama-7b", **options):
+    return sw.plan(model, plan=plan, set=settings, **LLAMA | options)
+
+
+@pytest.fixture(scope="module")
+def fsdp():
+    return asked("fsdp", "micro_batch=1", "recompute=full")
+
+
+def test_a_preset_with_overrides_is_predicted_beside_the_recommended_plan(fsdp):
+    plan = fsdp.asked.plan
+    assert (str(plan.layout), plan.zero, plan.micro_batch, plan.accumulation) == ("shard8", 3, 1, 8)
+    assert plan.recompute == "full"
+    assert fsdp.asked.fits
+    assert fsdp.exit_code == 0
+    data = json.loads(fsdp.to_json())["asked"]
+    assert data["fits"] is True
+    assert data["memory"]["total_bytes"] == fsdp.asked.candidate.memory.total
+    assert data["time"]["step_s"] == pytest.approx(sum(data["time"]["parts_s"].values()))
+    assert data["time"]["step_s"] > json.loads(fsdp.to_json())["best"]["time"]["step_s"]
+
+
+def test_the_prediction_of_a_candidate_is_that_of_the_search():
+    report = sw.plan("llama-7b", **LLAMA)
+    for candidate in report.candidates[:5]:
+        again = predict_asked(candidate.plan, report.answer.question)
+        assert again.candidate == candidate
+
+
+def test_the_recommended_plan_is_recognized():
+    best = sw.plan("llama-7b", **LLAMA).best
+    name, settings = plan_options(best, parse_cluster("8xH100"))
+    report = asked(name, *settings)
+    assert report.asked.plan == best
+    assert "recommended plan" in json.loads(report.to_json())["asked"]["verdict"]
+
+
+def test_settings_without_a_plan_change_the_recommended_one():
+    report = asked("auto", "recompute=full", compile="blocks")
+    expected = dataclasses.replace(report.answer.best.plan, recompute="full", compile="blocks")
+    assert report.asked.plan == expected
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "code"),
+    [
+        ("tp", [], "plan.tp-not-divisible"),
+        ("pp48", [], "plan.pipeline-too-many-stages"),
+        ("cp", [], "plan.cp-heads-not-divisible"),
+        ("pp2.shard24", ["pipeline.schedule=zbv"], "support.split-backward-sharded"),
+        ("ddp", ["offload.parameters=cpu"], "support.offload-whole-parameters"),
+        ("zero3", ["engine=deepspeed", "micro_batch=1"], "plan.engine-not-predicted"),
+    ],
+)
+def test_a_plan_that_train_refuses_names_the_rule(plan, settings, code):
+    report = asked(plan, *settings, cluster="48xH100", batch_size=96, length=1024)
+    assert (report.asked.fits, report.asked.candidate, report.exit_code) == (False, None, 3)
+    assert report.asked.code == code
+    assert report.best is not None
+    assert report.asked.refusal in report.to_text()
+    assert report.asked.refusal in report.note()
+
+
+def test_a_plan_that_is_too_large_names_options_with_which_it_fits():
+    report = asked("fsdp", batch_size=512, length=4096)
+    leaner = report.asked.leaner
+    assert not report.asked.fits
+    assert report.chosen is None
+    settings = [f"micro_batch={leaner.plan.micro_batch}", f"recompute={leaner.plan.recompute}"]
+    again = asked("fsdp", *settings, batch_size=512, length=4096)
+    assert again.asked.fits
+    assert again.asked.candidate == leaner
+    with refuses("plan.none-fits"):
+        report.to_toml()
+
+
+def test_a_limit_of_memory_binds_the_search_and_ones_own_plan():
+    free, limited = sw.plan("llama-7b", **LLAMA), sw.plan("llama-7b", max_memory="20GB", **LLAMA)
+    assert free.answer.best.memory.total > 20e9 >= limited.answer.best.memory.total
+    assert all(candidate.memory.total <= 20e9 for candidate in limited.candidates)
+    assert not asked("zero2", "micro_batch=1", max_memory="20GB").asked.fits
+
+
+def test_precision_of_ones_own_plan_is_that_of_the_comparison():
+    report = asked("fsdp", "micro_batch=1", "precision=fp32")
+    assert report.asked.plan.precision.compute == "fp32"
+    assert report.best.precision == report.asked.plan.precision
+    assert report.asked.question.model.plain.compute == "fp32"
+    assert asked("fsdp", "micro_batch=1", precision="fp32").asked.plan.precision == report.asked.plan.precision
+
+
+def test_a_plan_file_is_predicted_again_by_its_name(tmp_path, fsdp):
+    path = tmp_path / "plan.toml"
+    path.write_text(fsdp.to_toml())
+    again = sw.plan(str(path))
+    assert again.asked.plan == fsdp.asked.plan
+    assert again.asked.candidate == fsdp.asked.candidate
+    assert again.answer.question.batch_size == 64
+    changed = sw.plan(str(path), set=["recompute=none"])
+    assert changed.asked.plan.recompute == "none"
+    with refuses("plan.world-size-mismatch", 8, 4):
+        sw.plan(str(path), cluster="4xH100")
+    with refuses("cli.options-conflict", "fp32", "bf16"):
+        sw.plan("llama-7b", cluster="8xH100", plan=str(path), precision="fp32")
+
+
+def settings_of(options):
+    return dict(option.partition("=")[::2] for option in options)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "options"),
+    [
+        ("llama-7b", "8xH100", {"batch_size": 64}),
+        ("gpt2", "4xT4", {"batch_size": 32}),
+        ("llama-70b", "8xH100", {"batch_size": 64}),
+        ("llama3-8b", "8xH100", {"batch_size": 16, "length": 32_768}),
+        ("gpt2-tiny", "2xcpu", {"batch_size": 8}),
+    ],
+)
+def test_the_options_of_the_train_command_resolve_to_the_plan(model, cluster, options):
+    report = sw.plan(model, cluster=cluster, **options)
+    where = report.answer.question.cluster
+    kind = "cpu" if where.device.kind == "cpu" else "cuda"
+    device = LocalDevice(kind=kind, has_bf16=where.device.has_bf16, name=where.device.name)
+    assert report.candidates
+    for candidate in report.candidates:
+        name, settings = plan_options(candidate.plan, where)
+        world_size, batch = where.num_devices, candidate.plan.batch_size
+        overrides = settings_of(settings)
+        assert (
+            settle(name, batch_size=batch, world_size=world_size, device=device, overrides=overrides) == candidate.plan
+        )
+
+
+def test_every_field_of_a_plan_is_written_as_an_option():
+    plan = Plan.preset("fsdp", 4, batch_size=8, compile="blocks", fused_loss=True, communication={"bucket_mb": 50})
+    name, settings = plan_options(plan, parse_cluster("4xH100"))
+    assert name == "zero3"
+    assert settings_of(settings) == {
+        "compile": "blocks",
+        "fused_loss": "true",
+        "communication.bucket_mb": "50",
+        "precision.compute": "fp32",
+    }

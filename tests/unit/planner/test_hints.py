@@ -1,0 +1,143 @@
+"""Hints of a report: batches that divide, smaller clusters, the best number of GPUs, costs, and the next command."""
+
+import json
+import shlex
+
+import pytest
+import torch
+
+import shardwise as sw
+from refusals import refuses
+from shardwise.hardware.cluster import parse_cluster
+from shardwise.planner.next_step import read_tokens
+from shardwise.planner.search.advice import cluster_option, cluster_sizes
+
+
+def per_device(candidate):
+    return candidate.time.samples_per_second / candidate.plan.layout.world_size
+
+
+def test_a_batch_that_does_not_divide_names_the_nearest_that_do_with_their_gain():
+    report = sw.plan("llama3-8b", cluster="48xH100", batch_size=500)
+    assert [hint.batch_size for hint in report.hints] == [480, 528]
+    for hint in report.hints:
+        other = sw.plan("llama3-8b", cluster="48xH100", batch_size=hint.batch_size).answer.best
+        chosen_per_device = report.answer.best.time.samples_per_second / 48
+        assert hint.throughput_ratio == pytest.approx(per_device(other) / chosen_per_device)
+        assert hint.throughput_ratio > 1.05
+        assert f"(+{hint.throughput_ratio - 1:.0%})" in hint.text
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch_size"), [("llama3-8b", "48xH100", 480), ("llama-7b", "8xA100-40GB", 64)]
+)
+def test_a_question_without_a_better_neighbour_has_no_hints(model, cluster, batch_size):
+    assert sw.plan(model, cluster=cluster, batch_size=batch_size).hints == ()
+
+
+@pytest.mark.parametrize(("devices", "batch_size"), [(64, 64), (48, 48)])
+def test_a_tiny_model_on_a_large_cluster_is_shown_how_few_devices_do(devices, batch_size):
+    report = sw.plan("gpt2-tiny", cluster=f"{devices}xH100", batch_size=batch_size)
+    (hint,) = (hint for hint in report.hints if hint.step_s <= 1.1 * report.answer.best.time.seconds)
+    few = sw.plan("gpt2-tiny", cluster=f"{hint.num_devices}xH100", batch_size=batch_size).answer.best
+    assert hint.num_devices <= 4
+    assert few.time.seconds == pytest.approx(hint.step_s)
+    assert f"--cluster {hint.num_devices}xH100" in report.to_text()
+
+
+def test_a_batch_below_the_number_of_devices_names_a_batch_and_fewer_devices():
+    report = sw.plan("gpt2", cluster="8xH100", batch_size=7)
+    assert {(hint.batch_size, hint.num_devices) for hint in report.hints} >= {(8, 8), (7, 1)}
+    path = {fork["question"]: fork["answer"] for fork in json.loads(report.to_json())["path"]}
+    assert path["Does the model fit in GPU memory?"] == "yes"
+    assert path["Can the devices divide the batch evenly?"] == "no"
+
+
+def test_a_batch_that_no_plan_divides_is_the_reason_and_not_memory():
+    report = sw.plan("gpt2-tiny", cluster="3xH100", batch_size=8)
+    assert (report.best, report.exit_code) == (None, 3)
+    assert "--batch-size 6 or 9" in report.advice
+    assert "--cluster 4xH100" in report.advice
+    assert sw.plan("gpt2-tiny", cluster="3xH100", batch_size=9).best is not None
+
+
+def test_the_best_number_of_gpus_is_the_fewest_of_the_fastest():
+    report = sw.plan("gpt2", cluster="64xH100", max_gpus=64, batch_size=32)
+    seconds = {answer.question.cluster.num_devices: answer.best.time.seconds for answer in report.sizes}
+    chosen = report.best.layout.world_size
+    assert chosen < 64
+    assert seconds[chosen] <= 1.05 * min(seconds.values())
+    assert all(seconds[size] > 1.05 * min(seconds.values()) for size in seconds if size < chosen)
+    assert json.loads(report.to_json())["sizes"].keys() == set(map(str, seconds))
+    assert sw.plan("gpt2", cluster="64xH100", max_gpus=16, batch_size=32).best.layout.world_size == 16
+
+
+def test_sizes_are_parts_of_a_node_then_whole_nodes_up_to_the_limit():
+    node = parse_cluster("8xH100").node
+    assert cluster_sizes(node, 6) == [1, 2, 4]
+    assert cluster_sizes(node, 40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert cluster_sizes(node, 8 * 100)[-5:] == [8 * count for count in (32, 48, 64, 96, 100)]
+
+
+@pytest.mark.parametrize("name", ["1xH100", "48xH100", "2xp4d.24xlarge", "2x2xH100", "3xA100-40GB"])
+def test_the_option_of_a_cluster_names_it(name):
+    cluster = parse_cluster(name)
+    assert parse_cluster(cluster_option(cluster)) == cluster
+
+
+def test_a_budget_of_tokens_is_days_gpu_hours_and_cost():
+    report = sw.plan("llama-7b", cluster="8xH100", batch_size=64, tokens="1T", price=2.5)
+    best, budget = report.answer.best, report.budget
+    assert budget.seconds == pytest.approx(1e12 / (64 * 4096) * best.time.seconds)
+    assert budget.gpu_hours == pytest.approx(8 * budget.seconds / 3600)
+    assert budget.cost == pytest.approx(2.5 * budget.gpu_hours)
+    data = json.loads(report.to_json())["budget"]
+    assert data["days"] == pytest.approx(budget.seconds / 86_400)
+    assert data["cost"] == budget.cost
+    assert "budget" not in json.loads(sw.plan("llama-7b", cluster="8xH100", batch_size=64).to_json())
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("1T", 1e12), ("300B", 3e11), ("1.5e12", 1.5e12), ("2_000_000", 2e6), (10**9, 1e9), ("5m", 5e6)],
+)
+def test_counts_of_tokens_are_read(text, tokens):
+    assert read_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1T", "0", "1Q", "1e30", "nan"])
+def test_other_counts_of_tokens_are_refused(text):
+    with refuses("plan.tokens-invalid"):
+        read_tokens(text)
+
+
+def test_the_next_command_writes_the_plan_of_a_model():
+    report = sw.plan("llama-7b", cluster="8xH100", batch_size=64, plan="fsdp", set=["micro_batch=1"], compile="blocks")
+    words = shlex.split(report.next_command)
+    assert words[:3] == ["shardwise", "plan", "llama-7b"]
+    assert words[-2:] == ["--out", "plan.toml"]
+    assert {"--cluster", "8xH100", "--batch-size", "--set", "micro_batch=1", "--plan", "fsdp"} <= set(words)
+    assert sw.plan("llama-7b", cluster="1xT4").next_command == ""
+
+
+def job_of(**length):
+    return sw.Job(
+        model=lambda: sw.models.decoder("llama-tiny"),
+        data=lambda split: [(torch.zeros(32, dtype=torch.long), torch.zeros(32, dtype=torch.long))] * 8,
+        loss=sw.losses.token_cross_entropy,
+        optimizer=sw.adamw(lr=0.1),
+        batch_size=8,
+        **length,
+    )
+
+
+def test_the_length_of_a_job_is_its_budget():
+    steps = sw.plan(job_of(steps=100), cluster="2xH100", price=2)
+    assert steps.budget.seconds == pytest.approx(100 * steps.answer.best.time.seconds)
+    assert steps.budget.cost == pytest.approx(2 * steps.budget.gpu_hours)
+    assert sw.plan(job_of(tokens=100 * 8 * 32), cluster="2xH100").budget.steps == 100
+    assert sw.plan(job_of(epochs=1), cluster="2xH100").budget is None
+    with refuses("cli.option-not-applicable", "--price"):
+        sw.plan(job_of(epochs=1), cluster="2xH100", price=2)
+    with refuses("plan.tokens-without-sequences", "1T"):
+        sw.plan("resnet-50", cluster="2xH100", tokens="1T")
