@@ -52,6 +52,14 @@ def test_a_batch_below_the_number_of_devices_names_a_batch_and_fewer_devices():
     assert path["Can the devices divide the batch evenly?"] == "no"
 
 
+def test_a_batch_that_no_plan_divides_is_the_reason_and_not_memory():
+    report = sw.plan("gpt2-tiny", cluster="3xH100", batch_size=8)
+    assert (report.best, report.exit_code) == (None, 3)
+    assert "--batch-size 6 or 9" in report.advice
+    assert "--cluster 4xH100" in report.advice
+    assert sw.plan("gpt2-tiny", cluster="3xH100", batch_size=9).best is not None
+
+
 def test_the_best_number_of_gpus_is_the_fewest_of_the_fastest():
     report = sw.plan("gpt2", cluster="64xH100", max_gpus=64, batch_size=32)
     seconds = {answer.question.cluster.num_devices: answer.best.time.seconds for answer in report.sizes}
