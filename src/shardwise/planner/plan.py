@@ -264,7 +264,7 @@ def _with_verdict(report: PlanReport, *, batch_is_fixed: bool) -> PlanReport:
     """Return the report with the exit code 3 and advice if no plan fits, or the user's own plan does not."""
     advice = ""
     if report.best is None:
-        advice = _advice(report.answer.question, batch_is_fixed=batch_is_fixed)
+        advice = _advice(report.answer, batch_is_fixed=batch_is_fixed)
     is_refused = report.asked is not None and not report.asked.fits
     if not advice and not is_refused:
         return report
@@ -310,12 +310,19 @@ def load_named_job(spec: PlanSpec) -> Job:
     return load_job(split_settings(spec.model or "", spec.settings)[0])
 
 
-def _advice(question: Question, *, batch_is_fixed: bool) -> str:
-    """Return the message that no plan fits, with the smallest change after which one fits."""
-    found = smallest_cluster(question, question.batch_size if batch_is_fixed else None)
-    name, cluster = question.model.plain.name, question.cluster
-    fact = f"no plan of {name} fits on {cluster.num_devices} x {cluster.device.name}"
-    if found is None:
-        return f"{fact} ({capacity_text(question)}): use a smaller batch, a shorter length or --lora"
-    wider, family = found
-    return f"{fact}: use --cluster {cluster_option(wider)}, where {family} fits"
+def _advice(answer: Answer, *, batch_is_fixed: bool) -> str:
+    """Return the message that no plan fits, or that none divides the batch, with the smallest change that helps."""
+    question, families = answer.question, answer.families.values()
+    name, cluster, batch = question.model.plain.name, question.cluster, question.batch_size
+    where = f"{cluster.num_devices} x {cluster.device.name}"
+    found = smallest_cluster(question, batch if batch_is_fixed else None)
+    wider = f"--cluster {cluster_option(found[0])}, where {found[1]} fits" if found is not None else ""
+    if batch % cluster.num_devices and all(entry.memory is None for entry in families):
+        size = batch // cluster.num_devices * cluster.num_devices
+        batches = " or ".join(str(each) for each in (size, size + cluster.num_devices) if each)
+        fact = f"no plan of {name} divides a batch of {batch} evenly over {where}"
+        return f"{fact}: use --batch-size {batches}" + (f", or {wider}" if wider else "")
+    fact = f"no plan of {name} fits on {where}"
+    if wider:
+        return f"{fact}: use {wider}"
+    return f"{fact} ({capacity_text(question)}): use a smaller batch, a shorter length or --lora"

@@ -22,8 +22,7 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do_with_their_gain(
     assert [hint.batch_size for hint in report.hints] == [480, 528]
     for hint in report.hints:
         other = sw.plan("llama3-8b", cluster="48xH100", batch_size=hint.batch_size).answer.best
-        chosen_per_device = report.answer.best.time.samples_per_second / 48
-        assert hint.throughput_ratio == pytest.approx(per_device(other) / chosen_per_device)
+        assert hint.throughput_ratio == pytest.approx(per_device(other) / per_device(report.answer.best))
         assert hint.throughput_ratio > 1.05
         assert f"(+{hint.throughput_ratio - 1:.0%})" in hint.text
 
@@ -45,12 +44,15 @@ def test_a_tiny_model_on_a_large_cluster_is_shown_how_few_devices_do(devices, ba
     assert f"--cluster {hint.num_devices}xH100" in report.to_text()
 
 
-def test_a_batch_below_the_number_of_devices_names_a_batch_and_fewer_devices():
+def test_a_batch_below_the_number_of_devices_leaves_one_idle_and_names_a_batch_for_all():
     report = sw.plan("gpt2", cluster="8xH100", batch_size=7)
-    assert {(hint.batch_size, hint.num_devices) for hint in report.hints} >= {(8, 8), (7, 1)}
-    path = {fork["question"]: fork["answer"] for fork in json.loads(report.to_json())["path"]}
-    assert path["Does the model fit in GPU memory?"] == "yes"
-    assert path["Can the devices divide the batch evenly?"] == "no"
+    assert (str(report.best.layout), report.answer.num_idle) == ("replicate7", 1)
+    (hint,) = report.hints
+    assert (hint.batch_size, hint.num_devices) == (8, 8)
+    assert hint.throughput_ratio > 1.1
+    assert "on 7 of 8 devices" in hint.text
+    assert "1 more stay idle" in report.to_text()
+    assert json.loads(report.to_json())["cluster"]["idle_devices"] == 1
 
 
 def test_a_batch_that_no_plan_divides_is_the_reason_and_not_memory():

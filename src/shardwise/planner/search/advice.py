@@ -114,7 +114,10 @@ def _faster(text: str, other: Candidate | None, best: Candidate, *, num_paid: in
     ratio = _per_device(other) / (best.time.samples_per_second / num_paid)
     if ratio < 1 + LEAST_GAIN:
         return []
-    text = f"{text} gives {rate_text(other)} with {other.family}, instead of {rate_text(best)} (+{ratio - 1:.0%})"
+    before = rate_text(best)
+    if best.plan.layout.world_size < num_paid:
+        before += f" on {best.plan.layout.world_size} of {num_paid} devices"
+    text = f"{text} gives {rate_text(other)} with {other.family}, instead of {before} (+{ratio - 1:.0%})"
     return [_hint(text, other, ratio)]
 
 
@@ -186,8 +189,9 @@ def search_within(question: Question) -> Answer:
     size, best = question.cluster.num_devices, answer.best
     if best is None or question.batch_size % size == 0:
         return answer
-    sizes = cluster_sizes(question.cluster.node, size - 1)
-    fewer = max((each for each in sizes if question.batch_size % each == 0), default=0)
+    per_node = question.cluster.node.num_devices
+    sizes = [each for each in divisors(question.batch_size) if each <= per_node or each % per_node == 0]
+    fewer = max(each for each in sizes if each < size)
     if fewer * MOST_UTILIZATION < size * best.time.mfu:
         return answer
     part = search(resized(question, fewer))
