@@ -25,13 +25,10 @@ LEAST_S = 10.0
 
 
 def median_step(windows: Sequence[tuple[int, float]]) -> float | None:
-    """Return the median seconds of a step over windows of (steps, seconds); None if they are too short."""
+    """Return the median over windows of (steps, seconds) of the seconds of a step; None if they are too short."""
     if sum(steps for steps, _ in windows) < LEAST_STEPS or sum(seconds for _, seconds in windows) < LEAST_S:
         return None
-    times: list[float] = []
-    for steps, seconds in windows:
-        times += [seconds / steps] * steps
-    return statistics.median(times)
+    return statistics.median(seconds / steps for steps, seconds in windows)
 
 
 def compare_prediction(job: Job, plan: Plan, result: TrainResult, path: Path, events: EventLog) -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -44,8 +45,8 @@ class Journal:
         self._world = world
         self._events = events
         self._mark = mark
-        self._measured: list[tuple[int, float]] = []
-        """Steps and seconds of each window after the first, which includes compilation and allocations."""
+        self._measured: deque[tuple[int, float]] = deque(maxlen=_MOST_WINDOWS)
+        """Steps and seconds of the newest windows without the first, which includes compilation and allocations."""
         self._is_first = True
         self._has_warned = False
         self._is_stopping = False
@@ -158,6 +159,8 @@ class Curves:
 
 
 PUBLISH_S = 1.0
+_MOST_WINDOWS = 1000
+"""Windows from which the median step time is computed."""
 _MOST_STEPS = 1000
 
 

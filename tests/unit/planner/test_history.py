@@ -179,4 +179,5 @@ def test_the_prediction_of_a_record_is_that_of_the_plan_in_its_own_precision(tmp
     records = [record_of(sentences_job(), each, step_s=1.0, peak_bytes=10**9) for each in (slow, fast)]
     assert [record.compute for record in records] == ["fp32", "bf16"]
     assert records[0].predicted_bytes != records[1].predicted_bytes
+    assert {record.device for record in records} == {parse_cluster("2xthis").device.name}
     assert records[0].measured_bytes is None  # resident memory of a CPU process is not what a plan predicts

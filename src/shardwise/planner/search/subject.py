@@ -220,9 +220,10 @@ def choose_precision(device: str, *, is_cpu: bool, has_bf16: bool) -> tuple[Prec
 
 
 def _machines(world_size: int) -> Cluster:
-    """Return this machine, or a cluster of enough equal machines for `world_size` devices."""
+    """Return this machine, or a cluster of enough equal machines for `world_size` GPUs; ranks on a CPU share it."""
     here = this_machine()
-    if world_size > here.num_devices and world_size % here.num_devices == 0:
+    is_cpu = here.device.kind == "cpu"
+    if not is_cpu and world_size > here.num_devices and world_size % here.num_devices == 0:
         return dataclasses.replace(here, num_devices=world_size)
     return this_machine(world_size)
 
