@@ -22,7 +22,7 @@ from shardwise.planner.search.choices import (
 )
 from shardwise.planner.search.floors import Floors
 from shardwise.planner.search.search import Candidate, Question, Rejected, anything_fits, choose, search
-from shardwise.plans.pipeline import split_layers
+from shardwise.plans.pipeline import SCHEDULES, split_layers
 from shardwise.plans.plan import Plan
 from shardwise.plans.sections import Precision
 
@@ -116,14 +116,17 @@ def test_every_candidate_fits_divides_the_batch_and_can_be_applied(case, batch_s
     ("case", "batch_size", "length"),
     [("gpt2-xl on 4xA100-40GB", 32, None), ("llama-7b on 8xA100-40GB", 32, None), ("llama3-8b on 8xH100", 8, 32_768)],
 )
-def test_floors_are_never_above_predictions(case, batch_size, length):
-    question = asked(case, batch_size, length)
+@pytest.mark.parametrize("compile_", ["none", "blocks"])
+def test_floors_are_never_above_predictions(case, batch_size, length, compile_):
+    question = dataclasses.replace(asked(case, batch_size, length), compile=compile_)
     times = TimeModel(question.cluster, question.calibration)
-    floors, base, checked = Floors(question, times), Plan(precision=question.precision), 0
+    floors, checked = Floors(question, times), 0
     cluster = question.cluster
     everything = groups(question.model.plain, cluster.num_devices, cluster.devices_per_node, batch_size)
     for group in itertools.islice(everything, 0, None, 7):
         for variant in [form._replace(fused_loss=fused) for form in variants(group) for fused in (False, True)]:
+            is_eager = SCHEDULES[group.schedule].splits_backward
+            base = Plan(precision=question.precision, compile="none" if is_eager else compile_)
             plan = make_plan(base, group, variant)
             shape = question.model.for_plan(plan)
             assert floors.memory(group, variant) <= predict_memory(shape, plan).total

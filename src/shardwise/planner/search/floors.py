@@ -15,7 +15,7 @@ from shardwise.layout import Layout
 from shardwise.planner.cost.events import pipeline_floor
 from shardwise.planner.cost.memory import FRAGMENTED
 from shardwise.planner.cost.stage_costs import context_exchange, numel_of, tensor_exchange
-from shardwise.planner.cost.stages import PipelineShape, stages_between
+from shardwise.planner.cost.stages import PipelineShape, product_inputs, stages_between
 from shardwise.planner.search.choices import stage_bounds
 from shardwise.plans.pipeline import SCHEDULES
 from shardwise.units import ELEMENT_BYTES
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from shardwise.planner.cost.time import TimeModel
-    from shardwise.planner.model.shape import ModelShape, Part
+    from shardwise.planner.model.shape import Amount, ModelShape, Part
     from shardwise.planner.search.choices import ChoiceGroup, PlanVariant
     from shardwise.planner.search.search import Question
 
@@ -169,18 +169,26 @@ class Floors:
         if key not in self._saved:
             again, once = [], []
             for part in shape.parts:
-                sizes = []
-                for policy in (group.recompute, "none"):
-                    saved = part.footprints[policy].saved
-                    size = saved.at(group.micro_batch, tp=group.tp, sequence_parallel=group.sequence_parallel)
-                    sizes.append(size if part.kind == "block" else 0.0)
-                again.append(sizes[0])
-                once.append(sizes[1])
+                is_block = part.kind == "block"
+                again.append(self._saved_bytes(part, group.recompute, group) if is_block else 0.0)
+                once.append(self._saved_bytes(part, "none", group) if is_block else 0.0)
             self._saved[key] = (again, once)
         stages = self._stages(shape, group).first
         actions = PipelineShape(group.pp, group.schedule, group.accumulation, len(stages))
         saved_bytes = self._saved[key]
         return sum(actions.in_flight(0, chunk) * load.total(*saved_bytes) for chunk, load in enumerate(stages))
+
+    def _saved_bytes(self, part: Part, policy: str, group: ChoiceGroup) -> float:
+        """Return the bytes that a block saves for backward; compiled ones save no results of pointwise operators."""
+
+        def at(amount: Amount) -> float:
+            return amount.at(group.micro_batch, tp=group.tp, sequence_parallel=group.sequence_parallel)
+
+        saved = at(part.footprints[policy].saved)
+        if policy != "none" or not self._compiles:
+            return saved
+        elements = group.micro_batch * product_inputs(part, group.tp)
+        return min(saved, at(part.footprints["selective"].saved) + self._compute_bytes * elements)
 
 
 def _loads(shape: ModelShape, group: ChoiceGroup) -> Stages:
