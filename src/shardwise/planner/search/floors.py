@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardwise.layout import Layout
 from shardwise.planner.cost.events import pipeline_floor
@@ -178,7 +178,7 @@ class Floors:
         saved_bytes = self._saved[key]
         return sum(actions.in_flight(0, chunk) * load.total(*saved_bytes) for chunk, load in enumerate(stages))
 
-    def _saved_bytes(self, part: Part, policy: str, group: ChoiceGroup) -> float:
+    def _saved_bytes(self, part: Part, policy: Literal["none", "selective", "full"], group: ChoiceGroup) -> float:
         """Return the bytes that a block saves for backward; compiled ones save no results of pointwise operators."""
 
         def at(amount: Amount) -> float:
