@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.layout import Layout
 from shardwise.planner.cost.events import pipeline_floor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from shardwise.planner.cost.time import TimeModel
-    from shardwise.planner.model.shape import Amount, ModelShape, Part
+    from shardwise.planner.model.shape import Amount, ModelShape, Part, Recompute
     from shardwise.planner.search.choices import ChoiceGroup, PlanVariant
     from shardwise.planner.search.search import Question
 
@@ -178,7 +178,7 @@ class Floors:
         saved_bytes = self._saved[key]
         return sum(actions.in_flight(0, chunk) * load.total(*saved_bytes) for chunk, load in enumerate(stages))
 
-    def _saved_bytes(self, part: Part, policy: Literal["none", "selective", "full"], group: ChoiceGroup) -> float:
+    def _saved_bytes(self, part: Part, policy: Recompute, group: ChoiceGroup) -> float:
         """Return the bytes that a block saves for backward; compiled ones save no results of pointwise operators."""
 
         def at(amount: Amount) -> float:
