@@ -42,7 +42,8 @@ class Mixture:
     def counts(self, position: int) -> npt.NDArray[np.int64]:
         """Return how many of the first `position` rows come from each source."""
         periods, rest = divmod(position, self.period)
-        return periods * np.array(self.shares, dtype=np.int64) + _prefix_counts(self.shares)[rest]
+        counts: npt.NDArray[np.int64] = _prefix_counts(self.shares)[rest]
+        return periods * np.array(self.shares, dtype=np.int64) + counts
 
     def sources(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the source of each row from position `start` to `stop`."""

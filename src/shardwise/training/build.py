@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from shardwise.data.corpus import CorpusPosition
     from shardwise.data.feed import StepBatch
     from shardwise.dist import World
     from shardwise.job import Job
@@ -93,11 +94,13 @@ def build_step(
     mark: Mark | None = None,
     report_loss: bool = True,
     resume: Path | str | None = None,
+    position: CorpusPosition | None = None,
 ) -> Step:
     """Build the Step that trains `job` under `plan`. Communicates over the world; call on every rank.
 
     `note` receives messages for the user. `before_update` is called in each step after gradients are reduced and
-    before they are clipped. `first_step` is the step at which the data starts. `mark(phase, step)` is called on the
+    before they are clipped. `first_step` is the step at which the data starts, and `position` its position in a corpus,
+    which is computed from `first_step` if it is None. `mark(phase, step)` is called on the
     host at the start of data, forward, backward and optimizer. Without `report_loss`, steps do not reduce the loss, and
     a report contains only this rank's share. `resume` is a run directory, a directory of checkpoints or one checkpoint:
     the step resumes from the newest intact one, saved at any world size under any strategy, or starts from scratch if
@@ -108,7 +111,12 @@ def build_step(
     check_fit(job, plan, world)
     engine.check_world(world)
     context = BuildContext(
-        first_step=first_step, before_update=before_update, mark=mark, note=note, report_loss=report_loss
+        first_step=first_step,
+        position=position,
+        before_update=before_update,
+        mark=mark,
+        note=note,
+        report_loss=report_loss,
     )
     resumed: Step | None = None
     if resume is not None:
@@ -116,7 +124,10 @@ def build_step(
         if world.size > 1:
             group = world.own_host_group()
         resumed = Resuming(Path(resume), job, plan, world, note).run(
-            lambda number: engine.build(job, plan, world, replace(context, first_step=number)), group
+            lambda start: engine.build(
+                job, plan, world, replace(context, first_step=start.step, position=start.position)
+            ),
+            group,
         )
     if resumed is not None:
         return resumed
@@ -128,6 +139,8 @@ class BuildContext:
     """The arguments of `build_step`, other than job, plan and world, that every engine receives."""
 
     first_step: int
+    position: CorpusPosition | None = None
+    """Position of a corpus at `first_step`, from a checkpoint."""
     before_update: Callable[[], None] | None
     mark: Mark | None
     note: Callable[[str], None]
@@ -140,7 +153,7 @@ class BuildContext:
         """
         # A separate host group: its collectives run one step ahead and overlap with those of the model.
         feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
-        feed, length = make_feed(job, plan, world, feed_group, self.first_step, fill=fill)
+        feed, length = make_feed(job, plan, world, feed_group, self.first_step, fill=fill, position=self.position)
         check_schedule(job.schedule, length.num_steps)
         reduce_loss = None
         if self.report_loss and world.size > 1:
@@ -210,11 +223,19 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
 
 
 def make_feed(
-    job: Job, plan: Plan, world: World, group: dist.ProcessGroup | None, first_step: int, *, fill: bool
+    job: Job,
+    plan: Plan,
+    world: World,
+    group: dist.ProcessGroup | None,
+    first_step: int,
+    *,
+    fill: bool,
+    position: CorpusPosition | None = None,
 ) -> tuple[Feed, Length]:
     """Return the feed of this rank's batches and the training length; `group` contains the data-parallel ranks."""
     dp_rank = plan.layout.data_index(world.rank)
-    rank_loader = RankLoader(dp_rank=dp_rank, group=group, first_step=first_step, on_gpu=world.device.type == "cuda")
+    on_gpu = world.device.type == "cuda"
+    rank_loader = RankLoader(dp_rank=dp_rank, group=group, first_step=first_step, on_gpu=on_gpu, position=position)
     loader, length = make_loader(job, plan, rank_loader)
     feed = Feed(
         loader,

@@ -1,0 +1,191 @@
+"""A corpus as one stream of rows: every token once per epoch, the same rows from any position."""
+
+import dataclasses
+from functools import partial
+
+import numpy as np
+import pytest
+
+from jobs import FP64, SENTENCES, sentences_job
+from refusals import refuses
+from shardwise.checkpoint import read_manifest
+from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows, SourcePosition
+from shardwise.data.corpus_loader import CorpusLoader
+from shardwise.data.cursor import Slices
+from shardwise.data.mixture import Mixture
+from shardwise.planner.settle import LocalDevice, settle
+from shardwise.runs import EventLog
+from shardwise.runs.recorder import Timeline
+from shardwise.testing import run_ranks
+from shardwise.training.loop import run_loop
+from shardwise.training.spec import SaveSpec
+
+
+class ListedSource:
+    """Documents of random lengths; token k of the source is `first` + k, so that tokens name themselves."""
+
+    def __init__(self, name, num_chunks, first=0, seed=0, longest=40):
+        self.name, self.num_chunks = name, num_chunks
+        generator = np.random.default_rng(seed)
+        self._lengths = [generator.integers(0, longest, generator.integers(1, 12)) for _ in range(num_chunks)]
+        sizes = [int(each.sum()) for each in self._lengths]
+        self._firsts = first + np.cumsum([0, *sizes])
+        self.num_tokens = sum(sizes)
+
+    def lengths(self, chunk):
+        return self._lengths[chunk]
+
+    def read(self, chunk, start, stop):
+        assert 0 <= start <= stop <= self._lengths[chunk].sum()
+        return np.arange(self._firsts[chunk] + start, self._firsts[chunk] + stop)
+
+
+def corpus_of(*sources, shares=None, length=16, chunks_per_group=3):
+    mixture = Mixture(shares=shares or (1,) * len(sources))
+    return Corpus(sources=sources, mixture=mixture, length=length, chunks_per_group=chunks_per_group)
+
+
+def rows_of_epoch(corpus, rows, epoch):
+    """Return the rows of one epoch of the only source."""
+    found = []
+    while rows.position.sources[0].epoch == epoch:
+        found += rows.take(1)
+    return found
+
+
+def test_every_token_but_the_first_of_a_group_is_a_target_once_per_epoch():
+    source = ListedSource("web", num_chunks=10)
+    corpus = corpus_of(source)
+    rows, epochs = CorpusRows(corpus, seed=3), []
+    for epoch in range(2):
+        read = [corpus.read(row) for row in rows_of_epoch(corpus, rows, epoch)]
+        targets = np.concatenate([target for _, target in read])
+        targets = np.sort(targets[targets >= 0])
+        assert len(np.unique(targets)) == len(targets)
+        assert source.num_tokens - len(targets) == 4  # ten chunks in groups of three
+        epochs.append([tokens.tolist() for tokens, _ in read])
+    assert sorted(epochs[0]) != sorted(epochs[1])  # the order of documents differs, and with it the windows
+
+
+def test_target_is_the_next_token_and_padding_is_ignored():
+    corpus = corpus_of(ListedSource("web", num_chunks=1, longest=9), length=64)
+    tokens, targets = corpus.read(CorpusRows(corpus, seed=0).take(1)[0])
+    num_targets = int((targets >= 0).sum())
+    assert (targets[: num_targets - 1] == tokens[1:num_targets]).all()
+    assert (targets[num_targets:] == -100).all()
+
+
+def test_rows_from_a_stored_position_are_those_of_the_uninterrupted_stream():
+    sources = [ListedSource(name, 5 + index, seed=index) for index, name in enumerate(("web", "code", "books"))]
+    corpus = corpus_of(*sources, shares=(5, 2, 1))
+    whole = CorpusRows(corpus, seed=1)
+    positions, expected = [], []
+    for _ in range(120):
+        positions.append(whole.position)
+        expected += whole.take(2)
+    for start in (0, 1, 17, 64, 119):
+        resumed = CorpusRows(corpus, seed=1, position=positions[start])
+        for row, other in zip(resumed.take(240 - 2 * start), expected[2 * start :], strict=True):
+            assert row.source == other.source
+            assert (corpus.read(row)[0] == corpus.read(other)[0]).all()
+    assert [row.source for row in expected[:8]].count(0) == 5
+
+
+def test_changed_corpus_and_empty_source_are_refused():
+    corpus = corpus_of(ListedSource("web", 2))
+    position = CorpusRows(corpus, seed=0).position
+    for other in (
+        corpus_of(ListedSource("web", 3)),
+        corpus_of(ListedSource("web", 2), ListedSource("code", 2)),
+        corpus_of(ListedSource("web", 2), length=17),
+        corpus_of(ListedSource("web", 2), chunks_per_group=2),
+    ):
+        with refuses("data.corpus-changed"):
+            CorpusRows(other, seed=0, position=position)
+    with refuses("data.source-empty", "blank"):
+        CorpusRows(corpus_of(ListedSource("blank", 4, longest=1)), seed=0).take(1)
+
+
+class VirtualSource:
+    """A million chunks of a thousand documents with a thousand tokens: 10^12 tokens that are never stored."""
+
+    name, num_chunks = "virtual", 10**6
+
+    def lengths(self, _):
+        return np.full(1000, 1000)
+
+    def read(self, chunk, start, stop):
+        return np.arange(start, stop) + chunk
+
+
+def test_position_deep_in_a_huge_corpus_costs_one_group(monkeypatch):
+    source = VirtualSource()
+    calls = []
+    monkeypatch.setattr(VirtualSource, "lengths", lambda self, chunk: calls.append(chunk) or np.full(1000, 1000))
+    corpus = corpus_of(source, length=2048, chunks_per_group=16)
+    start = SourcePosition(epoch=1, group=31_234, row=77)
+    position = CorpusPosition(row=10**9, sources=(start,), form=corpus.form)
+    rows = CorpusRows(corpus, seed=0, position=position)
+    tokens, _ = corpus.read(rows.take(1)[0])
+    assert len(calls) == 16
+    assert tokens.shape == (2048,)
+    assert rows.position.sources[0] == SourcePosition(epoch=1, group=31_234, row=78)
+
+
+@pytest.mark.parametrize("length", [1, 5, 1000])
+def test_windows_of_any_length_cover_the_group(length):
+    corpus = corpus_of(ListedSource("web", num_chunks=2), length=length, chunks_per_group=2)
+    read = [corpus.read(row)[1] for row in rows_of_epoch(corpus, CorpusRows(corpus, seed=0), 0)]
+    targets = np.concatenate(read)
+    assert len(np.unique(targets[targets >= 0])) == corpus.sources[0].num_tokens - 1
+
+
+# Training on a corpus: the same losses at any world size, with workers, and after a resume.
+
+
+def corpus_job(**changes):
+    sources = [ListedSource(name, 6, first=0, seed=index, longest=30) for index, name in enumerate(("web", "code"))]
+    for source in sources:
+        source.read = partial(small_tokens, source.read)
+    corpus = corpus_of(*sources, shares=(3, 1), length=16)
+    return sentences_job("llama-tiny", data=lambda split: corpus if split == "train" else None, steps=8, **changes)
+
+
+def small_tokens(read, *place):
+    return read(*place) % SENTENCES.vocab_size
+
+
+def losses_of(world, plan_name, folder=None, *, num_workers=0, **saving):
+    """Train under a plan and return the losses by step."""
+    job = corpus_job(num_workers=num_workers)
+    plan = settle(plan_name, batch_size=8, world_size=world.size, device=LocalDevice())
+    plan = dataclasses.replace(plan, precision=FP64)
+    losses = {}
+    events = EventLog(None, lambda event: losses.update(enumerate(event.get("losses", []), event.get("first", 0))))
+    run_loop(job, plan, world, events, Timeline(), checkpoints=folder, save=SaveSpec(**saving))
+    return losses
+
+
+def test_corpus_trains_alike_on_any_ranks_and_after_a_resume(tmp_path):
+    whole = run_ranks(losses_of, 1, "ddp")[0]
+    assert len(whole) == 8
+    saved = run_ranks(losses_of, 2, "fsdp", tmp_path / "saved", every=3)[0]
+    assert saved == pytest.approx(whole, rel=1e-9)
+    checkpoint = tmp_path / "saved" / "step-00000003"
+    assert read_manifest(checkpoint).facts["data"]["row"] == 3 * 8
+    rest = run_ranks(losses_of, 4, "ddp", tmp_path / "resumed", resume=str(checkpoint), num_workers=1)[0]
+    assert rest == pytest.approx({step: whole[step] for step in range(3, 8)}, rel=1e-9)
+
+
+def test_loader_starts_at_the_stored_position_without_reading_what_came_before():
+    corpus = corpus_of(VirtualSource(), length=128, chunks_per_group=16)
+    start = SourcePosition(epoch=0, group=1000, row=5)
+    position = CorpusPosition(row=8 * 10**9, sources=(start,), form=corpus.form)
+    slices = Slices(batch_size=8, accumulation=2, dp_rank=1, dp_size=2, length=10**12)
+    loader = CorpusLoader(corpus, slices, seed=0, first_step=10**9, num_steps=10**9 + 2, position=position)
+    first, second = loader.steps()
+    assert first.cursor.index == 8 * 10**9
+    assert list(first.starts) == [8 * 10**9 + 4, 8 * 10**9 + 6]
+    assert [tuple(batch[0].shape) for batch in first.batches] == [(2, 128), (2, 128)]
+    assert first.position.sources[0].row == 13
+    assert second.position.row == 8 * (10**9 + 2)
