@@ -6,6 +6,7 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from shardwise.data.cursor import Slices
 
 Batch = list["Tensor"]
-"""Tokens and targets, int64 [rows, length]."""
+"""The fields of rows, int64 [rows, length]."""
 
 
 class _PlannedStep(NamedTuple):
@@ -106,19 +107,15 @@ class CorpusLoader:
 
 
 class _RowReads(Dataset[Any]):
-    """Reads the rows of one micro-batch into two tensors."""
+    """Reads the rows of one micro-batch."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
 
     def __getitems__(self, rows: list[Row]) -> Batch:
-        """Return the tokens and targets of these rows."""
-        tokens = torch.empty(len(rows), self._corpus.length, dtype=torch.int64)
-        targets = torch.empty_like(tokens)
-        for index, row in enumerate(rows):
-            found = self._corpus.read(row)
-            tokens[index], targets[index] = (torch.from_numpy(values) for values in found)
-        return [tokens, targets]
+        """Return the values of these rows, one tensor per field."""
+        fields = zip(*map(self._corpus.read, rows), strict=True)
+        return [torch.from_numpy(np.stack(values)) for values in fields]
 
 
 class _InProcessReads:

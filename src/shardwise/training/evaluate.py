@@ -24,7 +24,7 @@ from shardwise.data.cursor import Slices
 from shardwise.data.feed import MicroBatch
 from shardwise.data.loaders import IndexLoader, StreamLoader, StreamShare, dataset_length, dataset_of
 from shardwise.data.rows import Collated, CountedCollate, TokenShard, fill_rows, move
-from shardwise.errors import DataError, JobError
+from shardwise.errors import DataError, JobError, PlanError
 from shardwise.job.generators import untouched_generators
 from shardwise.job.lora import is_adapter
 from shardwise.parallel.collectives import full_values, stages_of
@@ -120,6 +120,12 @@ def make_loader(job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Le
 
 
 def _corpus_loader(corpus: Corpus, job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Length]:
+    if corpus.packed and plan.layout.cp > 1:
+        raise PlanError(
+            f"cp={plan.layout.cp} does not support packed rows, whose documents have attention masks of their own",
+            code="support.cp-packed",
+            fix="set cp=1, or packed=False in the corpus",
+        )
     length = training_length(job, corpus, None, sync_every=plan.communication.sync_every)
     slices = Slices(
         batch_size=job.batch_size,

@@ -1,11 +1,14 @@
 """A corpus as one stream of rows: every token once per epoch, the same rows from any position."""
 
 import dataclasses
+import itertools
 from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
+import shardwise as sw
 from jobs import FP64, SENTENCES, sentences_job
 from refusals import refuses
 from shardwise.checkpoint import read_manifest
@@ -14,9 +17,11 @@ from shardwise.data.corpus_loader import CorpusLoader
 from shardwise.data.cursor import Slices
 from shardwise.data.mixture import Mixture
 from shardwise.planner.settle import LocalDevice, settle
+from shardwise.plans import Plan
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
+from shardwise.training.evaluate import RankLoader, make_loader
 from shardwise.training.loop import run_loop
 from shardwise.training.spec import SaveSpec
 
@@ -40,9 +45,9 @@ class ListedSource:
         return np.arange(self._firsts[chunk] + start, self._firsts[chunk] + stop)
 
 
-def corpus_of(*sources, shares=None, length=16, chunks_per_group=3):
+def corpus_of(*sources, shares=None, length=16, chunks_per_group=3, packed=False):
     mixture = Mixture(shares=shares or (1,) * len(sources))
-    return Corpus(sources=sources, mixture=mixture, length=length, chunks_per_group=chunks_per_group)
+    return Corpus(sources=sources, mixture=mixture, length=length, chunks_per_group=chunks_per_group, packed=packed)
 
 
 def rows_of_epoch(corpus, rows, epoch):
@@ -99,6 +104,7 @@ def test_changed_corpus_and_empty_source_are_refused():
         corpus_of(ListedSource("web", 2), ListedSource("code", 2)),
         corpus_of(ListedSource("web", 2), length=17),
         corpus_of(ListedSource("web", 2), chunks_per_group=2),
+        corpus_of(ListedSource("web", 2), packed=True),
     ):
         with refuses("data.corpus-changed"):
             CorpusRows(other, seed=0, position=position)
@@ -143,11 +149,11 @@ def test_windows_of_any_length_cover_the_group(length):
 # Training on a corpus: the same losses at any world size, with workers, and after a resume.
 
 
-def corpus_job(**changes):
+def corpus_job(*, packed=False, **changes):
     sources = [ListedSource(name, 6, first=0, seed=index, longest=30) for index, name in enumerate(("web", "code"))]
     for source in sources:
         source.read = partial(small_tokens, source.read)
-    corpus = corpus_of(*sources, shares=(3, 1), length=16)
+    corpus = corpus_of(*sources, shares=(3, 1), length=16, packed=packed)
     return sentences_job("llama-tiny", data=lambda split: corpus if split == "train" else None, steps=8, **changes)
 
 
@@ -155,9 +161,9 @@ def small_tokens(read, *place):
     return read(*place) % SENTENCES.vocab_size
 
 
-def losses_of(world, plan_name, folder=None, *, num_workers=0, **saving):
+def losses_of(world, plan_name, folder=None, *, num_workers=0, packed=False, **saving):
     """Train under a plan and return the losses by step."""
-    job = corpus_job(num_workers=num_workers)
+    job = corpus_job(num_workers=num_workers, packed=packed)
     plan = settle(plan_name, batch_size=8, world_size=world.size, device=LocalDevice())
     plan = dataclasses.replace(plan, precision=FP64)
     losses = {}
@@ -189,3 +195,72 @@ def test_loader_starts_at_the_stored_position_without_reading_what_came_before()
     assert [tuple(batch[0].shape) for batch in first.batches] == [(2, 128), (2, 128)]
     assert first.position.sources[0].row == 13
     assert second.position.row == 8 * (10**9 + 2)
+
+
+# Packed rows: documents do not see each other.
+
+
+def test_packed_rows_have_every_token_once_and_every_target_inside_its_document():
+    source = ListedSource("web", num_chunks=10)
+    corpus = corpus_of(source, packed=True)
+    rows = rows_of_epoch(corpus, CorpusRows(corpus, seed=0), 0)
+    tokens, targets = [], []
+    for row in rows:
+        found, positions, documents, wanted = corpus.read(row)
+        filled = int(row.pieces.lengths.sum())
+        tokens += found[:filled].tolist()
+        targets += wanted[wanted >= 0].tolist()
+        begins = np.flatnonzero(np.diff(documents, prepend=-1))
+        assert (positions[begins] == 0).all()
+        assert (np.diff(positions)[np.diff(documents) == 0] == 1).all()
+        assert (wanted[filled:] == -100).all()
+    assert sorted(tokens) == list(range(source.num_tokens))
+    starts = np.cumsum(np.concatenate(source._lengths)) - np.concatenate(source._lengths)
+    assert sorted(targets) == sorted(set(range(source.num_tokens)) - set(starts.tolist()))
+
+
+@pytest.mark.parametrize("decoder", ["gpt2-tiny", "llama-tiny"])
+def test_packed_loss_is_the_sum_over_documents_alone_and_nothing_leaks(decoder):
+    corpus = corpus_job(packed=True).data("train")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = sw.models.decoder(decoder, vocab_size=50, context=16).double()
+    batch = [torch.stack(values) for values in zip(*itertools.islice(corpus, 6), strict=True)]
+    tokens, positions, documents, targets = batch
+    logits = model(tokens, positions, documents)
+    packed = sw.losses.token_cross_entropy.sum(logits, batch)
+    alone, logits_alone = 0.0, torch.empty_like(logits)
+    for row, document in sorted({(index, int(each)) for index in range(6) for each in documents[index]}):
+        here = documents[row] == document
+        logits_alone[row, here] = model(tokens[row, here][None])[0]
+        alone += sw.losses.token_cross_entropy.sum(logits_alone[row, here][None], (None, targets[row, here][None]))
+    assert packed.item() == pytest.approx(alone.item(), rel=1e-12)
+    torch.testing.assert_close(logits, logits_alone, rtol=1e-9, atol=1e-12)
+    first = documents == 0
+    changed = model(torch.where(first, (tokens + 7) % 50, tokens), positions, documents)
+    assert changed[~first].equal(logits[~first])  # another document does not change a bit
+    assert not changed[first].equal(logits[first])
+    assert (model(tokens, positions) - logits_alone).abs().max() > 1e-3  # without a mask, attention leaks
+    if decoder == "gpt2-tiny":  # rotary embeddings depend on differences of positions only
+        assert (model(tokens, None, documents) - logits_alone).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("size", "plan"), [(2, "ddp"), (2, "zero3"), (2, "tp"), (2, "pp"), (4, "shard2.tp2")])
+def test_packed_corpus_trains_as_in_one_process(size, plan):
+    whole = run_ranks(losses_of, 1, "ddp", packed=True)[0]
+    assert run_ranks(losses_of, size, plan, packed=True)[0] == pytest.approx(whole, rel=1e-9)
+
+
+def test_context_parallelism_refuses_packed_rows():
+    where = RankLoader(dp_rank=0, group=None, first_step=0, on_gpu=False)
+    with refuses("support.cp-packed", 2):
+        make_loader(corpus_job(packed=True), Plan.preset("cp", 2, batch_size=8), where)
+
+
+def test_length_of_a_training_on_a_corpus_is_steps_or_tokens():
+    where = RankLoader(dp_rank=0, group=None, first_step=0, on_gpu=False)
+    plan = Plan.preset("ddp", 1, batch_size=8)
+    job = dataclasses.replace(corpus_job(), steps=None, tokens=1000)
+    assert make_loader(job, plan, where)[1].num_steps == 8  # of 8 x 16 tokens
+    with refuses("data.corpus-without-steps"):
+        make_loader(dataclasses.replace(corpus_job(), steps=None, epochs=1), plan, where)
