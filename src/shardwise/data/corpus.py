@@ -25,7 +25,7 @@ from shardwise.data.row_groups import Pieces, make_group, read_packed, read_wind
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from shardwise.data.mixture import Mixture
     from shardwise.data.row_groups import RowGroup
@@ -72,7 +72,8 @@ class Corpus(IterableDataset[tuple[Tensor, ...]]):
     attention to tokens with equal `document_ids`, as the decoders of `sw.models` do.
     """
 
-    sources: tuple[TokenSource, ...]
+    sources: Mapping[str, TokenSource]
+    """Name -> source. The order of a source depends on its name."""
     mixture: Mixture
     length: int
     packed: bool = False
@@ -89,7 +90,7 @@ class Corpus(IterableDataset[tuple[Tensor, ...]]):
     @property
     def form(self) -> CorpusForm:
         """What the rows depend on, except the proportions, which may change when a run is resumed."""
-        names = tuple(f"{source.name}: {source.num_chunks} chunks" for source in self.sources)
+        names = tuple(f"{name}: {source.num_chunks} chunks" for name, source in self.sources.items())
         return CorpusForm(length=self.length, packed=self.packed, chunks_per_group=self.chunks_per_group, sources=names)
 
     def read(self, row: Row) -> tuple[npt.NDArray[np.int64], ...]:
@@ -99,9 +100,9 @@ class Corpus(IterableDataset[tuple[Tensor, ...]]):
 
 
 class Row(NamedTuple):
-    """One row: its source, and the pieces of documents in it."""
+    """One row: the name of its source, and the pieces of documents in it."""
 
-    source: int
+    source: str
     pieces: Pieces
 
 
@@ -116,8 +117,8 @@ class CorpusRows:
             _check_form(position.form, self._form)
             self._row, starts = position.row, position.sources
         self._sources = [
-            _SourceRows(corpus, source, seed=seed, position=start)
-            for source, start in zip(corpus.sources, starts, strict=True)
+            _SourceRows(corpus, name, seed=seed, position=start)
+            for name, start in zip(corpus.sources, starts, strict=True)
         ]
 
     @property
@@ -130,10 +131,11 @@ class CorpusRows:
         sources = self._corpus.mixture.sources(self._row, self._row + number)
         self._row += number
         rows = []
-        for index, source in enumerate(sources.tolist()):
-            group, place = self._sources[source].advance()
+        for index, each in enumerate(sources.tolist()):
+            source = self._sources[each]
+            group, place = source.advance()
             if wanted is None or index in wanted:
-                rows.append(Row(source, group.row(place)))
+                rows.append(Row(source.name, group.row(place)))
         return rows
 
 
@@ -152,11 +154,11 @@ def _check_form(saved: CorpusForm, now: CorpusForm) -> None:
 class _SourceRows:
     """The rows of one source, one group at a time."""
 
-    def __init__(self, corpus: Corpus, source: TokenSource, *, seed: int, position: SourcePosition) -> None:
-        self._source, self._corpus = source, corpus
+    def __init__(self, corpus: Corpus, name: str, *, seed: int, position: SourcePosition) -> None:
+        self.name, self._corpus, self._source = name, corpus, corpus.sources[name]
         # Two sources with equal numbers of chunks have different orders.
-        self._seed = seed + (zlib.crc32(source.name.encode()) << 31)
-        self._num_groups = -(-source.num_chunks // corpus.chunks_per_group)
+        self._seed = seed + (zlib.crc32(name.encode()) << 31)
+        self._num_groups = -(-self._source.num_chunks // corpus.chunks_per_group)
         self.position = position
         self._group: RowGroup | None = None
 
@@ -188,7 +190,7 @@ class _SourceRows:
             num_tried += 1
             if num_tried > self._num_groups:
                 raise DataError(
-                    f"source {self._source.name} has no document with at least two tokens",
+                    f"source {self.name} has no document with at least two tokens",
                     code="data.source-empty",
                     fix="remove it from the mixture, or prepare it from text that is not empty",
                 )

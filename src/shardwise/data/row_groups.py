@@ -64,8 +64,13 @@ class RowGroup:
         return Pieces(self.chunks[documents], self.starts[documents] + begins, lengths, is_continued)
 
 
-def make_group(source: TokenSource, chunks: Integers, *, length: int, packed: bool, seed: int, number: int) -> RowGroup:
-    """Return the rows of `length` tokens of these chunks; `number` keys the order of documents and of rows."""
+def make_group(
+    source: TokenSource, chunks: Integers, *, length: int, packed: bool, seed: int | None = None, number: int = 0
+) -> RowGroup:
+    """Return the rows of `length` tokens of these chunks.
+
+    `seed` and `number` key the order of documents and of rows; without a seed, both are in the order of the source.
+    """
     lengths = [source.lengths(chunk) for chunk in chunks.tolist()]
     owners = np.repeat(chunks, [len(each) for each in lengths])
     starts = np.concatenate([np.cumsum(each) - each for each in lengths])
@@ -105,9 +110,9 @@ def windows(sizes: Integers, length: int) -> PackedRows:
     return PackedRows(documents, lower - begin_of, upper - lower, offsets)
 
 
-def _permutation(length: int, *, seed: int, number: int) -> Integers:
-    if length == 0:
-        return np.empty(0, dtype=np.int64)
+def _permutation(length: int, *, seed: int | None, number: int) -> Integers:
+    if seed is None or length == 0:
+        return np.arange(length)
     return sample_ids(np.arange(length), seed=seed + 1, epoch=number, length=length)
 
 

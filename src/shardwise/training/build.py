@@ -47,10 +47,11 @@ from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, broadcast_values
 from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
-from shardwise.training.evaluate import RankLoader, make_loader, token_shard
+from shardwise.training.evaluate import RankLoader, is_packed, make_loader, token_shard
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
 from shardwise.training.step.captured import plain_step
+from shardwise.training.step.document_probe import DocumentProbe
 from shardwise.training.step.first_step_checks import PeerBatches
 from shardwise.training.step.pipeline import PipelineStep
 from shardwise.training.step.step import (
@@ -364,14 +365,19 @@ def _first_check(
 def _batch_checks(
     job: Job, model: nn.Module, plan: Plan, world: World, note: Callable[[str], None]
 ) -> tuple[Callable[[StepBatch], None], ...]:
-    """Return the checks that model-parallel ranks run on the first batches. Communicates to create their group."""
+    """Return the checks of the first batches. Communicates to create the group of model-parallel ranks."""
     group = world.axis_group(plan.layout, ("pp", "cp", "tp"), on_host=True)
-    if group is None or world.backend == "fake":
+    if world.backend == "fake":
         return ()
-    batches = PeerBatches(group, token_shard(job, plan, world))
-    if plan.layout.cp == 1:
-        return (batches,)
-    return batches, TokenProbe(stages_of(model)[0], job.forward, world.host_group, note)
+    checks: list[Callable[[StepBatch], None]] = []
+    if group is not None:
+        checks.append(PeerBatches(group, token_shard(job, plan, world)))
+    if plan.layout.cp > 1:
+        checks.append(TokenProbe(stages_of(model)[0], job.forward, world.host_group, note))
+    if plan.layout.pp == 1 and is_packed(job):  # the stages of a pipeline have no logits of a whole pass
+        autocast = Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.activations))
+        checks.append(DocumentProbe(model, job.forward, autocast, lambda value: all(world.gather(value))))
+    return tuple(checks)
 
 
 def report_missing(missing: dict[int, list[str]], plan: Plan, note: Callable[[str], None]) -> None:

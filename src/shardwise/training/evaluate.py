@@ -119,6 +119,12 @@ def make_loader(job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Le
     return loader, length
 
 
+def is_packed(job: Job) -> bool:
+    """Return whether the job trains on packed rows of a corpus."""
+    dataset = dataset_of(job, "train")
+    return isinstance(dataset, Corpus) and dataset.packed
+
+
 def _corpus_loader(corpus: Corpus, job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Length]:
     if corpus.packed and plan.layout.cp > 1:
         raise PlanError(

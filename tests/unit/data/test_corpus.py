@@ -18,12 +18,14 @@ from shardwise.data.cursor import Slices
 from shardwise.data.mixture import Mixture
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Plan
+from shardwise.plans.catalogue import decoder_config
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.evaluate import RankLoader, make_loader
 from shardwise.training.loop import run_loop
 from shardwise.training.spec import SaveSpec
+from shardwise.training.step.document_probe import check_labels
 
 
 class ListedSource:
@@ -47,7 +49,8 @@ class ListedSource:
 
 def corpus_of(*sources, shares=None, length=16, chunks_per_group=3, packed=False):
     mixture = Mixture(shares=shares or (1,) * len(sources))
-    return Corpus(sources=sources, mixture=mixture, length=length, chunks_per_group=chunks_per_group, packed=packed)
+    named = {source.name: source for source in sources}
+    return Corpus(sources=named, mixture=mixture, length=length, chunks_per_group=chunks_per_group, packed=packed)
 
 
 def rows_of_epoch(corpus, rows, epoch):
@@ -93,7 +96,7 @@ def test_rows_from_a_stored_position_are_those_of_the_uninterrupted_stream():
         for row, other in zip(resumed.take(240 - 2 * start), expected[2 * start :], strict=True):
             assert row.source == other.source
             assert (corpus.read(row)[0] == corpus.read(other)[0]).all()
-    assert [row.source for row in expected[:8]].count(0) == 5
+    assert [row.source for row in expected[:8]].count("web") == 5
 
 
 def test_changed_corpus_and_empty_source_are_refused():
@@ -143,7 +146,7 @@ def test_windows_of_any_length_cover_the_group(length):
     corpus = corpus_of(ListedSource("web", num_chunks=2), length=length, chunks_per_group=2)
     read = [corpus.read(row)[1] for row in rows_of_epoch(corpus, CorpusRows(corpus, seed=0), 0)]
     targets = np.concatenate(read)
-    assert len(np.unique(targets[targets >= 0])) == corpus.sources[0].num_tokens - 1
+    assert len(np.unique(targets[targets >= 0])) == corpus.sources["web"].num_tokens - 1
 
 
 # Training on a corpus: the same losses at any world size, with workers, and after a resume.
@@ -264,3 +267,96 @@ def test_length_of_a_training_on_a_corpus_is_steps_or_tokens():
     assert make_loader(job, plan, where)[1].num_steps == 8  # of 8 x 16 tokens
     with refuses("data.corpus-without-steps"):
         make_loader(dataclasses.replace(corpus_job(), steps=None, epochs=1), plan, where)
+
+
+def packed_training(world, model, **changes):
+    job = corpus_job(packed=True, model=model, **changes)
+    plan = dataclasses.replace(Plan.preset("ddp", 1, batch_size=8), precision=FP64)
+    step = sw.build_step(job, plan, world)
+    return step(next(iter(step.feed))).loss_share.item()
+
+
+class Leaking(sw.models.Decoder):
+    """A decoder with one of the mistakes that make packed documents influence each other."""
+
+    def __init__(self, leak):
+        super().__init__(decoder_config("gpt2-tiny", vocab_size=50, context=16))
+        self.leak = leak
+
+    def forward(self, tokens, position_ids=None, document_ids=None):
+        if self.leak == "no mask":
+            document_ids = None
+        if self.leak == "positions":
+            position_ids = None
+        if self.leak == "mask off by one":
+            document_ids = document_ids.roll(1, dims=1)
+        return super().forward(tokens, position_ids, document_ids)
+
+
+@pytest.mark.parametrize(
+    ("leak", "code"),
+    [
+        ("no mask", "support.packed-attention"),
+        ("mask off by one", "support.packed-attention"),
+        ("positions", "support.packed-positions"),
+    ],
+)
+def test_leak_between_packed_documents_is_named_before_the_first_step(leak, code):
+    with sw.world() as world, refuses(code, "Leaking"):
+        packed_training(world, lambda: Leaking(leak))
+
+
+def test_labels_that_cross_a_boundary_are_named():
+    tokens = torch.tensor([[5, 6, 7, 8, 9, 4]])
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0]])
+    right = torch.tensor([[6, 7, -100, 9, -100, -100]])
+    check_labels((tokens, positions, documents, right))
+    with refuses("data.packed-labels"):
+        check_labels((tokens, positions, documents, torch.tensor([[6, 7, 8, 9, 4, -100]])))
+
+
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "GPTNeoX", "Phi3", "Olmo2")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_family_trains_on_packed_rows_or_its_leak_is_named(family):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {} if family == "GPTNeoX" else {"num_key_value_heads": 4}
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=50, max_position_embeddings=16, pad_token_id=None, head_dim=8, **sizes, **heads
+    )
+    model = partial(getattr(transformers, f"{family}ForCausalLM"), config)
+    with sw.world() as world:
+        assert packed_training(world, model, forward=sw.losses.packed) > 0
+        with refuses("support.packed-attention", family):  # its cache turns the document mask off
+            packed_training(world, model, forward=lambda model, batch: model(batch[0], position_ids=batch[1]))
+
+
+# Token files as datasets of a job.
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_token_files_are_the_data_of_a_job(tmp_path, packed):
+    for index, name in enumerate(("web", "code", "test")):
+        np.save(tmp_path / f"{name}.npy", (np.arange(400 + 100 * index) * (index + 3) % 50).astype(np.uint16))
+    paths = {name: tmp_path / f"{name}.npy" for name in ("web", "code")}
+    data = sw.datasets.tokens(
+        paths, length=16, test=tmp_path / "test.npy", proportions={"web": 3, "code": 1}, packed=packed
+    )
+    test = data("test")
+    targets = torch.cat([test[index][-1] for index in range(len(test))])
+    assert int((targets >= 0).sum()) == 599
+    assert data("train").mixture.shares == (3, 1)
+    assert sw.datasets.tokens(paths, length=16)("train").mixture.shares == (4, 5)
+    with sw.world() as world:
+        job = sentences_job("llama-tiny", data=data, steps=2)
+        assert sw.train(job, Plan.preset("ddp", 1, batch_size=8), world).result.evaluation["loss"] > 0
+
+
+def test_invalid_token_datasets_are_refused(tmp_path):
+    with refuses("data.window-length-invalid", 0):
+        sw.datasets.tokens(tmp_path, length=0)
+    with refuses("data.proportion-unknown-source", "wbe", "web"):
+        sw.datasets.tokens({"web": tmp_path}, length=8, proportions={"wbe": 1})
