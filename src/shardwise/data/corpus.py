@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from shardwise.data.cursor import sample_ids
-from shardwise.data.row_groups import Pieces, make_group, read_packed, read_window
+from shardwise.data.row_groups import Pieces, make_group, read_packed, read_windows
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Corpus(IterableDataset[tuple[Tensor, ...]]):
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         rows = CorpusRows(self, seed=self.seed)
         while True:
-            yield tuple(torch.from_numpy(values) for values in self.read(*rows.take(1)))
+            yield tuple(torch.from_numpy(values[0]) for values in self.read(rows.take(1)))
 
     @property
     def form(self) -> CorpusForm:
@@ -93,10 +93,10 @@ class Corpus(IterableDataset[tuple[Tensor, ...]]):
         names = tuple(f"{name}: {source.num_chunks} chunks" for name, source in self.sources.items())
         return CorpusForm(length=self.length, packed=self.packed, chunks_per_group=self.chunks_per_group, sources=names)
 
-    def read(self, row: Row) -> tuple[npt.NDArray[np.int64], ...]:
-        """Return the values of a row."""
-        read = self.sources[row.source].read
-        return read_packed(row.pieces, read, self.length) if self.packed else read_window(row.pieces, read, self.length)
+    def read(self, rows: Sequence[Row]) -> tuple[npt.NDArray[np.int64], ...]:
+        """Return the fields of several rows, each [rows, length]."""
+        read = read_packed if self.packed else read_windows
+        return read([row.pieces for row in rows], [self.sources[row.source] for row in rows], self.length)
 
 
 class Row(NamedTuple):

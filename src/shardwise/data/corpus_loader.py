@@ -6,7 +6,6 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -113,9 +112,8 @@ class _RowReads(Dataset[Any]):
         self._corpus = corpus
 
     def __getitems__(self, rows: list[Row]) -> Batch:
-        """Return the values of these rows, one tensor per field."""
-        fields = zip(*map(self._corpus.read, rows), strict=True)
-        return [torch.from_numpy(np.stack(values)) for values in fields]
+        """Return the fields of these rows as tensors."""
+        return [torch.from_numpy(values) for values in self._corpus.read(rows)]
 
 
 class _InProcessReads:

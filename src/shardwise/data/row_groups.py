@@ -18,11 +18,9 @@ from shardwise.data.packing import PackedRows, pack
 from shardwise.job.losses import IGNORE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from shardwise.data.sources.source import TokenSource
-
-    Read = Callable[[int, int, int], npt.NDArray[np.int64]]
 
 Integers = npt.NDArray[np.int64]
 
@@ -40,15 +38,12 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RowGroup:
-    """The documents of a shuffle group in their order, and its rows."""
+    """The rows of a shuffle group."""
 
-    chunks: Integers
-    """Chunk of each document."""
-    starts: Integers
-    """First token of each document in its chunk."""
-    sizes: Integers
-    """Tokens of each document."""
-    rows: PackedRows
+    pieces: Pieces
+    """The pieces of all rows, one row after the other."""
+    offsets: Integers
+    """[rows + 1]: row r has the pieces offsets[r] to offsets[r + 1]."""
     order: Integers
     """The rows in the order in which they are read."""
 
@@ -59,9 +54,10 @@ class RowGroup:
 
     def row(self, number: int) -> Pieces:
         """Return the pieces of one row."""
-        documents, begins, lengths, _ = self.rows.row(int(self.order[number]))
-        is_continued = begins + lengths < self.sizes[documents]
-        return Pieces(self.chunks[documents], self.starts[documents] + begins, lengths, is_continued)
+        row = self.order[number]
+        here = slice(self.offsets[row], self.offsets[row + 1])
+        chunks, starts, lengths, is_continued = self.pieces
+        return Pieces(chunks[here], starts[here], lengths[here], is_continued[here])
 
 
 def make_group(
@@ -78,13 +74,16 @@ def make_group(
     kept = np.flatnonzero(sizes)
     order = kept[_permutation(len(kept), seed=seed, number=2 * number)]
     sizes = sizes[order]
-    rows = pack(sizes, length) if packed else windows(sizes, length)
+    documents, begins, pieces, offsets = pack(sizes, length) if packed else windows(sizes, length)
     return RowGroup(
-        chunks=owners[order],
-        starts=starts[order],
-        sizes=sizes,
-        rows=rows,
-        order=_permutation(rows.num_rows, seed=seed, number=2 * number + 1),
+        pieces=Pieces(
+            chunks=owners[order][documents],
+            starts=starts[order][documents] + begins,
+            lengths=pieces,
+            is_continued=begins + pieces < sizes[documents],
+        ),
+        offsets=offsets,
+        order=_permutation(len(offsets) - 1, seed=seed, number=2 * number + 1),
     )
 
 
@@ -116,38 +115,43 @@ def _permutation(length: int, *, seed: int | None, number: int) -> Integers:
     return sample_ids(np.arange(length), seed=seed + 1, epoch=number, length=length)
 
 
-# Reading the tokens of a row.
+# Reading the tokens of rows into arrays [rows, length].
 
 
-def read_window(pieces: Pieces, read: Read, length: int) -> tuple[Integers, Integers]:
-    """Return tokens and targets [length] of a window; targets of padding, at the end of a group, are ignored."""
-    window = np.zeros(length + 1, dtype=np.int64)
-    filled = 0
-    for chunk, start, size in zip(pieces.chunks.tolist(), pieces.starts.tolist(), pieces.lengths.tolist(), strict=True):
-        window[filled : filled + size] = read(chunk, start, start + size)
-        filled += size
-    targets = window[1:].copy()
-    targets[max(0, filled - 1) :] = IGNORE
-    return window[:-1], targets
+def read_windows(rows: Sequence[Pieces], sources: Sequence[TokenSource], length: int) -> tuple[Integers, Integers]:
+    """Return tokens and targets of windows; targets of padding, at the end of a group, are ignored."""
+    window = np.zeros((len(rows), length + 1), dtype=np.int64)
+    targets = np.full((len(rows), length), IGNORE, dtype=np.int64)
+    for number, (pieces, source) in enumerate(zip(rows, sources, strict=True)):
+        filled, row = 0, window[number]
+        for chunk, start, size, _ in zip(*(each.tolist() for each in pieces), strict=True):
+            row[filled : filled + size] = source.tokens(chunk)[start : start + size]
+            filled += size
+        targets[number, : filled - 1] = row[1:filled]
+    return np.ascontiguousarray(window[:, :-1]), targets
 
 
-def read_packed(pieces: Pieces, read: Read, length: int) -> tuple[Integers, Integers, Integers, Integers]:
-    """Return tokens, position ids, document ids and targets [length] of a packed row.
+def read_packed(rows: Sequence[Pieces], sources: Sequence[TokenSource], length: int) -> tuple[Integers, ...]:
+    """Return tokens, position ids, document ids and targets of packed rows.
 
     Positions start at 0 in every piece. The target of a document's last token is ignored, and so are those of padding,
     which is a document of its own.
     """
-    tokens, positions, documents = (np.zeros(length, dtype=np.int64) for _ in range(3))
-    targets = np.full(length, IGNORE, dtype=np.int64)
-    filled = 0
-    for number, (chunk, start, size, is_continued) in enumerate(zip(*(each.tolist() for each in pieces), strict=True)):
-        found = read(chunk, start, start + size + is_continued)
-        here = slice(filled, filled + size)
-        tokens[here] = found[:size]
-        positions[here] = np.arange(size)
-        documents[here] = number
-        targets[filled : filled + len(found) - 1] = found[1:]
-        filled += size
-    positions[filled:] = np.arange(length - filled)
-    documents[filled:] = len(pieces.chunks)
+    tokens, positions, documents = (np.zeros((len(rows), length), dtype=np.int64) for _ in range(3))
+    targets = np.full((len(rows), length), IGNORE, dtype=np.int64)
+    counted = np.arange(length)
+    for number, (pieces, source) in enumerate(zip(rows, sources, strict=True)):
+        filled = 0
+        for index, (chunk, start, size, is_continued) in enumerate(
+            zip(*(each.tolist() for each in pieces), strict=True)
+        ):
+            end = filled + size
+            found = source.tokens(chunk)[start : start + size + is_continued]
+            tokens[number, filled:end] = found[:size]
+            targets[number, filled : filled + len(found) - 1] = found[1:]
+            positions[number, filled:end] = counted[:size]
+            documents[number, filled:end] = index
+            filled = end
+        positions[number, filled:] = counted[: length - filled]
+        documents[number, filled:] = len(pieces.chunks)
     return tokens, positions, documents, targets

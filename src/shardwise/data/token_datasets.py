@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from shardwise.data.corpus import Corpus
 from shardwise.data.mixture import make_mixture
-from shardwise.data.row_groups import make_group, read_packed, read_window
+from shardwise.data.row_groups import make_group, read_packed, read_windows
 from shardwise.data.sources.open import open_source
 from shardwise.errors import DataError, nearest
 
@@ -36,7 +36,7 @@ class TokenRows(Dataset[tuple[Tensor, ...]]):
     """
 
     def __init__(self, source: TokenSource, length: int, *, packed: bool) -> None:
-        self._read, self._length, self._packed = source.read, length, packed
+        self._source, self._length, self._packed = source, length, packed
         chunks = range(source.num_chunks)
         self._groups = [make_group(source, np.array([chunk]), length=length, packed=packed) for chunk in chunks]
         self._ends = np.cumsum([group.num_rows for group in self._groups], dtype=np.int64)
@@ -50,9 +50,9 @@ class TokenRows(Dataset[tuple[Tensor, ...]]):
         number = int(np.searchsorted(self._ends, index, side="right"))
         group = self._groups[number]
         first = int(self._ends[number]) - group.num_rows
-        read = read_packed if self._packed else read_window
-        values = read(group.row(index - first), self._read, self._length)
-        return tuple(torch.from_numpy(value) for value in values)
+        read = read_packed if self._packed else read_windows
+        fields = read([group.row(index - first)], [self._source], self._length)
+        return tuple(torch.from_numpy(values[0]) for values in fields)
 
 
 def tokens(

@@ -42,15 +42,18 @@ class ListedSource:
     def lengths(self, chunk):
         return self._lengths[chunk]
 
-    def read(self, chunk, start, stop):
-        assert 0 <= start <= stop <= self._lengths[chunk].sum()
-        return np.arange(self._firsts[chunk] + start, self._firsts[chunk] + stop)
+    def tokens(self, chunk):
+        return np.arange(self._firsts[chunk], self._firsts[chunk + 1])
 
 
 def corpus_of(*sources, shares=None, length=16, chunks_per_group=3, packed=False):
     mixture = Mixture(shares=shares or (1,) * len(sources))
     named = {source.name: source for source in sources}
     return Corpus(sources=named, mixture=mixture, length=length, chunks_per_group=chunks_per_group, packed=packed)
+
+
+def read_row(corpus, row):
+    return [values[0] for values in corpus.read([row])]
 
 
 def rows_of_epoch(corpus, rows, epoch):
@@ -66,7 +69,7 @@ def test_every_token_but_the_first_of_a_group_is_a_target_once_per_epoch():
     corpus = corpus_of(source)
     rows, epochs = CorpusRows(corpus, seed=3), []
     for epoch in range(2):
-        read = [corpus.read(row) for row in rows_of_epoch(corpus, rows, epoch)]
+        read = [read_row(corpus, row) for row in rows_of_epoch(corpus, rows, epoch)]
         targets = np.concatenate([target for _, target in read])
         targets = np.sort(targets[targets >= 0])
         assert len(np.unique(targets)) == len(targets)
@@ -77,7 +80,7 @@ def test_every_token_but_the_first_of_a_group_is_a_target_once_per_epoch():
 
 def test_target_is_the_next_token_and_padding_is_ignored():
     corpus = corpus_of(ListedSource("web", num_chunks=1, longest=9), length=64)
-    tokens, targets = corpus.read(CorpusRows(corpus, seed=0).take(1)[0])
+    tokens, targets = read_row(corpus, *CorpusRows(corpus, seed=0).take(1))
     num_targets = int((targets >= 0).sum())
     assert (targets[: num_targets - 1] == tokens[1:num_targets]).all()
     assert (targets[num_targets:] == -100).all()
@@ -95,7 +98,7 @@ def test_rows_from_a_stored_position_are_those_of_the_uninterrupted_stream():
         resumed = CorpusRows(corpus, seed=1, position=positions[start])
         for row, other in zip(resumed.take(240 - 2 * start), expected[2 * start :], strict=True):
             assert row.source == other.source
-            assert (corpus.read(row)[0] == corpus.read(other)[0]).all()
+            assert (read_row(corpus, row)[0] == read_row(corpus, other)[0]).all()
     assert [row.source for row in expected[:8]].count("web") == 5
 
 
@@ -123,8 +126,8 @@ class VirtualSource:
     def lengths(self, _):
         return np.full(1000, 1000)
 
-    def read(self, chunk, start, stop):
-        return np.arange(start, stop) + chunk
+    def tokens(self, chunk):
+        return np.arange(10**6) + chunk
 
 
 def test_position_deep_in_a_huge_corpus_costs_one_group(monkeypatch):
@@ -135,7 +138,7 @@ def test_position_deep_in_a_huge_corpus_costs_one_group(monkeypatch):
     start = SourcePosition(epoch=1, group=31_234, row=77)
     position = CorpusPosition(row=10**9, sources=(start,), form=corpus.form)
     rows = CorpusRows(corpus, seed=0, position=position)
-    tokens, _ = corpus.read(rows.take(1)[0])
+    tokens, _ = read_row(corpus, *rows.take(1))
     assert len(calls) == 16
     assert tokens.shape == (2048,)
     assert rows.position.sources[0] == SourcePosition(epoch=1, group=31_234, row=78)
@@ -144,7 +147,7 @@ def test_position_deep_in_a_huge_corpus_costs_one_group(monkeypatch):
 @pytest.mark.parametrize("length", [1, 5, 1000])
 def test_windows_of_any_length_cover_the_group(length):
     corpus = corpus_of(ListedSource("web", num_chunks=2), length=length, chunks_per_group=2)
-    read = [corpus.read(row)[1] for row in rows_of_epoch(corpus, CorpusRows(corpus, seed=0), 0)]
+    read = [read_row(corpus, row)[1] for row in rows_of_epoch(corpus, CorpusRows(corpus, seed=0), 0)]
     targets = np.concatenate(read)
     assert len(np.unique(targets[targets >= 0])) == corpus.sources["web"].num_tokens - 1
 
@@ -155,13 +158,13 @@ def test_windows_of_any_length_cover_the_group(length):
 def corpus_job(*, packed=False, **changes):
     sources = [ListedSource(name, 6, first=0, seed=index, longest=30) for index, name in enumerate(("web", "code"))]
     for source in sources:
-        source.read = partial(small_tokens, source.read)
+        source.tokens = partial(small_tokens, source.tokens)
     corpus = corpus_of(*sources, shares=(3, 1), length=16, packed=packed)
     return sentences_job("llama-tiny", data=lambda split: corpus if split == "train" else None, steps=8, **changes)
 
 
-def small_tokens(read, *place):
-    return read(*place) % SENTENCES.vocab_size
+def small_tokens(tokens, chunk):
+    return tokens(chunk) % SENTENCES.vocab_size
 
 
 def losses_of(world, plan_name, folder=None, *, num_workers=0, packed=False, **saving):
@@ -209,7 +212,7 @@ def test_packed_rows_have_every_token_once_and_every_target_inside_its_document(
     rows = rows_of_epoch(corpus, CorpusRows(corpus, seed=0), 0)
     tokens, targets = [], []
     for row in rows:
-        found, positions, documents, wanted = corpus.read(row)
+        found, positions, documents, wanted = read_row(corpus, row)
         filled = int(row.pieces.lengths.sum())
         tokens += found[:filled].tolist()
         targets += wanted[wanted >= 0].tolist()

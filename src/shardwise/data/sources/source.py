@@ -55,8 +55,8 @@ class TokenSource(Protocol):
     def lengths(self, chunk: int) -> NDArray[np.int64]:
         """Return the number of tokens of each document of a chunk, in the order of the documents."""
 
-    def read(self, chunk: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the tokens [start, stop) of a chunk, in which documents follow each other."""
+    def tokens(self, chunk: int) -> NDArray[Any]:
+        """Return the tokens of a chunk, in which documents follow each other, without a copy; any integer type."""
 
 
 class DocumentStarts(Protocol):
@@ -100,6 +100,8 @@ class FileSource:
         self.num_chunks = int(self._first_chunk[-1])
         self._open_file = open_file
         self._mapped: OrderedDict[int, MappedFile] = OrderedDict()
+        self._views: OrderedDict[int, NDArray[Any]] = OrderedDict()
+        """Chunks that were read last, since the rows of a group lie in a few chunks."""
 
     def lengths(self, chunk: int) -> NDArray[np.int64]:
         """Return the number of tokens of each document of a chunk; documents without tokens are left out."""
@@ -108,17 +110,27 @@ class FileSource:
         lengths = np.diff(starts, append=file.starts.first_from(high))
         return lengths[lengths > 0].astype(np.int64, copy=False)
 
+    def tokens(self, chunk: int) -> NDArray[Any]:
+        """Return a view of the mapped file."""
+        view = self._views.get(chunk)
+        if view is None:
+            file, low, high = self._window(chunk)
+            view = file.tokens[file.starts.first_from(low) : file.starts.first_from(high)]
+            if len(self._views) >= MAX_MAPPED:
+                self._views.popitem(last=False)
+            self._views[chunk] = view
+        return view
+
     def read(self, chunk: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return a copy of the tokens [start, stop) of a chunk."""
-        file, low, high = self._window(chunk)
-        first, last = file.starts.first_from(low), file.starts.first_from(high)
-        if not 0 <= start <= stop <= last - first:
-            raise IndexError(f"tokens [{start}, {stop}) are outside chunk {chunk}, which has {last - first} tokens")
-        return file.tokens[first + start : first + stop].astype(np.int64)
+        view = self.tokens(chunk)
+        if not 0 <= start <= stop <= len(view):
+            raise IndexError(f"tokens [{start}, {stop}) are outside chunk {chunk}, which has {len(view)} tokens")
+        return view[start:stop].astype(np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without maps, which pickle would copy; the receiver maps the files again."""
-        return {**self.__dict__, "_mapped": OrderedDict()}
+        return {**self.__dict__, "_mapped": OrderedDict(), "_views": OrderedDict()}
 
     def _window(self, chunk: int) -> tuple[MappedFile, int, int]:
         """Return the file of a chunk and the positions between which the chunk's documents start."""
