@@ -47,10 +47,9 @@ class CorpusForm(msgspec.Struct, frozen=True, kw_only=True):
     """What the rows of a corpus depend on: positions of a corpus of another form have no meaning in this one."""
 
     length: int
-    packed: bool
     chunks_per_group: int
     sources: tuple[str, ...]
-    """Name and number of chunks of each source."""
+    """Name, number of chunks and kind of rows of each source."""
 
 
 class CorpusPosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,21 +62,30 @@ class CorpusPosition(msgspec.Struct, frozen=True, kw_only=True):
     form: CorpusForm
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A mixture from one step of the training on, until the next stage."""
+
+    first_step: int = 0
+    mixture: Mixture
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Corpus(IterableDataset[tuple[Tensor, ...]]):
     """Rows of `length` tokens from several sources, without end.
 
-    A row is (tokens, targets), or packed (tokens, position_ids, document_ids, targets), each int64 [length]. A packed
-    row consists of whole documents, or of pieces of documents that are longer than a row: a model must restrict
-    attention to tokens with equal `document_ids`, as the decoders of `sw.models` do.
+    A row is (tokens, targets) or, if a source is packed, (tokens, position_ids, document_ids, targets), each int64
+    [length]. A packed row consists of whole documents, or of pieces of documents that are longer than a row: a model
+    must restrict attention to tokens with equal `document_ids`, as the decoders of `sw.models` do.
     """
 
     sources: Mapping[str, TokenSource]
     """Name -> source. The order of a source depends on its name."""
-    mixture: Mixture
+    stages: tuple[Stage, ...]
+    """The mixtures of the training in their order; the first one starts at step 0."""
     length: int
-    packed: bool = False
-    """Whether rows are packed documents; otherwise documents are concatenated, and a row is a window of them."""
+    packed: frozenset[str] = frozenset()
+    """Names of the sources whose rows are packed documents; rows of others are windows over concatenated documents."""
     chunks_per_group: int = CHUNKS_PER_GROUP
     seed: int = 0
     """Key of the order of `iter`; a training uses the seed of its job."""
@@ -85,18 +93,31 @@ class Corpus(IterableDataset[tuple[Tensor, ...]]):
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         rows = CorpusRows(self, seed=self.seed)
         while True:
-            yield tuple(torch.from_numpy(values[0]) for values in self.read(rows.take(1)))
+            order = self.stages[0].mixture.sources(rows.position.row, rows.position.row + 1)
+            yield tuple(torch.from_numpy(values[0]) for values in self.read(rows.take(order)))
+
+    def order(self, step: int, batch_size: int) -> npt.NDArray[np.int64]:
+        """Return the number of the source of each row of a step; shares are exact from the start of each stage."""
+        stage = next(stage for stage in reversed(self.stages) if stage.first_step <= step)
+        first = (step - stage.first_step) * batch_size
+        return stage.mixture.sources(first, first + batch_size)
 
     @property
     def form(self) -> CorpusForm:
         """What the rows depend on, except the proportions, which may change when a run is resumed."""
-        names = tuple(f"{name}: {source.num_chunks} chunks" for name, source in self.sources.items())
-        return CorpusForm(length=self.length, packed=self.packed, chunks_per_group=self.chunks_per_group, sources=names)
+        names = []
+        for name, source in self.sources.items():
+            kind = "packed" if name in self.packed else "windows"
+            names.append(f"{name}: {source.num_chunks} chunks, {kind}")
+        return CorpusForm(length=self.length, chunks_per_group=self.chunks_per_group, sources=tuple(names))
 
     def read(self, rows: Sequence[Row]) -> tuple[npt.NDArray[np.int64], ...]:
         """Return the fields of several rows, each [rows, length]."""
-        read = read_packed if self.packed else read_windows
-        return read([row.pieces for row in rows], [self.sources[row.source] for row in rows], self.length)
+        pieces, sources = [row.pieces for row in rows], [self.sources[row.source] for row in rows]
+        if not self.packed:
+            return read_windows(pieces, sources, self.length)
+        is_packed = [row.source in self.packed for row in rows]
+        return read_packed(pieces, sources, self.length, is_packed=is_packed)
 
 
 class Row(NamedTuple):
@@ -110,7 +131,7 @@ class CorpusRows:
     """Iterates over the rows of a corpus from a position, on every rank alike; it reads lengths, not tokens."""
 
     def __init__(self, corpus: Corpus, *, seed: int, position: CorpusPosition | None = None) -> None:
-        self._corpus, self._form = corpus, corpus.form
+        self._form = corpus.form
         self._row = 0
         starts: Sequence[SourcePosition] = [SourcePosition()] * len(corpus.sources)
         if position is not None:
@@ -126,13 +147,12 @@ class CorpusRows:
         """The position of the next row."""
         return CorpusPosition(row=self._row, sources=tuple(each.position for each in self._sources), form=self._form)
 
-    def take(self, number: int, wanted: range | None = None) -> list[Row]:
-        """Advance by `number` rows and return them, or only those with an index in `wanted`."""
-        sources = self._corpus.mixture.sources(self._row, self._row + number)
-        self._row += number
+    def take(self, order: npt.NDArray[np.int64], wanted: range | None = None) -> list[Row]:
+        """Advance by one row of each source in `order` and return the rows, or only those with an index in `wanted`."""
+        self._row += len(order)
         rows = []
-        for index, each in enumerate(sources.tolist()):
-            source = self._sources[each]
+        for index, number in enumerate(order.tolist()):
+            source = self._sources[number]
             group, place = source.advance()
             if wanted is None or index in wanted:
                 rows.append(Row(source.name, group.row(place)))
@@ -141,7 +161,7 @@ class CorpusRows:
 
 def _check_form(saved: CorpusForm, now: CorpusForm) -> None:
     """Raise DataError if rows would be repeated or left out because the corpus differs from that of the checkpoint."""
-    for name in ("sources", "length", "packed", "chunks_per_group"):
+    for name in ("sources", "length", "chunks_per_group"):
         before, after = getattr(saved, name), getattr(now, name)
         if before != after:
             raise DataError(
@@ -180,7 +200,7 @@ class _SourceRows:
                 self._source,
                 self._chunks(place.epoch, place.group),
                 length=self._corpus.length,
-                packed=self._corpus.packed,
+                packed=self.name in self._corpus.packed,
                 seed=self._seed,
                 number=place.epoch * self._num_groups + place.group,
             )

@@ -96,10 +96,11 @@ class CorpusLoader:
         mine = range(slices.dp_rank * own, (slices.dp_rank + 1) * own)
         rows = CorpusRows(self._corpus, seed=self._seed, position=self._position)
         if self._position is None:
-            rows.take(self._range.start * slices.batch_size, range(0))
-        for _ in self._range:
+            for step in range(self._range.start):
+                rows.take(self._corpus.order(step, slices.batch_size), range(0))
+        for step in self._range:
             before = rows.position
-            taken = rows.take(slices.batch_size, mine)
+            taken = rows.take(self._corpus.order(step, slices.batch_size), mine)
             self._planned.append(_PlannedStep(before, rows.position))
             for start in range(0, own, slices.micro_batch):
                 yield taken[start : start + slices.micro_batch]

@@ -131,16 +131,22 @@ def read_windows(rows: Sequence[Pieces], sources: Sequence[TokenSource], length:
     return np.ascontiguousarray(window[:, :-1]), targets
 
 
-def read_packed(rows: Sequence[Pieces], sources: Sequence[TokenSource], length: int) -> tuple[Integers, ...]:
-    """Return tokens, position ids, document ids and targets of packed rows.
+def read_packed(
+    rows: Sequence[Pieces], sources: Sequence[TokenSource], length: int, *, is_packed: Sequence[bool]
+) -> tuple[Integers, ...]:
+    """Return tokens, position ids, document ids and targets of rows, some of which are packed.
 
-    Positions start at 0 in every piece. The target of a document's last token is ignored, and so are those of padding,
-    which is a document of its own.
+    Positions start at 0 in every piece of a packed row. The target of a document's last token is ignored, and so are
+    those of padding, which is a document of its own. A window is one document.
     """
     tokens, positions, documents = (np.zeros((len(rows), length), dtype=np.int64) for _ in range(3))
     targets = np.full((len(rows), length), IGNORE, dtype=np.int64)
     counted = np.arange(length)
     for number, (pieces, source) in enumerate(zip(rows, sources, strict=True)):
+        if not is_packed[number]:
+            (tokens[number],), (targets[number],) = read_windows([pieces], [source], length)
+            positions[number] = counted
+            continue
         filled = 0
         for index, (chunk, start, size, is_continued) in enumerate(
             zip(*(each.tolist() for each in pieces), strict=True)

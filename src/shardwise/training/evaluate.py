@@ -122,7 +122,7 @@ def make_loader(job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Le
 def is_packed(job: Job) -> bool:
     """Return whether the job trains on packed rows of a corpus."""
     dataset = dataset_of(job, "train")
-    return isinstance(dataset, Corpus) and dataset.packed
+    return isinstance(dataset, Corpus) and bool(dataset.packed)
 
 
 def _corpus_loader(corpus: Corpus, job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Length]:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,10 +13,10 @@ import shardwise as sw
 from jobs import FP64, SENTENCES, sentences_job
 from refusals import refuses
 from shardwise.checkpoint import read_manifest
-from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows, SourcePosition
+from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows, SourcePosition, Stage
 from shardwise.data.corpus_loader import CorpusLoader
 from shardwise.data.cursor import Slices
-from shardwise.data.mixture import Mixture
+from shardwise.data.mixture import Mixture, make_mixture
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Plan
 from shardwise.plans.catalogue import decoder_config
@@ -46,10 +47,22 @@ class ListedSource:
         return np.arange(self._firsts[chunk], self._firsts[chunk + 1])
 
 
-def corpus_of(*sources, shares=None, length=16, chunks_per_group=3, packed=False):
+def corpus_of(*sources, shares=None, length=16, chunks_per_group=3, packed=()):
     mixture = Mixture(shares=shares or (1,) * len(sources))
     named = {source.name: source for source in sources}
-    return Corpus(sources=named, mixture=mixture, length=length, chunks_per_group=chunks_per_group, packed=packed)
+    return Corpus(
+        sources=named,
+        stages=(Stage(mixture=mixture),),
+        length=length,
+        chunks_per_group=chunks_per_group,
+        packed=frozenset(packed),
+    )
+
+
+def take(rows, corpus, number):
+    """Return the next rows of the first stage."""
+    first = rows.position.row
+    return rows.take(corpus.stages[0].mixture.sources(first, first + number))
 
 
 def read_row(corpus, row):
@@ -60,7 +73,7 @@ def rows_of_epoch(corpus, rows, epoch):
     """Return the rows of one epoch of the only source."""
     found = []
     while rows.position.sources[0].epoch == epoch:
-        found += rows.take(1)
+        found += take(rows, corpus, 1)
     return found
 
 
@@ -80,7 +93,7 @@ def test_every_token_but_the_first_of_a_group_is_a_target_once_per_epoch():
 
 def test_target_is_the_next_token_and_padding_is_ignored():
     corpus = corpus_of(ListedSource("web", num_chunks=1, longest=9), length=64)
-    tokens, targets = read_row(corpus, *CorpusRows(corpus, seed=0).take(1))
+    tokens, targets = read_row(corpus, *take(CorpusRows(corpus, seed=0), corpus, 1))
     num_targets = int((targets >= 0).sum())
     assert (targets[: num_targets - 1] == tokens[1:num_targets]).all()
     assert (targets[num_targets:] == -100).all()
@@ -93,10 +106,10 @@ def test_rows_from_a_stored_position_are_those_of_the_uninterrupted_stream():
     positions, expected = [], []
     for _ in range(120):
         positions.append(whole.position)
-        expected += whole.take(2)
+        expected += take(whole, corpus, 2)
     for start in (0, 1, 17, 64, 119):
         resumed = CorpusRows(corpus, seed=1, position=positions[start])
-        for row, other in zip(resumed.take(240 - 2 * start), expected[2 * start :], strict=True):
+        for row, other in zip(take(resumed, corpus, 240 - 2 * start), expected[2 * start :], strict=True):
             assert row.source == other.source
             assert (read_row(corpus, row)[0] == read_row(corpus, other)[0]).all()
     assert [row.source for row in expected[:8]].count("web") == 5
@@ -110,12 +123,13 @@ def test_changed_corpus_and_empty_source_are_refused():
         corpus_of(ListedSource("web", 2), ListedSource("code", 2)),
         corpus_of(ListedSource("web", 2), length=17),
         corpus_of(ListedSource("web", 2), chunks_per_group=2),
-        corpus_of(ListedSource("web", 2), packed=True),
+        corpus_of(ListedSource("web", 2), packed=["web"]),
     ):
         with refuses("data.corpus-changed"):
             CorpusRows(other, seed=0, position=position)
     with refuses("data.source-empty", "blank"):
-        CorpusRows(corpus_of(ListedSource("blank", 4, longest=1)), seed=0).take(1)
+        blank = corpus_of(ListedSource("blank", 4, longest=1))
+        take(CorpusRows(blank, seed=0), blank, 1)
 
 
 class VirtualSource:
@@ -138,7 +152,7 @@ def test_position_deep_in_a_huge_corpus_costs_one_group(monkeypatch):
     start = SourcePosition(epoch=1, group=31_234, row=77)
     position = CorpusPosition(row=10**9, sources=(start,), form=corpus.form)
     rows = CorpusRows(corpus, seed=0, position=position)
-    tokens, _ = read_row(corpus, *rows.take(1))
+    tokens, _ = read_row(corpus, *take(rows, corpus, 1))
     assert len(calls) == 16
     assert tokens.shape == (2048,)
     assert rows.position.sources[0] == SourcePosition(epoch=1, group=31_234, row=78)
@@ -159,7 +173,7 @@ def corpus_job(*, packed=False, **changes):
     sources = [ListedSource(name, 6, first=0, seed=index, longest=30) for index, name in enumerate(("web", "code"))]
     for source in sources:
         source.tokens = partial(small_tokens, source.tokens)
-    corpus = corpus_of(*sources, shares=(3, 1), length=16, packed=packed)
+    corpus = corpus_of(*sources, shares=(3, 1), length=16, packed=("web", "code") if packed else ())
     return sentences_job("llama-tiny", data=lambda split: corpus if split == "train" else None, steps=8, **changes)
 
 
@@ -167,14 +181,14 @@ def small_tokens(tokens, chunk):
     return tokens(chunk) % SENTENCES.vocab_size
 
 
-def losses_of(world, plan_name, folder=None, *, num_workers=0, packed=False, **saving):
-    """Train under a plan and return the losses by step."""
-    job = corpus_job(num_workers=num_workers, packed=packed)
+def losses_of(world, plan_name, folder=None, *, every=0, resume=None, **changes):
+    """Train under a plan and return the losses by step; `changes` are fields of the job."""
+    job = corpus_job(**changes)
     plan = settle(plan_name, batch_size=8, world_size=world.size, device=LocalDevice())
     plan = dataclasses.replace(plan, precision=FP64)
     losses = {}
     events = EventLog(None, lambda event: losses.update(enumerate(event.get("losses", []), event.get("first", 0))))
-    run_loop(job, plan, world, events, Timeline(), checkpoints=folder, save=SaveSpec(**saving))
+    run_loop(job, plan, world, events, Timeline(), checkpoints=folder, save=SaveSpec(every=every, resume=resume))
     return losses
 
 
@@ -208,7 +222,7 @@ def test_loader_starts_at_the_stored_position_without_reading_what_came_before()
 
 def test_packed_rows_have_every_token_once_and_every_target_inside_its_document():
     source = ListedSource("web", num_chunks=10)
-    corpus = corpus_of(source, packed=True)
+    corpus = corpus_of(source, packed=["web"])
     rows = rows_of_epoch(corpus, CorpusRows(corpus, seed=0), 0)
     tokens, targets = [], []
     for row in rows:
@@ -322,15 +336,28 @@ def test_labels_that_cross_a_boundary_are_named():
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "GPTNeoX", "Phi3", "Olmo2")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_family_trains_on_packed_rows_or_its_leak_is_named(family):
+def make_transformer(family):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     heads = {} if family == "GPTNeoX" else {"num_key_value_heads": 4}
     config = getattr(transformers, f"{family}Config")(
         vocab_size=50, max_position_embeddings=16, pad_token_id=None, head_dim=8, **sizes, **heads
     )
-    model = partial(getattr(transformers, f"{family}ForCausalLM"), config)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_family_trains_on_packed_rows_alike_under_every_strategy(family):
+    changes = {"packed": True, "model": partial(make_transformer, family), "forward": sw.losses.packed}
+    whole = run_ranks(losses_of, 1, "ddp", **changes)[0]
+    for plan in ("ddp", "zero3", "tp", "pp"):
+        assert run_ranks(losses_of, 2, plan, **changes)[0] == pytest.approx(whole, rel=1e-9), plan
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_family_trains_on_packed_rows_or_its_leak_is_named(family):
+    model = partial(make_transformer, family)
     with sw.world() as world:
         assert packed_training(world, model, forward=sw.losses.packed) > 0
         with refuses("support.packed-attention", family):  # its cache turns the document mask off
@@ -351,8 +378,8 @@ def test_token_files_are_the_data_of_a_job(tmp_path, packed):
     test = data("test")
     targets = torch.cat([test[index][-1] for index in range(len(test))])
     assert int((targets >= 0).sum()) == 599
-    assert data("train").mixture.shares == (3, 1)
-    assert sw.datasets.tokens(paths, length=16)("train").mixture.shares == (4, 5)
+    assert data("train").stages[0].mixture.shares == (3, 1)
+    assert sw.datasets.tokens(paths, length=16)("train").stages[0].mixture.shares == (4, 5)
     with sw.world() as world:
         job = sentences_job("llama-tiny", data=data, steps=2)
         assert sw.train(job, Plan.preset("ddp", 1, batch_size=8), world).result.evaluation["loss"] > 0
@@ -361,5 +388,70 @@ def test_token_files_are_the_data_of_a_job(tmp_path, packed):
 def test_invalid_token_datasets_are_refused(tmp_path):
     with refuses("data.window-length-invalid", 0):
         sw.datasets.tokens(tmp_path, length=0)
-    with refuses("data.proportion-unknown-source", "wbe", "web"):
-        sw.datasets.tokens({"web": tmp_path}, length=8, proportions={"wbe": 1})
+    for changes in ({"proportions": {"wbe": 1}}, {"proportions": {0: {"wbe": 1}}}, {"packed": ["wbe"]}):
+        with refuses("data.source-unknown", "wbe", "web"):
+            sw.datasets.tokens({"web": tmp_path}, length=8, **changes)
+    with refuses("data.curriculum-start", 5):
+        sw.datasets.tokens({"web": tmp_path}, length=8, proportions={5: {"web": 1}})
+    with refuses("data.proportions-zero"):
+        sw.datasets.tokens({"web": tmp_path}, length=8, proportions={"web": 0})
+
+
+# Kills and changes of the number of ranks, simulated with the loaders of all ranks.
+
+
+def test_two_hundred_kills_and_changes_of_ranks_lose_and_repeat_nothing():
+    names = ("web", "code", "books", "papers", "forum")
+    sources = [ListedSource(name, 4 + index, first=10**6 * index, seed=index) for index, name in enumerate(names)]
+    corpus = dataclasses.replace(
+        corpus_of(*sources, packed=("code", "forum"), chunks_per_group=2),
+        stages=(
+            Stage(mixture=make_mixture(dict(zip(names, (5, 3, 1, 1, 2), strict=True)))),
+            Stage(first_step=150, mixture=make_mixture(dict(zip(names, (1, 0, 4, 2, 2), strict=True)))),
+        ),
+    )
+    num_steps = 400
+    expected = [rows_of_step(step) for step in loaders_of(corpus, 1, 1, range(num_steps))]
+    generator = np.random.default_rng(0)
+    kills = [0, *sorted(generator.choice(np.arange(1, num_steps), 200, replace=False).tolist()), num_steps]
+    found, position = [], None
+    for start, stop in itertools.pairwise(kills):
+        dp_size, accumulation = [(1, 1), (1, 4), (2, 2), (4, 1), (4, 3), (12, 1)][generator.integers(6)]
+        # Ranks read ahead of the kill; the checkpoint has the position after the last step that was used.
+        ahead = range(start, min(num_steps, stop + 2))
+        steps = list(itertools.islice(loaders_of(corpus, dp_size, accumulation, ahead, position), stop - start))
+        found += map(rows_of_step, steps)
+        position = msgspec.json.decode(msgspec.json.encode(steps[-1][0].position), type=CorpusPosition)
+    assert len(found) == num_steps
+    assert found == expected
+
+
+def loaders_of(corpus, dp_size, accumulation, steps, position=None):
+    """Yield the LoadedSteps of all data-parallel ranks, step by step."""
+    loaders = []
+    for dp_rank in range(dp_size):
+        slices = Slices(batch_size=12, accumulation=accumulation, dp_rank=dp_rank, dp_size=dp_size, length=10**9)
+        loaders.append(
+            CorpusLoader(
+                corpus, slices, seed=4, first_step=steps.start, num_steps=steps.stop, position=position
+            ).steps()
+        )
+    return zip(*loaders, strict=True)
+
+
+def rows_of_step(ranks):
+    """Return the tokens of a step in the order of its rows, over all ranks."""
+    return [row for rank in ranks for batch in rank.batches for row in batch[0].tolist()]
+
+
+def test_rows_of_sources_that_are_not_packed_are_one_document_each():
+    short = ListedSource("code", 3, first=10**6, longest=9)
+    corpus = corpus_of(ListedSource("web", 3), short, packed=("code",))
+    tokens, positions, documents, targets = corpus.read(take(CorpusRows(corpus, seed=0), corpus, 6))
+    is_web = tokens[:, 0] < 10**6
+    assert is_web.sum() == 3
+    assert (positions[is_web] == np.arange(16)).all()
+    assert not documents[is_web].any()
+    assert documents[~is_web].any()
+    shifted, wanted = tokens[is_web][:, 1:], targets[is_web][:, :-1]
+    assert (wanted[wanted >= 0] == shifted[wanted >= 0]).all()
