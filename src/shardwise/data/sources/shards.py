@@ -42,6 +42,8 @@ TOKENIZER = "tokenizer.json"
 VERSION = 1
 _STARTS_DTYPE = np.dtype("<i8")
 _CRC_BLOCK = 2**26
+_PARTIAL = ".tmp-"
+"""Prefix of files that are being written."""
 
 
 class TokenizerName(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,11 +264,6 @@ class ShardWriter:
             starts_crc32=zlib_ng.crc32(starts),
         )
 
-    def discard(self) -> None:
-        """Remove the incomplete file."""
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
-
 
 def write_index(
     folder: Path,
@@ -315,4 +312,10 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def _partial(path: Path) -> Path:
-    return path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
+    return path.with_name(f"{_PARTIAL}{path.name}-{secrets.token_hex(4)}")
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Remove the files of an interrupted writer, which have no name yet."""
+    for path in folder.glob(f"{_PARTIAL}*"):
+        path.unlink()

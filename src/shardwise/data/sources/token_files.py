@@ -147,7 +147,7 @@ def _npy_stream(path: Path, content: NDArray[np.uint8]) -> tuple[TokenStream, in
         raise _header_invalid(path, str(error)) from None
     if len(shape) != 1 or dtype.kind not in "iu":
         raise _header_invalid(path, f"an array of {dtype} with shape {shape}, expected integers in one dimension")
-    return TokenStream(dtype, start.tell()), int(shape[0])
+    return TokenStream(dtype, start.seek(0, os.SEEK_CUR)), int(shape[0])
 
 
 def _header_invalid(path: Path, problem: str) -> DataError:
