@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import pickle
 from functools import partial
 
 import msgspec
@@ -17,6 +18,7 @@ from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows, SourcePosi
 from shardwise.data.corpus_loader import CorpusLoader
 from shardwise.data.cursor import Slices
 from shardwise.data.mixture import Mixture, make_mixture
+from shardwise.data.sources.iterables import ShardedIterable
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Plan
 from shardwise.plans.catalogue import decoder_config
@@ -455,3 +457,42 @@ def test_rows_of_sources_that_are_not_packed_are_one_document_each():
     assert documents[~is_web].any()
     shifted, wanted = tokens[is_web][:, 1:], targets[is_web][:, :-1]
     assert (wanted[wanted >= 0] == shifted[wanted >= 0]).all()
+
+
+# Iterable data, in shards.
+
+
+def open_shard(number):
+    """Yield the documents of a shard: numbers that name shard, document and token."""
+    for document in range(5):
+        yield [1000 * number + 100 * document + token for token in range(3 + document)]
+
+
+def test_shards_of_an_iterable_are_a_source_that_resumes_exactly():
+    source = ShardedIterable("stream", open_shard, 7)
+    corpus = corpus_of(source, packed=["stream"], length=8, chunks_per_group=2)
+    whole = CorpusRows(corpus, seed=0)
+    positions, expected = [], []
+    for _ in range(40):
+        positions.append(whole.position)
+        expected.append(read_row(corpus, *take(whole, corpus, 1))[0].tolist())
+    assert whole.position.sources[0].epoch > 0
+    again = pickle.loads(pickle.dumps(corpus))
+    resumed = CorpusRows(again, seed=0, position=positions[17])
+    assert [read_row(again, row)[0].tolist() for row in take(resumed, again, 23)] == expected[17:]
+
+
+def test_iterable_that_changes_is_refused():
+    calls = []
+
+    def changing(number):
+        calls.append(number)
+        return [[len(calls), 2, 3]]
+
+    source = ShardedIterable("stream", changing, 40)
+    for shard in range(40):
+        source.lengths(shard)  # more shards than stay in memory
+    with refuses("data.shard-changed", "stream", 0):
+        source.tokens(0)
+    with refuses("data.no-shards", 0):
+        ShardedIterable("stream", changing, 0)
