@@ -74,7 +74,7 @@ DAMAGES = {
     "checksum": (lambda corpus: flip_byte(corpus / "shard-00001.bin"), "data.checksum-mismatch", "shard-00001.bin"),
     "vocabulary": (shrink_vocabulary, "data.id-outside-vocabulary", 256),
     "missing shard": (lambda corpus: (corpus / "shard-00002.bin").unlink(), "data.shard-missing", "shard-00002.bin"),
-    "no corpus": (lambda corpus: (corpus / "index.json").unlink(), "data.unknown-format", "corpus"),
+    "no corpus": (lambda corpus: (corpus / "index.json").unlink(), "data.corpus-incomplete", "index.json"),
 }
 
 

@@ -17,15 +17,20 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.data.prepare.inputs import InputFile  # noqa: TC001 - msgspec reads the annotations
-from shardwise.data.sources.shards import ShardFacts, TokenizerName, check_checksum, remove_partial_files, shard_paths
+from shardwise.data.sources.shards import (
+    JOURNAL,
+    ShardFacts,
+    TokenizerName,
+    check_checksum,
+    remove_partial_files,
+    shard_paths,
+)
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
     from typing import BinaryIO
-
-JOURNAL = "prepare.jsonl"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
