@@ -92,8 +92,10 @@ class _Worker:
 
     def start(self, number: int, task: Any) -> bool:
         """Send a task, and return whether that was possible without waiting for the worker."""
+        if self.num_tasks >= _QUEUED:
+            return False
         payload = ForkingPickler.dumps((number, task))
-        if self.num_tasks >= (_QUEUED if len(payload) <= _PIPE_BYTES else 1):
+        if self.num_tasks and len(payload) > _PIPE_BYTES:
             return False
         self.num_tasks += 1
         with contextlib.suppress(BrokenPipeError):  # the process has ended: `receive` reports it
