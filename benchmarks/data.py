@@ -18,6 +18,7 @@ time of all processes, which another load on the machine changes less, shows wha
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -130,7 +131,11 @@ class Contenders:
 
 def measure(contenders: Contenders, rounds: int) -> tuple[list[dict[str, Cost]], int]:
     """Return the costs of each round, and the number of tokens, which must be equal."""
-    turns = [contenders.shardwise, contenders.datasets]
+    turns = [contenders.shardwise]
+    if importlib.util.find_spec("datasets") is None:
+        print("datasets is not installed: left out (pip install -r benchmarks/peers.txt)")
+    else:
+        turns.append(contenders.datasets)
     costs = []
     counts = set()
     for _ in range(rounds):
@@ -164,11 +169,13 @@ def main() -> None:
         rounds = QUICK_ROUNDS if quick else ROUNDS
         costs, tokens = measure(contenders, rounds)
     print(f"{tokens:,} tokens, {contenders.processes} processes, {rounds} rounds")
-    for contender in ("shardwise", "map", "load + map"):
+    for contender in sorted(costs[0], reverse=True):
         rates = [tokens / each[contender].wall_s for each in costs]
         cpu_s = statistics.median(each[contender].cpu_s for each in costs)
         spread = f"{min(rates):,.0f} to {max(rates):,.0f}"
         print(f"{contender:<12} {statistics.median(rates):>12,.0f} tokens/s ({spread}), {cpu_s:.2f} s of CPU")
+    if "map" not in costs[0]:
+        return
     figure("data.prepare.map", median_ratio(costs, "map", "wall_s"), "x-datasets-map", at_least=TARGET)
     figure("data.prepare.load_and_map", median_ratio(costs, "load + map", "wall_s"), "x-datasets-load-and-map")
     figure("data.prepare.map_cpu", median_ratio(costs, "map", "cpu_s"), "x-CPU-of-datasets-map", at_least=TARGET)

@@ -431,6 +431,7 @@ BAD = {
         "data.output-not-empty",
         ["out"],
     ),
+    "a corpus as input": (other_corpus, ["out"], "data.input-is-corpus", ["out"]),
     "other corpus": (other_corpus, ["a.jsonl"], "data.output-other-corpus", ["out"]),
     "no parent of the output": (
         lambda f: lines(f / "a.jsonl", GOOD),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from shardwise.data.sources.shards import INDEX
 from shardwise.data.sources.source import unreadable
 from shardwise.errors import DataError, MissingExtraError
 
@@ -80,6 +81,10 @@ def _files_of(path: Path) -> list[Path]:
         )
     if not path.is_dir():
         return [path]
+    if (path / INDEX).is_file():
+        raise DataError(
+            f"input {path} is a corpus, which is tokenized already", code="data.input-is-corpus", fix="pass documents"
+        )
     try:
         if (path / DATASET_STATE).is_file():
             return _dataset_files(path)
