@@ -7,7 +7,7 @@
     prepare.jsonl       what `data prepare` needs to continue; not part of the corpus
 
 Each document ends with the end-of-document id. The index has columns in place of one object per shard, so that NumPy
-reads a million shards in 0.1 s and 32 MB. It is written last: a folder without it is not a corpus.
+reads a million shards in 0.3 s with 100 MB. It is written last: a folder without it is not a corpus.
 """
 
 from __future__ import annotations
