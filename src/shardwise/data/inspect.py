@@ -153,13 +153,21 @@ def _find_tokenizer(spec: DataInspectSpec) -> Tokenizer | None:
     """Return the requested tokenizer, that of the corpus, or None if the path has none."""
     if spec.tokenizer is not None:
         path = None if spec.tokenizer == BYTES else Path(spec.tokenizer)
-        return load_tokenizer(path.name if path else BYTES, path)
+        return load_tokenizer(path.name if path else BYTES, path, end_id=spec.end_id or 0)  # decoding needs no end id
     if not (spec.path / INDEX).is_file():
         return None
     index = open_corpus(spec.path).index
     if index.tokenizer.name == BYTES:
         return load_tokenizer(BYTES, None)
-    return load_tokenizer(index.tokenizer.name, spec.path / TOKENIZER)
+    tokenizer = load_tokenizer(index.tokenizer.name, spec.path / TOKENIZER, end_id=index.end_id)
+    if tokenizer.name != index.tokenizer:
+        raise DataError(
+            f"the SHA-256 of {spec.path / TOKENIZER} is {tokenizer.name.sha256}, but {INDEX} specifies"
+            f" {index.tokenizer.sha256}",
+            code="data.tokenizer-changed",
+            fix="restore the file, or prepare the corpus again",
+        )
+    return tokenizer
 
 
 def _check_ids(path: Path, largest_id: int, vocab_size: int) -> None:

@@ -63,10 +63,13 @@ class Tokenizer(Protocol):
         """Return the text of token ids."""
 
 
-def load_tokenizer(name: str, path: Path | None, *, end_token: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    name: str, path: Path | None, *, end_token: str | None = None, end_id: int | None = None
+) -> Tokenizer:
     """Return the tokenizer "bytes" if `path` is None, else that of a tokenizer.json, recorded as `name`.
 
-    `end_token` is the token that ends documents; by default, the first of the usual ones that the tokenizer has.
+    `end_token` is the token that ends documents, and `end_id` its id if it is known; by default, it is the first of the
+    usual ones that the tokenizer has.
     """
     if path is None:
         return ByteTokenizer()
@@ -98,12 +101,12 @@ def load_tokenizer(name: str, path: Path | None, *, end_token: str | None = None
         name=TokenizerName(name=name, sha256=hashlib.sha256(content).hexdigest()),
         content=content,
         model=model,
-        end_id=_end_id(path, model, end_token),
+        end_id=_find_end_id(path, model, end_token) if end_id is None else end_id,
         vocab_size=1 + max(model.get_vocab(with_added_tokens=True).values()),
     )
 
 
-def _end_id(path: Path, model: Any, end_token: str | None) -> int:
+def _find_end_id(path: Path, model: Any, end_token: str | None) -> int:
     candidates = _END_TOKENS if end_token is None else (end_token,)
     for token in candidates:
         found = model.token_to_id(token)

@@ -5,11 +5,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import tokenizers
 
 import shardwise as sw
-from refusals import assert_refused
+from refusals import assert_refused, refuses
 from shardwise.cli.main import main
 from shardwise.data.inspect import histogram, percentiles
+from shardwise.errors import DataError
 
 TEXTS = ["hello world", "", "a", "hello world", "déjà vu", "a", "a", "x" * 300, "stop \x1b[31mred"]
 
@@ -59,6 +61,21 @@ def test_a_token_file_is_split_at_the_end_id_and_decoded_if_asked(tmp_path, caps
     assert json.loads(capsys.readouterr().out)["num_documents"] == 3
 
 
+def test_the_tokenizer_of_a_corpus_needs_no_usual_end_token_and_may_not_change(tmp_path):
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "stop": 2}, unk_token="a"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.save(str(tmp_path / "words.json"))
+    (tmp_path / "a.jsonl").write_text('{"text": "b a b"}')
+    out = tmp_path / "corpus"
+    sw.data_prepare(tmp_path / "a.jsonl", out=out, tokenizer=str(tmp_path / "words.json"), end_token="stop")
+    report = sw.data_inspect(out)
+    assert (report.samples[0].ids, report.samples[0].text) == ((1, 0, 1, 2), "b a b stop")
+    assert report.tokenizer.name == "words.json"
+    (out / "tokenizer.json").write_text((out / "tokenizer.json").read_text() + " ")
+    with refuses("data.tokenizer-changed", "tokenizer.json", kind=DataError):
+        sw.data_inspect(out)
+
+
 def flip_byte(path):
     content = bytearray(path.read_bytes())
     content[2] ^= 1
@@ -74,7 +91,7 @@ DAMAGES = {
     "checksum": (lambda corpus: flip_byte(corpus / "shard-00001.bin"), "data.checksum-mismatch", "shard-00001.bin"),
     "vocabulary": (shrink_vocabulary, "data.id-outside-vocabulary", 256),
     "missing shard": (lambda corpus: (corpus / "shard-00002.bin").unlink(), "data.shard-missing", "shard-00002.bin"),
-    "no corpus": (lambda corpus: (corpus / "index.json").unlink(), "data.unknown-format", "corpus"),
+    "no corpus": (lambda corpus: (corpus / "index.json").unlink(), "data.corpus-incomplete", "index.json"),
 }
 
 

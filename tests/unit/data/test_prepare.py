@@ -1,5 +1,6 @@
 """`data prepare`: every document once, the same bytes at any number of processes and after a kill, clear refusals."""
 
+import errno
 import gzip
 import json
 import multiprocessing
@@ -20,6 +21,7 @@ from shardwise.data.prepare import inputs as prepare_inputs
 from shardwise.data.prepare.prepare import prepare_corpus
 from shardwise.data.prepare.spec import DataPrepareSpec
 from shardwise.data.sources.open import open_source
+from shardwise.data.sources.shards import ShardWriter
 from shardwise.errors import DataError, RankFailedError
 
 END = 256
@@ -71,6 +73,14 @@ def write_dataset(path, texts):
     return path
 
 
+def write_arrow_file(path, texts):
+    """Write the Arrow format of files, with random access, which is not that of datasets."""
+    table = pa.table({"text": texts})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return path
+
+
 def write_text_files(path, texts):
     path.mkdir()
     for number, text in enumerate(texts):
@@ -83,6 +93,7 @@ INPUTS = {
     "a.jsonl.gz": write_gzip,
     "a.parquet": write_parquet,
     "dataset": write_dataset,
+    "a.arrow": write_arrow_file,
     "files": write_text_files,
 }
 
@@ -116,7 +127,7 @@ def as_bytes(texts):
 def test_every_document_is_in_the_corpus_once_and_in_order(name, tmp_path, small_pieces):
     texts = make_texts()
     path = INPUTS[name](tmp_path / name, texts)
-    report = sw.data_prepare([path], out=tmp_path / "out", processes=2, shard_tokens=3000)
+    report = sw.data_prepare(path, out=tmp_path / "out", processes=2, shard_tokens=3000)
     assert read_corpus(tmp_path / "out") == as_bytes(texts)
     assert report.num_documents == len(as_bytes(texts))
     assert report.num_empty == texts.count("") > 0
@@ -283,6 +294,25 @@ def test_a_dead_worker_ends_the_command_and_leaves_complete_shards(tmp_path, sma
     assert read_corpus(tmp_path / "out") == as_bytes(make_texts())
 
 
+def test_a_full_disk_keeps_complete_shards(tmp_path, small_pieces, monkeypatch):
+    """The second shard cannot be flushed: the error names the folder, and the next command continues."""
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts())
+    spec = DataPrepareSpec(inputs=(path,), out=tmp_path / "out", processes=2, shard_tokens=3000)
+
+    def fail(writer, close=ShardWriter.close):
+        if "00001" in writer._paths[0].name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return close(writer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "close", fail)
+        with refuses("data.write-failed", "out", os.strerror(errno.ENOSPC), kind=DataError):
+            prepare_corpus(spec)
+    assert not list((tmp_path / "out").glob(".tmp-*"))
+    assert prepare_corpus(spec).num_kept == 1
+    assert read_corpus(tmp_path / "out") == as_bytes(make_texts())
+
+
 # Bad inputs: one sentence, exit code 2, nothing written.
 
 
@@ -401,6 +431,7 @@ BAD = {
         "data.output-not-empty",
         ["out"],
     ),
+    "a corpus as input": (other_corpus, ["out"], "data.input-is-corpus", ["out"]),
     "other corpus": (other_corpus, ["a.jsonl"], "data.output-other-corpus", ["out"]),
     "no parent of the output": (
         lambda f: lines(f / "a.jsonl", GOOD),

@@ -9,6 +9,7 @@ documents are the lines that start in the range, so no pass over the file is nec
 from __future__ import annotations
 
 import gzip
+import itertools
 import os
 import zlib
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from shardwise.data.sources.shards import INDEX
 from shardwise.data.sources.source import unreadable
 from shardwise.errors import DataError, MissingExtraError
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 PIECE_BYTES = 2**20
 """Bytes of text in a piece: enough for a batch of documents, small enough to balance workers."""
 _ENDS_BYTES = 2**16
+_ARROW_FILE = b"ARROW1"
 Kind = Literal["jsonl", "jsonl.gz", "parquet", "arrow", "text"]
 _SUFFIXES: dict[str, Kind] = {
     ".jsonl": "jsonl",
@@ -78,6 +81,10 @@ def _files_of(path: Path) -> list[Path]:
         )
     if not path.is_dir():
         return [path]
+    if (path / INDEX).is_file():
+        raise DataError(
+            f"input {path} is a corpus, which is tokenized already", code="data.input-is-corpus", fix="pass documents"
+        )
     try:
         if (path / DATASET_STATE).is_file():
             return _dataset_files(path)
@@ -223,10 +230,9 @@ def read_texts(file: InputFile, piece: InputPiece, text_field: str) -> list[str]
         _check_column(path, parquet.schema_arrow, text_field)
         return _column_texts(parquet.read_row_group(piece.start, columns=[text_field]).column(0), path, text_field)
     texts: list[str] = []
-    for number, batch in enumerate(_record_batches(file.path)):
-        if piece.start <= number < piece.stop:
-            _check_column(path, batch.schema, text_field)
-            texts += _column_texts(batch.column(text_field), path, text_field)
+    for batch in itertools.islice(_record_batches(file.path), piece.start, piece.stop):
+        _check_column(path, batch.schema, text_field)
+        texts += _column_texts(batch.column(text_field), path, text_field)
     return texts
 
 
@@ -320,14 +326,19 @@ def _open_parquet(path: str) -> Any:
 
 
 def _record_batches(path: str) -> Iterator[Any]:
-    """Yield the record batches of an Arrow stream file, memory-mapped."""
+    """Yield the record batches of an Arrow file, memory-mapped; both formats, that of streams and that of files."""
     try:
         import pyarrow as pa
     except ImportError:
         raise MissingExtraError.of(f"reading {path}", "data") from None
     try:
-        with pa.memory_map(path) as source, pa.ipc.open_stream(source) as stream:
-            yield from stream
+        with pa.memory_map(path) as source:
+            if source.read(len(_ARROW_FILE)) == _ARROW_FILE:
+                file = pa.ipc.open_file(source)
+                yield from map(file.get_batch, range(file.num_record_batches))
+            else:
+                source.seek(0)
+                yield from pa.ipc.open_stream(source)
     except (OSError, pa.ArrowException) as error:
         raise _damaged(path, error) from None
 

@@ -9,6 +9,7 @@ come from inputs that have not changed: if input k changed, those that end befor
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from dataclasses import dataclass
@@ -17,7 +18,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.data.prepare.inputs import InputFile  # noqa: TC001 - msgspec reads the annotations
-from shardwise.data.sources.shards import ShardFacts, TokenizerName, check_checksum, remove_partial_files, shard_paths
+from shardwise.data.sources.shards import (
+    JOURNAL,
+    TOKENIZER,
+    VERSION,
+    ShardFacts,
+    TokenizerName,
+    check_checksum,
+    remove_partial_files,
+    shard_paths,
+)
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
@@ -25,12 +35,14 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
-JOURNAL = "prepare.jsonl"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+"""Errors of file systems without locks, on which two commands with one output folder are not detected."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything beside the inputs that determines the bytes of a corpus."""
 
+    version: int = VERSION
     tokenizer: TokenizerName
     end_id: int
     text_field: str
@@ -108,16 +120,7 @@ def kept_shards(header: JournalHeader, found: JournalHeader, shards: list[Comple
 def open_journal(folder: Path, header: JournalHeader) -> PrepareJournal:
     """Lock the journal of a folder, keep what is complete and unchanged, and remove all other files of shards."""
     file = (folder / JOURNAL).open("a+b")
-    try:
-        # A lock of this process: forked workers do not inherit it. Closing any descriptor of the file would release it.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise DataError(
-            f"another process is preparing {folder}",
-            code="data.prepare-running",
-            fix="wait for it, or pass another folder with --out",
-        ) from None
+    _lock(file, folder)
     file.seek(0)
     content = file.read()
     found = parse_journal(content)
@@ -134,6 +137,21 @@ def open_journal(folder: Path, header: JournalHeader) -> PrepareJournal:
     file.flush()
     os.fsync(file.fileno())
     return PrepareJournal(file, shards)
+
+
+def _lock(file: BinaryIO, folder: Path) -> None:
+    try:
+        # A lock of this process: forked workers do not inherit it. Closing any descriptor of the file would release it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return
+        file.close()
+        raise DataError(
+            f"another process is preparing {folder}",
+            code="data.prepare-running",
+            fix="wait for it, or pass another folder with --out",
+        ) from None
 
 
 def _num_intact(folder: Path, shards: Sequence[CompleteShard]) -> int:
@@ -153,7 +171,7 @@ def _remove_others(folder: Path, num_kept: int) -> None:
     for number in range(num_kept):
         kept.update(shard_paths(folder, number))
     remove_partial_files(folder)
-    for pattern in ("shard-*.bin", "shard-*.idx"):
+    for pattern in ("shard-*.bin", "shard-*.idx", TOKENIZER):
         for path in folder.glob(pattern):
             if path not in kept:
                 path.unlink()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,6 @@ import numpy as np
 
 from shardwise.data.prepare.inputs import PIECE_BYTES, InputFile, InputPiece, find_inputs, list_pieces, read_texts
 from shardwise.data.prepare.journal import (
-    JOURNAL,
     CompleteShard,
     InputPosition,
     JournalHeader,
@@ -30,6 +30,7 @@ from shardwise.data.prepare.spec import DataPrepareReport, DataPrepareSpec, Prep
 from shardwise.data.prepare.workers import map_in_order
 from shardwise.data.sources.shards import (
     INDEX,
+    JOURNAL,
     TOKENIZER,
     CorpusIndex,
     ShardWriter,
@@ -82,6 +83,12 @@ def prepare_corpus(
         num_kept = len(journal.shards)
         num_old = sum(shard.facts.tokens for shard in journal.shards)
         index = _Preparation(spec, tokenizer, header.inputs, journal).run(on_progress)
+    except OSError as error:  # errors of inputs are DataErrors already
+        raise DataError(
+            f"output folder {spec.out} cannot be written ({error.strerror or error})",
+            code="data.write-failed",
+            fix="free disk space, then repeat the command, which continues after the last complete shard",
+        ) from error
     finally:
         if journal is not None:
             remove_partial_files(spec.out)
@@ -165,6 +172,9 @@ class _Preparation:
         self._journal = journal
         self._dtype = smallest_dtype(tokenizer.vocab_size)
         self._writer: ShardWriter | None = None
+        self._num_shards = len(journal.shards)
+        self._closing: Future[None] | None = None
+        """The shard before the open one, while it is flushed to disk."""
         self._start = InputPosition()
         self._num_empty = 0
         if journal.shards:
@@ -177,14 +187,16 @@ class _Preparation:
         num_bytes = sum(file.size for file in self._inputs[: self._start.file])
         num_tokens = sum(shard.facts.tokens for shard in self._journal.shards)
         processes = self._spec.processes or usable_cores()
-        for task, encoded in map_in_order(self._encode, self._tasks(), processes=processes):
-            self._add(task, encoded)
-            num_bytes += task.piece.num_bytes
-            num_tokens += len(encoded.tokens)
-            if on_progress is not None:
-                on_progress(PrepareProgress(num_bytes=num_bytes, total_bytes=total_bytes, num_tokens=num_tokens))
-        if self._writer is not None:
-            self._close_shard(InputPosition(file=len(self._inputs)))
+        with ThreadPoolExecutor(1) as flusher:
+            for task, encoded in map_in_order(self._encode, self._tasks(), processes=processes):
+                self._add(task, encoded, flusher)
+                num_bytes += task.piece.num_bytes
+                num_tokens += len(encoded.tokens)
+                if on_progress is not None:
+                    on_progress(PrepareProgress(num_bytes=num_bytes, total_bytes=total_bytes, num_tokens=num_tokens))
+            if self._writer is not None:
+                self._close_shard(InputPosition(file=len(self._inputs)), flusher)
+            self._wait_for_flush()
         return self._finish()
 
     def _tasks(self) -> Iterator[_Task]:
@@ -199,7 +211,7 @@ class _Preparation:
         """Read and tokenize a piece; runs in a worker."""
         return self._tokenizer.encode(read_texts(self._inputs[task.file], task.piece, self._spec.text_field))
 
-    def _add(self, task: _Task, encoded: EncodedTexts) -> None:
+    def _add(self, task: _Task, encoded: EncodedTexts, flusher: ThreadPoolExecutor) -> None:
         """Append the documents of a piece to the open shard, and to new ones where it is full."""
         document = 0
         if (task.file, task.number) == (self._start.file, self._start.piece):
@@ -209,7 +221,8 @@ class _Preparation:
         ends = np.concatenate([[0], np.cumsum(encoded.lengths)])
         while document < len(encoded.lengths):
             if self._writer is None:
-                self._writer = ShardWriter(self._spec.out, len(self._journal.shards), self._dtype)
+                self._writer = ShardWriter(self._spec.out, self._num_shards, self._dtype)
+                self._num_shards += 1
             free = self._spec.shard_tokens - self._writer.num_tokens
             stop = int(np.searchsorted(ends, ends[document] + free, side="right")) - 1
             if self._writer.num_tokens == 0:
@@ -218,13 +231,23 @@ class _Preparation:
                 self._writer.add(encoded.tokens[ends[document] : ends[stop]], encoded.lengths[document:stop])
             document = stop
             if document < len(encoded.lengths):
-                self._close_shard(InputPosition(file=task.file, piece=task.number, document=document))
+                self._close_shard(InputPosition(file=task.file, piece=task.number, document=document), flusher)
 
-    def _close_shard(self, following: InputPosition) -> None:
-        assert self._writer is not None  # noqa: S101 - callers have opened it
-        facts = self._writer.close()
+    def _close_shard(self, following: InputPosition, flusher: ThreadPoolExecutor) -> None:
+        """Complete the open shard in a thread, since workers would wait while this thread waits for the disk."""
+        writer, num_empty = self._writer, self._num_empty
+        assert writer is not None  # noqa: S101 - callers have opened it
         self._writer = None
-        self._journal.append(CompleteShard(facts=facts, next=following, num_empty=self._num_empty))
+
+        def complete() -> None:
+            self._journal.append(CompleteShard(facts=writer.close(), next=following, num_empty=num_empty))
+
+        self._wait_for_flush()  # the journal has shards in order, and at most one of them waits in memory
+        self._closing = flusher.submit(complete)
+
+    def _wait_for_flush(self) -> None:
+        if self._closing is not None:
+            self._closing.result()
 
     def _finish(self) -> CorpusIndex:
         if not self._journal.shards:

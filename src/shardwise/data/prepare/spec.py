@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path  # noqa: TC003 - msgspec reads the annotations
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 
@@ -34,6 +34,13 @@ class DataPrepareSpec(Spec, frozen=True, kw_only=True):
     """Number of worker processes, by default the number of cores; the corpus does not depend on it."""
     shard_tokens: PositiveInt = SHARD_TOKENS
     """Maximum number of tokens in a shard; only a single longer document exceeds it."""
+
+    def __post_init__(self) -> None:
+        """Accept a single input without a tuple, as a caller in Python may pass it."""
+        inputs: Any = self.inputs
+        if isinstance(inputs, str | Path):
+            msgspec.structs.force_setattr(self, "inputs", (inputs,))
+        super().__post_init__()
 
 
 class DataPrepareReport(Report, frozen=True, kw_only=True):

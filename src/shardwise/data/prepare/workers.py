@@ -1,8 +1,9 @@
 """Ordered parallel map: processes compute results of tasks, and the parent receives them in the order of the tasks.
 
-Each worker has its own pipe, and at most two tasks per worker are computed ahead of the next result, so memory does not
-grow with the number of tasks. Workers are forked: they inherit the function, and exit when the parent has ended, even
-by SIGKILL. An error of a task is raised when its turn comes, so the same error is raised at any number of processes.
+Each worker has its own pipe with a second task in it, so that it does not wait for the parent between tasks. The number
+of tasks between the next result in order and the last task that was sent is bounded, so memory does not grow with the
+number of tasks. Workers are forked: they inherit the function, and exit when the parent has ended, even by SIGKILL. An
+error of a task is raised when its turn comes, so the same error is raised at any number of processes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import signal
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.environment import adopt, variables
@@ -22,8 +24,13 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.context import ForkProcess
 
-TASKS_AHEAD = 2
+TASKS_AHEAD = 8
 """Tasks per worker that may be computed before the next result in order is there."""
+_QUEUED = 2
+"""Tasks of a worker: the one that it computes, and one in its pipe."""
+_PIPE_BYTES = 16_384
+"""Size up to which a task fits into a pipe whose worker is busy. A larger one waits for an idle worker: if the parent
+waited for a worker to receive, and the worker for the parent to receive its result, both would wait forever."""
 
 TaskT = TypeVar("TaskT")
 ResultT = TypeVar("ResultT")
@@ -45,36 +52,30 @@ def _schedule(workers: list[_Worker], tasks: Iterator[Any]) -> Iterator[tuple[An
     started: dict[int, Any] = {}
     finished: dict[int, Any] = {}
     next_number = 0
-    idle = list(workers)
     numbered = enumerate(tasks)
-    is_exhausted = False
-    while True:
-        while idle and not is_exhausted and len(started) < TASKS_AHEAD * len(workers):
-            entry = next(numbered, None)
-            if entry is None:
-                is_exhausted = True
+    waiting = next(numbered, None)
+    while waiting is not None or started:
+        while waiting is not None and len(started) < TASKS_AHEAD * len(workers):
+            if not min(workers, key=lambda worker: worker.num_tasks).start(*waiting):
                 break
-            number, started[entry[0]] = entry
-            idle.pop().start(number, started[number])
-        if not started:
-            return
-        if next_number not in finished:
-            for worker in _wait(workers):
-                number, result = worker.receive()
-                finished[number] = result
-                idle.append(worker)
-            continue
-        result = finished.pop(next_number)
-        if isinstance(result, ShardwiseError):
-            raise result
-        yield started.pop(next_number), result
-        next_number += 1
+            started[waiting[0]] = waiting[1]
+            waiting = next(numbered, None)
+        # Results are received even if the next one is there: a worker that cannot send its result cannot continue.
+        for worker in _ready(workers, timeout_s=0 if next_number in finished else None):
+            number, result = worker.receive()
+            finished[number] = result
+        if next_number in finished:
+            result = finished.pop(next_number)
+            if isinstance(result, ShardwiseError):
+                raise result
+            yield started.pop(next_number), result
+            next_number += 1
 
 
-def _wait(workers: list[_Worker]) -> list[_Worker]:
+def _ready(workers: list[_Worker], *, timeout_s: float | None) -> list[_Worker]:
     """Wait for results, and return the workers that have one."""
-    by_connection = {worker.connection: worker for worker in workers if worker.is_busy}
-    ready = multiprocessing.connection.wait(list(by_connection))
+    by_connection = {worker.connection: worker for worker in workers if worker.num_tasks}
+    ready = multiprocessing.connection.wait(list(by_connection), timeout_s)
     return [by_connection[each] for each in ready]  # type: ignore[index]
 
 
@@ -84,16 +85,22 @@ class _Worker:
     def __init__(self, compute: Callable[[Any], Any]) -> None:
         context = multiprocessing.get_context("fork")
         self.connection, theirs = context.Pipe()
-        self.is_busy = False
+        self.num_tasks = 0
         self._process: ForkProcess = context.Process(target=_work, args=(compute, theirs, self.connection), daemon=True)
         self._process.start()
         theirs.close()
 
-    def start(self, number: int, task: Any) -> None:
-        """Send a task."""
-        self.is_busy = True
+    def start(self, number: int, task: Any) -> bool:
+        """Send a task, and return whether that was possible without waiting for the worker."""
+        if self.num_tasks >= _QUEUED:
+            return False
+        payload = ForkingPickler.dumps((number, task))
+        if self.num_tasks and len(payload) > _PIPE_BYTES:
+            return False
+        self.num_tasks += 1
         with contextlib.suppress(BrokenPipeError):  # the process has ended: `receive` reports it
-            self.connection.send((number, task))
+            self.connection.send_bytes(payload)
+        return True
 
     def receive(self) -> tuple[int, Any]:
         """Return the number and the result of the task; raises RankFailedError if the process has ended."""
@@ -106,7 +113,7 @@ class _Worker:
                 code="data.worker-died",
                 fix="run the command again, which continues after the last complete shard, or use fewer --processes",
             ) from None
-        self.is_busy = False
+        self.num_tasks -= 1
         return number, result
 
     def stop(self) -> None:

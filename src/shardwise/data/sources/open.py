@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from shardwise.data.sources.shards import INDEX, open_corpus
+from shardwise.data.sources.shards import INDEX, JOURNAL, open_corpus
 from shardwise.data.sources.source import CHUNK_TOKENS, FileSource, unreadable
 from shardwise.data.sources.token_files import is_megatron, open_megatron, open_streams
 from shardwise.errors import DataError
@@ -32,6 +32,12 @@ def open_source(
         shards = open_corpus(path)
         shards.check_sizes()
         return shards.source()
+    if (path / JOURNAL).is_file():
+        raise DataError(
+            f"{path} has no {INDEX}, because `data prepare` was interrupted",
+            code="data.corpus-incomplete",
+            fix="repeat the command that prepared it",
+        )
     if path.is_dir():
         return open_streams(path, _token_files(path), end_id=end_id, dtype=dtype, chunk_tokens=chunk_tokens)
     if not path.exists():

@@ -4,9 +4,10 @@
     shard-00000.bin     tokens, little-endian uint16 or uint32, one document after the other
     shard-00000.idx     int64 starts of the documents, and the number of tokens at the end
     tokenizer.json      a copy of the tokenizer file, if the corpus was not tokenized as bytes
+    prepare.jsonl       what `data prepare` needs to continue; not part of the corpus
 
 Each document ends with the end-of-document id. The index has columns in place of one object per shard, so that NumPy
-reads a million shards in 0.1 s and 32 MB. It is written last: a folder without it is not a corpus.
+reads a million shards in 0.3 s with 100 MB. It is written last: a folder without it is not a corpus.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
+JOURNAL = "prepare.jsonl"
+"""Complete shards of an interrupted `data prepare`; see `data/prepare/journal.py`."""
 VERSION = 1
 _STARTS_DTYPE = np.dtype("<i8")
 _CRC_BLOCK = 2**26

@@ -78,7 +78,7 @@ class MappedFile:
 
 
 class FileSource:
-    """A TokenSource over files of tokens; files are opened at their first read."""
+    """A TokenSource over files of tokens, opened at their first read; for one thread, other processes may copy it."""
 
     def __init__(
         self,

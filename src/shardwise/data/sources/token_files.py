@@ -176,10 +176,12 @@ class MegatronStarts:
 
     def between(self, low: int, high: int) -> NDArray[np.int64]:
         """Return the starts in [low, high)."""
-        documents = self.documents[self._find(low) : self._find(high)]
-        if len(documents):
-            self._check_order(int(documents[0]), int(documents[-1]))
-        return self.pointers[documents] // self.itemsize
+        first, last = self._find(low), self._find(high)
+        if first == last:
+            return np.empty(0, np.int64)
+        next_sequence = int(self.documents[min(last, len(self.documents) - 1)])
+        self._check_order(int(self.documents[first]), min(next_sequence, len(self.pointers) - 1))
+        return self.pointers[self.documents[first:last]] // self.itemsize
 
     def first_from(self, position: int) -> int:
         """Return the first start from `position`."""
