@@ -192,7 +192,7 @@ class _Scan:
             values, counts = np.unique(lengths, return_counts=True)
             self.lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
             if reads_tokens and len(lengths):
-                tokens = source.read(chunk, 0, int(lengths.sum()))
+                tokens = source.tokens(chunk).astype(np.int64)
                 self.largest_id = max(self.largest_id or 0, int(tokens.max()))
                 if hashes_documents:
                     self._hashes.append(_hash_documents(tokens, lengths))
@@ -251,7 +251,7 @@ def _sample(source: TokenSource, tokenizer: Tokenizer | None, count: int) -> lis
     for chunk in chunks:
         start = 0
         for document, length in enumerate(source.lengths(chunk)[:per_chunk].tolist()):
-            ids = source.read(chunk, start, start + min(length, _SAMPLE_TOKENS))
+            ids = source.tokens(chunk)[start : start + min(length, _SAMPLE_TOKENS)]
             samples.append(
                 DataSample(
                     chunk=chunk,
