@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise import models as models
     from shardwise.data import datasets as datasets
+    from shardwise.data.inspect import data_inspect as data_inspect
+    from shardwise.data.prepare.prepare import data_prepare as data_prepare
     from shardwise.diagnosis.drill.drill import doctor_drill as doctor_drill
     from shardwise.diagnosis.env import doctor_env as doctor_env
     from shardwise.diagnosis.machine.observe import doctor as doctor
@@ -69,6 +71,8 @@ _PUBLIC = {
     "autocast": ("shardwise.training.own_loop", "autocast"),
     "build_step": ("shardwise.training.build", "build_step"),
     "clip_grad_norm_": ("shardwise.training.own_loop", "clip_grad_norm_"),
+    "data_inspect": ("shardwise.data.inspect", "data_inspect"),
+    "data_prepare": ("shardwise.data.prepare.prepare", "data_prepare"),
     "dataloader": ("shardwise.training.own_loop", "dataloader"),
     "datasets": ("shardwise.data.datasets", ""),
     "doctor": ("shardwise.diagnosis.machine.observe", "doctor"),

@@ -24,7 +24,7 @@ shardwise train examples/digits.py --nproc 2 --set optimizer.lr=0.1 --set accumu
 PLANTED = {
     "examples/digits.py --nproc": ("examples/gone.py --nproc", "file examples/gone.py does not exist"),
     "parallel/apply.py": ("parallel/gone.py", "file parallel/gone.py does not exist"),
-    "--nproc 2": ("--processes 2", "option --processes does not exist"),
+    "--nproc 2": ("--nprocs 2", "option --nprocs does not exist"),
     "shardwise train": ("shardwise fit", "command shardwise fit does not exist"),
     "shardwise checkpoint ls": ("shardwise checkpoint list", "command shardwise checkpoint list does not exist"),
     "sw.Plan.preset": ("sw.Plan.named", "sw.Plan.named does not exist"),

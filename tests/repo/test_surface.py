@@ -9,6 +9,28 @@ import shardwise
 from shardwise.cli.main import VERBS, cli
 
 SURFACE = {
+    "data": [],
+    "data prepare": [
+        "INPUTS",
+        "--out",
+        "--tokenizer",
+        "--text-field",
+        "--end-token",
+        "--vocab-size",
+        "--processes",
+        "--shard-tokens",
+        "--json",
+    ],
+    "data inspect": [
+        "PATH",
+        "--tokenizer",
+        "--end-id",
+        "--dtype",
+        "--samples",
+        "--no-duplicates",
+        "--verify",
+        "--json",
+    ],
     "plan": [
         "MODEL",
         "--cluster",
@@ -249,6 +271,8 @@ PUBLIC = [
     "bench",
     "build_step",
     "clip_grad_norm_",
+    "data_inspect",
+    "data_prepare",
     "dataloader",
     "datasets",
     "doctor",

@@ -114,6 +114,7 @@ def _identity() -> Identity:
 
 
 VERBS = {
+    "data": "Tokenize documents into a corpus, and inspect it.",
     "plan": "Choose a parallelism plan by predicted memory and step time.",
     "verify": "Verify that training under a plan equals training in one process.",
     "launch": "Run any script on several processes. Replaces torchrun.",

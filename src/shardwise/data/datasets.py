@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from shardwise.data.token_datasets import tokens
 from shardwise.errors import DataError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
+
+__all__ = ("digits", "fashion_mnist", "idx_folder", "mnist", "text", "tokens")
 
 DIGITS = Path(__file__).parent / "files" / "digits"
 WHITE = 255

@@ -14,6 +14,7 @@ from shardwise.data.rows import RowMarks, drop_padding_rows, fill_rows, move, no
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from shardwise.data.corpus import CorpusPosition
     from shardwise.data.cursor import Cursor
     from shardwise.job import Loss
 
@@ -75,6 +76,8 @@ class LoadedStep(msgspec.Struct, frozen=True, gc=False):
     """Position in the epoch of the first sample of each batch; None if the loader does not provide it."""
     marks: RowMarks | None = None
     """Which tensors of a batch contain rows; None if they are identified by their length."""
+    position: CorpusPosition | None = None
+    """Position of a corpus after this step, for checkpoints; None if the number of the step determines it."""
 
 
 class StepLoader(Protocol):
@@ -116,6 +119,8 @@ class Feed:
         self._group = group
         self._replicas = replicas
         self._token_shard = token_shard
+        self.position: CorpusPosition | None = None
+        """Position of a corpus after the last step that was returned, which a checkpoint stores."""
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Yield the `StepBatch` of each step. Communicates over the feed's group; iterate on every rank."""
@@ -123,9 +128,11 @@ class Feed:
         for loaded in self._loader.steps():
             pending = self._prepare(loaded)
             if ahead is not None:
+                self.position = ahead.loaded.position
                 yield ahead.finish()
             ahead = pending
         if ahead is not None:
+            self.position = ahead.loaded.position
             yield ahead.finish()
 
     def _prepare(self, loaded: LoadedStep) -> _Pending:

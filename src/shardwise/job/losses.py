@@ -215,7 +215,7 @@ def _class_sum(output: Any, batch: Any) -> Any:
 
 
 def _token_sum(output: Any, batch: Any) -> Any:
-    return token_sum(output, target_of(batch, "token_cross_entropy"))
+    return token_sum(logits_of(output), target_of(batch, "token_cross_entropy"))
 
 
 def count_tokens(batch: Any) -> int:
@@ -236,7 +236,7 @@ cross_entropy = Loss(sum=_class_sum)
 """Cross entropy per row: output [rows, classes], target [rows]."""
 
 token_cross_entropy = Loss(sum=_token_sum, count=count_tokens)
-"""Cross entropy per token: output [rows, length, vocabulary], target [rows, length]; -100 is ignored."""
+"""Cross entropy per token: logits [rows, length, vocabulary], target [rows, length]; -100 is ignored."""
 
 
 def weighted_cross_entropy(weights: Tensor) -> Loss:
@@ -294,6 +294,15 @@ def next_labels(output: Any, batch: Any) -> tuple[Any, Any]:
 def without_labels(model: Any, batch: Any) -> Any:
     """Run a transformers model on a dict batch without its labels, so that only Job.loss computes a loss."""
     return model(**{name: value for name, value in batch.items() if name != "labels"})
+
+
+def packed(model: Any, batch: Any) -> Any:
+    """Run a transformers decoder on packed rows, whose documents it finds by position_ids that start again at 0.
+
+    Without a cache: with one, transformers ignores the boundaries, and documents attend to each other.
+    """
+    tokens, position_ids, *_ = batch
+    return model(input_ids=tokens, position_ids=position_ids, use_cache=False)
 
 
 labels = Loss(sum=_label_sum, count=count_labels)

@@ -28,7 +28,7 @@ INIT_STD = 0.02
 """Standard deviation of initial weights in GPT-2; residual projections use it divided by sqrt(2 x layers)."""
 
 Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines of rotary position embeddings, each of shape [tokens, 1, head_width / 2]."""
+"""Cosines and sines of rotary position embeddings, each [tokens, 1, head_width / 2] or [batch, tokens, 1, ...]."""
 
 
 def decoder(name_or_config: str | DecoderConfig, **overrides: object) -> Decoder:
@@ -81,11 +81,12 @@ class Decoder(nn.Module):
             "head": "column_gathered",
         }
 
-    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         """Return the logits [batch, tokens, vocab_size] of tokens [batch, tokens].
 
-        `position_ids`, int64 [1, tokens], are the positions of the tokens in the full sequence; None means 0 to
-        tokens - 1.
+        `position_ids`, int64 [1 or batch, tokens], are the positions of the tokens in the full sequence or in their
+        document; None means 0 to tokens - 1. `document_ids`, int64 [batch, tokens], restrict attention in packed rows
+        to tokens of the same document.
         """
         num_tokens = tokens.shape[1]
         if num_tokens > self.config.context:
@@ -95,7 +96,10 @@ class Decoder(nn.Module):
                 fix=f"set context={num_tokens}, or use shorter sequences",
             )
         x = self.embed(tokens)
-        positions = torch.arange(num_tokens, device=x.device) if position_ids is None else position_ids[0]
+        positions = torch.arange(num_tokens, device=x.device)
+        if position_ids is not None:
+            positions = position_ids[0] if position_ids.shape[0] == 1 else position_ids
+        mask = None if document_ids is None else document_mask(document_ids)
         rotary = None
         if self.positions is None:
             rotary = rotary_tables(self.config, positions, x)
@@ -106,7 +110,7 @@ class Decoder(nn.Module):
         else:
             x = x + self.positions(positions)
         for block in self.blocks:
-            x = block(x, rotary)
+            x = block(x, rotary, mask)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -121,9 +125,9 @@ class Block(nn.Module):
         self.mlp_norm = _norm(config)
         self.mlp = Mlp(config)
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None = None, mask: Tensor | None = None) -> Tensor:
         """Return the output of the block for x [batch, tokens, width], in the same shape."""
-        x = x + self.attn(self.attn_norm(x), rotary)
+        x = x + self.attn(self.attn_norm(x), rotary, mask)
         residual: Tensor = self.mlp(self.mlp_norm(x))
         return x + residual
 
@@ -144,8 +148,11 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, rows, bias=bias)
         self.out = nn.Linear(config.width, config.width, bias=bias)
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
-        """Return the attention output [batch, tokens, width] of x [batch, tokens, width]."""
+    def forward(self, x: Tensor, rotary: Rotary | None = None, mask: Tensor | None = None) -> Tensor:
+        """Return the attention output [batch, tokens, width] of x [batch, tokens, width].
+
+        `mask`, bool [batch, 1, tokens, tokens], is True where a query may attend to a key; None means causal.
+        """
         rows = self.qkv(x)
         groups = rows.view(*rows.shape[:-1], -1, self.queries_per_group + 2, self.head_width)
         q = groups[..., :-2, :].flatten(2, 3)
@@ -156,7 +163,8 @@ class Attention(nn.Module):
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=self.queries_per_group > 1,
         )
         out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
@@ -181,8 +189,16 @@ class Mlp(nn.Module):
         return out
 
 
+def document_mask(document_ids: Tensor) -> Tensor:
+    """Return the causal mask, bool [batch, 1, tokens, tokens], of rows in which documents must not attend to others."""
+    num_tokens = document_ids.shape[1]
+    is_before = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=document_ids.device).tril()
+    is_same = document_ids[:, :, None] == document_ids[:, None, :]
+    return (is_same & is_before)[:, None]
+
+
 def rotary_tables(config: DecoderConfig, positions: Tensor, like: Tensor) -> Rotary:
-    """Return the rotary tables of positions [tokens], on the device of `like` and in fp32 or wider.
+    """Return the rotary tables of positions [..., tokens], on the device of `like` and in fp32 or wider.
 
     They are recomputed in each forward pass, which takes microseconds. A buffer would be uninitialized after the model
     is materialized from the meta device, and a cast to bf16 would lose precision at large positions.
@@ -190,7 +206,7 @@ def rotary_tables(config: DecoderConfig, positions: Tensor, like: Tensor) -> Rot
     dtype = torch.promote_types(like.dtype, torch.float32)
     half = config.head_width // 2
     powers = torch.arange(half, device=like.device, dtype=dtype) / half
-    angles = positions.to(like.device, dtype)[:, None, None] * config.rope_base**-powers
+    angles = positions.to(like.device, dtype)[..., None, None] * config.rope_base**-powers
     return angles.cos(), angles.sin()
 
 

@@ -47,11 +47,12 @@ from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, broadcast_values
 from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
-from shardwise.training.evaluate import RankLoader, make_loader, token_shard
+from shardwise.training.evaluate import RankLoader, is_packed, make_loader, token_shard
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
 from shardwise.training.step.captured import plain_step, sampled_batches
 from shardwise.training.step.compiled import returned_head
+from shardwise.training.step.document_probe import DocumentProbe
 from shardwise.training.step.first_step_checks import PeerBatches
 from shardwise.training.step.pipeline import PipelineStep
 from shardwise.training.step.step import (
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from shardwise.data.corpus import CorpusPosition
     from shardwise.data.feed import StepBatch
     from shardwise.dist import World
     from shardwise.job import Job
@@ -94,11 +96,13 @@ def build_step(
     mark: Mark | None = None,
     report_loss: bool = True,
     resume: Path | str | None = None,
+    position: CorpusPosition | None = None,
 ) -> Step:
     """Build the Step that trains `job` under `plan`. Communicates over the world; call on every rank.
 
     `note` receives messages for the user. `before_update` is called in each step after gradients are reduced and
-    before they are clipped. `first_step` is the step at which the data starts. `mark(phase, step)` is called on the
+    before they are clipped. `first_step` is the step at which the data starts, and `position` its position in a corpus,
+    which is computed from `first_step` if it is None. `mark(phase, step)` is called on the
     host at the start of data, forward, backward and optimizer. Without `report_loss`, steps do not reduce the loss, and
     a report contains only this rank's share. `resume` is a run directory, a directory of checkpoints or one checkpoint:
     the step resumes from the newest intact one, saved at any world size under any strategy, or starts from scratch if
@@ -109,7 +113,12 @@ def build_step(
     check_fit(job, plan, world)
     engine.check_world(world)
     context = BuildContext(
-        first_step=first_step, before_update=before_update, mark=mark, note=note, report_loss=report_loss
+        first_step=first_step,
+        position=position,
+        before_update=before_update,
+        mark=mark,
+        note=note,
+        report_loss=report_loss,
     )
     resumed: Step | None = None
     if resume is not None:
@@ -117,7 +126,10 @@ def build_step(
         if world.size > 1:
             group = world.own_host_group()
         resumed = Resuming(Path(resume), job, plan, world, note).run(
-            lambda number: engine.build(job, plan, world, replace(context, first_step=number)), group
+            lambda start: engine.build(
+                job, plan, world, replace(context, first_step=start.step, position=start.position)
+            ),
+            group,
         )
     if resumed is not None:
         return resumed
@@ -129,6 +141,8 @@ class BuildContext:
     """The arguments of `build_step`, other than job, plan and world, that every engine receives."""
 
     first_step: int
+    position: CorpusPosition | None = None
+    """Position of a corpus at `first_step`, from a checkpoint."""
     before_update: Callable[[], None] | None
     mark: Mark | None
     note: Callable[[str], None]
@@ -141,7 +155,7 @@ class BuildContext:
         """
         # A separate host group: its collectives run one step ahead and overlap with those of the model.
         feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
-        feed, length = make_feed(job, plan, world, feed_group, self.first_step, fill=fill)
+        feed, length = make_feed(job, plan, world, feed_group, self.first_step, fill=fill, position=self.position)
         check_schedule(job.schedule, length.num_steps)
         reduce_loss = None
         if self.report_loss and world.size > 1:
@@ -224,11 +238,19 @@ def _compiled_head(job: Job, plan: Plan, world: World) -> str:
 
 
 def make_feed(
-    job: Job, plan: Plan, world: World, group: dist.ProcessGroup | None, first_step: int, *, fill: bool
+    job: Job,
+    plan: Plan,
+    world: World,
+    group: dist.ProcessGroup | None,
+    first_step: int,
+    *,
+    fill: bool,
+    position: CorpusPosition | None = None,
 ) -> tuple[Feed, Length]:
     """Return the feed of this rank's batches and the training length; `group` contains the data-parallel ranks."""
     dp_rank = plan.layout.data_index(world.rank)
-    rank_loader = RankLoader(dp_rank=dp_rank, group=group, first_step=first_step, on_gpu=world.device.type == "cuda")
+    on_gpu = world.device.type == "cuda"
+    rank_loader = RankLoader(dp_rank=dp_rank, group=group, first_step=first_step, on_gpu=on_gpu, position=position)
     loader, length = make_loader(job, plan, rank_loader)
     feed = Feed(
         loader,
@@ -357,14 +379,19 @@ def _first_check(
 def _batch_checks(
     job: Job, model: nn.Module, plan: Plan, world: World, note: Callable[[str], None]
 ) -> tuple[Callable[[StepBatch], None], ...]:
-    """Return the checks that model-parallel ranks run on the first batches. Communicates to create their group."""
+    """Return the checks of the first batches. Communicates to create the group of model-parallel ranks."""
     group = world.axis_group(plan.layout, ("pp", "cp", "tp"), on_host=True)
-    if group is None or world.backend == "fake":
+    if world.backend == "fake":
         return ()
-    batches = PeerBatches(group, token_shard(job, plan, world))
-    if plan.layout.cp == 1:
-        return (batches,)
-    return batches, TokenProbe(stages_of(model)[0], job.forward, world.host_group, note)
+    checks: list[Callable[[StepBatch], None]] = []
+    if group is not None:
+        checks.append(PeerBatches(group, token_shard(job, plan, world)))
+    if plan.layout.cp > 1:
+        checks.append(TokenProbe(stages_of(model)[0], job.forward, world.host_group, note))
+    if plan.layout.pp == 1 and is_packed(job):  # the stages of a pipeline have no logits of a whole pass
+        autocast = Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.activations))
+        checks.append(DocumentProbe(model, job.forward, autocast, lambda value: all(world.gather(value))))
+    return tuple(checks)
 
 
 def report_missing(missing: dict[int, list[str]], plan: Plan, note: Callable[[str], None]) -> None:

@@ -18,11 +18,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 
 from shardwise.checkpoint.convert.hugging_face import write_adapters
 from shardwise.checkpoint.disk import no_results, remove_atomically, run_collectively
+from shardwise.data.corpus import Corpus
+from shardwise.data.corpus_loader import CorpusLoader
 from shardwise.data.cursor import Slices
 from shardwise.data.feed import MicroBatch
 from shardwise.data.loaders import IndexLoader, StreamLoader, StreamShare, dataset_length, dataset_of
 from shardwise.data.rows import Collated, CountedCollate, TokenShard, fill_rows, move
-from shardwise.errors import DataError, JobError
+from shardwise.errors import DataError, JobError, PlanError
 from shardwise.job.generators import untouched_generators
 from shardwise.job.lora import is_adapter
 from shardwise.parallel.collectives import full_values, stages_of
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from shardwise.data.corpus import CorpusPosition
     from shardwise.data.feed import StepLoader
     from shardwise.dist import World
     from shardwise.job import Job, Metric
@@ -56,6 +59,8 @@ class RankLoader:
     """Host process group of the data-parallel ranks; None if there is only one."""
     first_step: int
     on_gpu: bool
+    position: CorpusPosition | None = None
+    """Position of a corpus at `first_step`, from a checkpoint."""
 
 
 def token_shard(job: Job, plan: Plan, world: World, metrics: Mapping[str, Metric] | None = None) -> TokenShard | None:
@@ -75,6 +80,8 @@ def make_loader(job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Le
             code="data.no-train-split",
             fix="return a dataset for split 'train' from Job.data",
         )
+    if isinstance(dataset, Corpus):
+        return _corpus_loader(dataset, job, plan, where)
     if isinstance(dataset, IterableDataset):
         length = training_length(job, dataset, None, sync_every=plan.communication.sync_every)
         stream = StreamLoader(
@@ -106,6 +113,40 @@ def make_loader(job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Le
         first_step=where.first_step,
         num_steps=length.num_steps,
         collate=job.collate,
+        num_workers=job.num_workers,
+        pin_memory=where.on_gpu,
+    )
+    return loader, length
+
+
+def is_packed(job: Job) -> bool:
+    """Return whether the job trains on packed rows of a corpus."""
+    dataset = dataset_of(job, "train")
+    return isinstance(dataset, Corpus) and bool(dataset.packed)
+
+
+def _corpus_loader(corpus: Corpus, job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Length]:
+    if corpus.packed and plan.layout.cp > 1:
+        raise PlanError(
+            f"cp={plan.layout.cp} does not support packed rows, whose documents have attention masks of their own",
+            code="support.cp-packed",
+            fix="set cp=1, or packed=False in the corpus",
+        )
+    length = training_length(job, corpus, None, sync_every=plan.communication.sync_every)
+    slices = Slices(
+        batch_size=job.batch_size,
+        accumulation=plan.accumulation,
+        dp_rank=where.dp_rank,
+        dp_size=plan.layout.dp,
+        length=length.num_steps * job.batch_size,
+    )
+    loader = CorpusLoader(
+        corpus,
+        slices,
+        seed=job.seed,
+        first_step=where.first_step,
+        num_steps=length.num_steps,
+        position=where.position,
         num_workers=job.num_workers,
         pin_memory=where.on_gpu,
     )
@@ -158,6 +199,16 @@ def training_length(job: Job, dataset: Dataset[Any], steps_per_epoch: int | None
 def _count_steps(job: Job, dataset: Dataset[Any], steps_per_epoch: int | None) -> tuple[int, str]:
     if job.steps is not None:
         return job.steps, "steps of the job"
+    if isinstance(dataset, Corpus) and job.tokens is not None:
+        per_step = job.batch_size * dataset.length
+        num_steps = -(-job.tokens // per_step)
+        return num_steps, f"{job.tokens} tokens / {per_step} tokens per step"
+    if isinstance(dataset, Corpus):
+        raise JobError(
+            "a corpus has sources with epochs of their own, so epochs= cannot be used",
+            code="data.corpus-without-steps",
+            fix="set steps= or tokens= in the job",
+        )
     if steps_per_epoch is None:
         raise JobError(
             "an IterableDataset has no known number of samples, so epochs= and tokens= cannot be used",

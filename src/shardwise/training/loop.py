@@ -18,7 +18,7 @@ from shardwise.training.comparison import compare_prediction
 from shardwise.training.evaluate import export_adapters, write_config, write_weights
 from shardwise.training.journal import Journal, start_report
 from shardwise.training.replicas import Replicas
-from shardwise.training.saving import Saving, stop_requests
+from shardwise.training.saving import Saving, StartPoint, stop_requests
 from shardwise.training.spec import SaveSpec
 
 if TYPE_CHECKING:
@@ -109,14 +109,15 @@ def _begin(
     def note(text: str) -> None:
         events.write("note", text=text)
 
-    def build(first_step: int) -> Step:
+    def build(start: StartPoint) -> Step:
         return build_step(
             job,
             plan,
             world,
             note=note,
             before_update=before_update,
-            first_step=first_step,
+            first_step=start.step,
+            position=start.position,
             mark=mark,
             report_loss=job.on_step is not None or job.on_evaluate is not None,
         )
@@ -125,7 +126,7 @@ def _begin(
         resumed = saving.resume(build)
         if resumed is not None:
             return resumed
-    return build(0)
+    return build(StartPoint(step=0))
 
 
 # Training a job in an existing world, and writing its run directory.

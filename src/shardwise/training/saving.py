@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from shardwise.checkpoint import (
@@ -21,6 +22,7 @@ from shardwise.checkpoint import (
 )
 from shardwise.checkpoint.convert.contents import MODEL
 from shardwise.checkpoint.manifest import DTYPES
+from shardwise.data.corpus import CorpusPosition  # noqa: TC001 - read at run time by msgspec
 from shardwise.errors import InputError, ShardwiseError, nearest
 from shardwise.parallel.gradsync import local
 from shardwise.runs.console import PREEMPTED
@@ -36,6 +38,7 @@ from shardwise.training.state import (
     plain_states,
     restore_plain_states,
     restore_random,
+    saved_position,
     split_state,
     state_facts,
     state_tensors,
@@ -97,10 +100,10 @@ class Saving:
         self._has_shared_storage = False
         self._has_checked_states = False
 
-    def resume(self, build: Callable[[int], Step]) -> Step | None:
+    def resume(self, build: Callable[[StartPoint], Step]) -> Step | None:
         """Return a step restored from the checkpoint to resume from, or None to start from scratch.
 
-        `build(number)` builds a step that starts at that step number. The compiled graphs of this run are loaded, with
+        `build(start)` builds a step that starts there. The compiled graphs of this run are loaded, with
         or without a checkpoint. Communicates over the world; call on every rank.
         """
         self._compiled.load()
@@ -220,6 +223,13 @@ _CONVERTIBLE = {torch.float32, torch.bfloat16}
 """Dtypes of parameters between which a checkpoint is converted when a run is resumed in another precision."""
 
 
+class StartPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a training starts: at a step and, if its data is a corpus, at a position in it."""
+
+    step: int
+    position: CorpusPosition | None = None
+
+
 class Resuming:
     """One attempt to resume from `path`: a run directory, a directory of checkpoints, or one checkpoint."""
 
@@ -240,16 +250,16 @@ class Resuming:
         self._converted: list[tuple[Tensor, Tensor]] = []
         """Values of the model, and tensors of the dtype in which the checkpoint stores them."""
 
-    def run(self, build: Callable[[int], Step], group: dist.ProcessGroup | None) -> Step | None:
+    def run(self, build: Callable[[StartPoint], Step], group: dist.ProcessGroup | None) -> Step | None:
         """Return a step restored from the newest intact checkpoint, or None if there is no checkpoint.
 
-        `build(number)` builds a step that starts at that step number. Damaged checkpoints are logged and skipped; the
+        `build(start)` builds a step that starts there. Damaged checkpoints are logged and skipped; the
         checksums of the loaded checkpoint are verified. Communicates over `group`; call on every rank.
         """
 
         def targets(manifest: Manifest) -> dict[str, Tensor]:
             self._step = None  # free the step built for a damaged checkpoint before the next one is allocated
-            self._step = build(manifest.step)
+            self._step = build(StartPoint(step=manifest.step, position=saved_position(manifest.facts)))
             return self._load_targets(self._step, manifest)
 
         report = load_newest(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.convert.contents import MODEL, OPTIMIZER
+from shardwise.data.corpus import CorpusPosition
 from shardwise.errors import JobError, some_of
 from shardwise.job.lora import facts_of
 from shardwise.plans.toml import plan_to_toml
@@ -90,9 +91,21 @@ def state_facts(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any
             "values": merge_plain_states(world.gather(plain_states(step.optimized)), step.optimized.kind),
         },
         "tied": step.tied(),
+        **_position(step),
         **_adapters(job, step),
         "random": {str(rank): state for rank, state in enumerate(world.gather(_as_base64(step.random_state())))},
     }
+
+
+def _position(step: Step) -> dict[str, Any]:
+    """Return the position of a corpus after the last step; empty for other data, where the number of steps has it."""
+    position = step.feed.position
+    return {} if position is None else {"data": msgspec.to_builtins(position)}
+
+
+def saved_position(facts: Mapping[str, Any]) -> CorpusPosition | None:
+    """Return the position of a corpus that a checkpoint contains, or None."""
+    return msgspec.convert(facts["data"], CorpusPosition) if "data" in facts else None
 
 
 def restore_random(facts: Mapping[str, Any], plan: Plan, world: World, step: Step) -> bool:

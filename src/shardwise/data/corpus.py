@@ -1,0 +1,231 @@
+"""A corpus of token sources as one stream of rows: shuffled by groups of chunks, mixed by proportions.
+
+An epoch of a source permutes its chunks by a key, forms groups of a few chunks, and permutes the documents of a group
+by another key: no list of the corpus is ever in memory, and 10^12 tokens cost no more than 10^6. The documents of a
+group become rows (`row_groups.py`). The invariant: a position (the row of the mixture, and epoch, group and row of each
+source) determines all rows after it, whatever the number of ranks and loader workers. A checkpoint stores a few
+integers per source, and a resumed run prepares one group of each.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from shardwise.data.cursor import sample_ids
+from shardwise.data.row_groups import Pieces, make_group, read_packed, read_windows
+from shardwise.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardwise.data.mixture import Mixture
+    from shardwise.data.row_groups import RowGroup
+    from shardwise.data.sources.source import TokenSource
+
+CHUNKS_PER_GROUP = 16
+"""Chunks whose documents are shuffled together: 16 million tokens of a corpus that `shardwise data prepare` wrote."""
+
+
+class SourcePosition(msgspec.Struct, frozen=True, kw_only=True):
+    """The next row of one source."""
+
+    epoch: int = 0
+    group: int = 0
+    row: int = 0
+
+
+class CorpusForm(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rows of a corpus depend on: positions of a corpus of another form have no meaning in this one."""
+
+    length: int
+    chunks_per_group: int
+    sources: tuple[str, ...]
+    """Name, number of chunks and kind of rows of each source."""
+
+
+class CorpusPosition(msgspec.Struct, frozen=True, kw_only=True):
+    """The next row of a corpus: O(sources) integers, independent of ranks and loader workers."""
+
+    row: int
+    """Rows of the mixture that were read."""
+    sources: tuple[SourcePosition, ...]
+    """By source, in their order."""
+    form: CorpusForm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A mixture from one step of the training on, until the next stage."""
+
+    first_step: int = 0
+    mixture: Mixture
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Corpus(IterableDataset[tuple[Tensor, ...]]):
+    """Rows of `length` tokens from several sources, without end.
+
+    A row is (tokens, targets) or, if a source is packed, (tokens, position_ids, document_ids, targets), each int64
+    [length]. A packed row consists of whole documents, or of pieces of documents that are longer than a row: a model
+    must restrict attention to tokens with equal `document_ids`, as the decoders of `sw.models` do.
+    """
+
+    sources: Mapping[str, TokenSource]
+    """Name -> source. The order of a source depends on its name."""
+    stages: tuple[Stage, ...]
+    """The mixtures of the training in their order; the first one starts at step 0."""
+    length: int
+    packed: frozenset[str] = frozenset()
+    """Names of the sources whose rows are packed documents; rows of others are windows over concatenated documents."""
+    chunks_per_group: int = CHUNKS_PER_GROUP
+    seed: int = 0
+    """Key of the order of `iter`; a training uses the seed of its job."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        rows = CorpusRows(self, seed=self.seed)
+        while True:
+            order = self.stages[0].mixture.sources(rows.position.row, rows.position.row + 1)
+            yield tuple(torch.from_numpy(values[0]) for values in self.read(rows.take(order)))
+
+    def order(self, step: int, batch_size: int) -> npt.NDArray[np.int64]:
+        """Return the number of the source of each row of a step; shares are exact from the start of each stage."""
+        stage = next(stage for stage in reversed(self.stages) if stage.first_step <= step)
+        first = (step - stage.first_step) * batch_size
+        return stage.mixture.sources(first, first + batch_size)
+
+    @property
+    def form(self) -> CorpusForm:
+        """What the rows depend on, except the proportions, which may change when a run is resumed."""
+        names = []
+        for name, source in self.sources.items():
+            kind = "packed" if name in self.packed else "windows"
+            names.append(f"{name}: {source.num_chunks} chunks, {kind}")
+        return CorpusForm(length=self.length, chunks_per_group=self.chunks_per_group, sources=tuple(names))
+
+    def read(self, rows: Sequence[Row]) -> tuple[npt.NDArray[np.int64], ...]:
+        """Return the fields of several rows, each [rows, length]."""
+        pieces, sources = [row.pieces for row in rows], [self.sources[row.source] for row in rows]
+        if not self.packed:
+            return read_windows(pieces, sources, self.length)
+        is_packed = [row.source in self.packed for row in rows]
+        return read_packed(pieces, sources, self.length, is_packed=is_packed)
+
+
+class Row(NamedTuple):
+    """One row: the name of its source, and the pieces of documents in it."""
+
+    source: str
+    pieces: Pieces
+
+
+class CorpusRows:
+    """Iterates over the rows of a corpus from a position, on every rank alike; it reads lengths, not tokens."""
+
+    def __init__(self, corpus: Corpus, *, seed: int, position: CorpusPosition | None = None) -> None:
+        self._form = corpus.form
+        self._row = 0
+        starts: Sequence[SourcePosition] = [SourcePosition()] * len(corpus.sources)
+        if position is not None:
+            _check_form(position.form, self._form)
+            self._row, starts = position.row, position.sources
+        self._sources = [
+            _SourceRows(corpus, name, seed=seed, position=start)
+            for name, start in zip(corpus.sources, starts, strict=True)
+        ]
+
+    @property
+    def position(self) -> CorpusPosition:
+        """The position of the next row."""
+        return CorpusPosition(row=self._row, sources=tuple(each.position for each in self._sources), form=self._form)
+
+    def take(self, order: npt.NDArray[np.int64], wanted: range | None = None) -> list[Row]:
+        """Advance by one row of each source in `order` and return the rows, or only those with an index in `wanted`."""
+        self._row += len(order)
+        rows = []
+        for index, number in enumerate(order.tolist()):
+            source = self._sources[number]
+            group, place = source.advance()
+            if wanted is None or index in wanted:
+                rows.append(Row(source.name, group.row(place)))
+        return rows
+
+
+def _check_form(saved: CorpusForm, now: CorpusForm) -> None:
+    """Raise DataError if rows would be repeated or left out because the corpus differs from that of the checkpoint."""
+    for name in ("sources", "length", "chunks_per_group"):
+        before, after = getattr(saved, name), getattr(now, name)
+        if before != after:
+            raise DataError(
+                f"{name} of the corpus was {before} in the checkpoint and is {after} now",
+                code="data.corpus-changed",
+                fix="resume with the corpus of the run, or start a new run from these weights",
+            )
+
+
+class _SourceRows:
+    """The rows of one source, one group at a time."""
+
+    def __init__(self, corpus: Corpus, name: str, *, seed: int, position: SourcePosition) -> None:
+        self.name, self._corpus, self._source = name, corpus, corpus.sources[name]
+        # Two sources with equal numbers of chunks have different orders.
+        self._seed = seed + (zlib.crc32(name.encode()) << 31)
+        self._num_groups = -(-self._source.num_chunks // corpus.chunks_per_group)
+        self.position = position
+        self._group: RowGroup | None = None
+
+    def advance(self) -> tuple[RowGroup, int]:
+        """Return the group and the row of the position, and advance to the next row, group or epoch."""
+        group, position = self._load(), self.position
+        if position.row + 1 == group.num_rows:
+            self._next_group()
+        else:
+            self.position = SourcePosition(epoch=position.epoch, group=position.group, row=position.row + 1)
+        return group, position.row
+
+    def _load(self) -> RowGroup:
+        """Return the group of the position; groups without tokens are skipped."""
+        num_tried = 0
+        while self._group is None:
+            place = self.position
+            group = make_group(
+                self._source,
+                self._chunks(place.epoch, place.group),
+                length=self._corpus.length,
+                packed=self.name in self._corpus.packed,
+                seed=self._seed,
+                number=place.epoch * self._num_groups + place.group,
+            )
+            if group.num_rows:
+                self._group = group
+                break
+            num_tried += 1
+            if num_tried > self._num_groups:
+                raise DataError(
+                    f"source {self.name} has no document with at least two tokens",
+                    code="data.source-empty",
+                    fix="remove it from the mixture, or prepare it from text that is not empty",
+                )
+            self._next_group()
+        return self._group
+
+    def _next_group(self) -> None:
+        self._group = None
+        epoch, group = self.position.epoch, self.position.group + 1
+        if group == self._num_groups:
+            epoch, group = epoch + 1, 0
+        self.position = SourcePosition(epoch=epoch, group=group)
+
+    def _chunks(self, epoch: int, group: int) -> npt.NDArray[np.int64]:
+        """Return the chunks of a group: the next ones of the epoch's permutation."""
+        size = self._corpus.chunks_per_group
+        positions = np.arange(group * size, min((group + 1) * size, self._source.num_chunks))
+        return sample_ids(positions, seed=self._seed, epoch=epoch, length=self._source.num_chunks)

@@ -1,0 +1,242 @@
+"""TokenSource: documents of token ids in chunks, and its implementation over memory-mapped files of any format.
+
+The idea: a file is one array of tokens in which documents follow each other, and a chunk is the documents that start
+in one window of `chunk_tokens` tokens of a file. So the chunks of a file follow from its size alone: no format needs a
+table of chunks, a document is never split between chunks, and a chunk is found without reading the others. A window
+inside a long document has no start, so its chunk is empty.
+
+The invariant: the chunks of a source, one after the other, contain each token of each file exactly once, in order.
+Opening a source costs eight bytes per file; files are mapped at their first read, and at most MAX_MAPPED stay mapped.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from shardwise.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+CHUNK_TOKENS = 2**20
+"""Tokens of a window: 2 MiB of uint16, large enough for sequential reads and small enough to shuffle in memory."""
+MAX_MAPPED = 64
+"""Files of a source that stay mapped; Linux limits the maps of a process to 65,530 by default."""
+_SCAN_TOKENS = 2**16
+"""Tokens that are compared at once in the search for the end of a document."""
+
+
+class TokenSource(Protocol):
+    """Documents of token ids, stored in chunks; random access without reading the rest of the corpus."""
+
+    @property
+    def name(self) -> str:
+        """Name of the source in reports and errors."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks; some may be empty."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in all chunks."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """One more than the largest id that may occur; None if unknown."""
+
+    def lengths(self, chunk: int) -> NDArray[np.int64]:
+        """Return the number of tokens of each document of a chunk, in the order of the documents."""
+
+    def tokens(self, chunk: int) -> NDArray[Any]:
+        """Return the tokens of a chunk, in which documents follow each other, without a copy; any integer type."""
+
+
+class DocumentStarts(Protocol):
+    """The positions in a file at which documents start."""
+
+    def between(self, low: int, high: int) -> NDArray[np.int64]:
+        """Return the starts in [low, high), in ascending order."""
+
+    def first_from(self, position: int) -> int:
+        """Return the first start that is not before `position`; the number of tokens of the file if there is none."""
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """A file of tokens in memory, read on access, with the starts of its documents."""
+
+    tokens: NDArray[Any]
+    starts: DocumentStarts
+
+
+class FileSource:
+    """A TokenSource over files of tokens, opened at their first read; for one thread, other processes may copy it."""
+
+    def __init__(
+        self,
+        name: str,
+        tokens_per_file: NDArray[np.int64],
+        open_file: Callable[[int], MappedFile],
+        *,
+        vocab_size: int | None = None,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> None:
+        """Create a source; `open_file` maps the file with a number from 0 to len(tokens_per_file) - 1."""
+        self.name = name
+        self.vocab_size = vocab_size
+        self.num_tokens = int(tokens_per_file.sum())
+        self._chunk_tokens = chunk_tokens
+        self._tokens_per_file = tokens_per_file
+        windows = -(-tokens_per_file // chunk_tokens)
+        self._first_chunk = np.concatenate([[0], np.cumsum(windows)])
+        self.num_chunks = int(self._first_chunk[-1])
+        self._open_file = open_file
+        self._mapped: OrderedDict[int, MappedFile] = OrderedDict()
+        self._views: OrderedDict[int, NDArray[Any]] = OrderedDict()
+        """Chunks that were read last, since the rows of a group lie in a few chunks."""
+
+    def lengths(self, chunk: int) -> NDArray[np.int64]:
+        """Return the number of tokens of each document of a chunk; documents without tokens are left out."""
+        file, low, high = self._window(chunk)
+        starts = file.starts.between(low, high)
+        lengths = np.diff(starts, append=file.starts.first_from(high))
+        return lengths[lengths > 0].astype(np.int64, copy=False)
+
+    def tokens(self, chunk: int) -> NDArray[Any]:
+        """Return a view of the mapped file."""
+        view = self._views.get(chunk)
+        if view is None:
+            file, low, high = self._window(chunk)
+            view = file.tokens[file.starts.first_from(low) : file.starts.first_from(high)]
+            if len(self._views) >= MAX_MAPPED:
+                self._views.popitem(last=False)
+            self._views[chunk] = view
+        return view
+
+    def read(self, chunk: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Return a copy of the tokens [start, stop) of a chunk."""
+        view = self.tokens(chunk)
+        if not 0 <= start <= stop <= len(view):
+            raise IndexError(f"tokens [{start}, {stop}) are outside chunk {chunk}, which has {len(view)} tokens")
+        return view[start:stop].astype(np.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without maps, which pickle would copy; the receiver maps the files again."""
+        return {**self.__dict__, "_mapped": OrderedDict(), "_views": OrderedDict()}
+
+    def _window(self, chunk: int) -> tuple[MappedFile, int, int]:
+        """Return the file of a chunk and the positions between which the chunk's documents start."""
+        if not 0 <= chunk < self.num_chunks:
+            raise IndexError(f"chunk {chunk} is outside {self.name}, which has {self.num_chunks} chunks")
+        number = int(np.searchsorted(self._first_chunk, chunk, side="right")) - 1
+        low = (chunk - int(self._first_chunk[number])) * self._chunk_tokens
+        return self._map(number), low, min(low + self._chunk_tokens, int(self._tokens_per_file[number]))
+
+    def _map(self, number: int) -> MappedFile:
+        if number not in self._mapped:
+            if len(self._mapped) >= MAX_MAPPED:
+                self._mapped.popitem(last=False)
+            self._mapped[number] = self._open_file(number)
+        self._mapped.move_to_end(number)
+        return self._mapped[number]
+
+
+@dataclass(frozen=True)
+class StoredStarts:
+    """Starts from a stored array of int64: the start of each document, and the number of tokens at the end."""
+
+    offsets: NDArray[np.int64]
+
+    def between(self, low: int, high: int) -> NDArray[np.int64]:
+        """Return the stored starts in [low, high)."""
+        first, last = np.searchsorted(self.offsets[:-1], [low, high])
+        return self.offsets[first:last]
+
+    def first_from(self, position: int) -> int:
+        """Return the first stored start from `position`."""
+        return int(self.offsets[np.searchsorted(self.offsets, position)])
+
+
+@dataclass(frozen=True)
+class StartsAfter:
+    """Starts found by scanning tokens: position 0, and each position after an end-of-document id."""
+
+    tokens: NDArray[Any]
+    end_id: int
+
+    def between(self, low: int, high: int) -> NDArray[np.int64]:
+        """Return the starts in [low, high) by scanning this part of the file."""
+        first = max(low - 1, 0)
+        found = np.flatnonzero(self.tokens[first : max(high - 1, first)] == self.end_id) + first + 1
+        if low == 0 < high:
+            found = np.concatenate([[0], found])
+        return found
+
+    def first_from(self, position: int) -> int:
+        """Return the first start from `position` by scanning until the end of a document."""
+        if position == 0:
+            return 0
+        for low in range(position - 1, len(self.tokens), _SCAN_TOKENS):
+            found = np.flatnonzero(self.tokens[low : low + _SCAN_TOKENS] == self.end_id)
+            if len(found):
+                return low + int(found[0]) + 1
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class EvenStarts:
+    """Starts of a file without documents: every `length` tokens."""
+
+    num_tokens: int
+    length: int
+
+    def between(self, low: int, high: int) -> NDArray[np.int64]:
+        """Return the multiples of `length` in [low, high)."""
+        return np.arange(self.first_from(low), high, self.length)
+
+    def first_from(self, position: int) -> int:
+        """Return the first multiple of `length` from `position`."""
+        return min(-(-position // self.length) * self.length, self.num_tokens)
+
+
+# Access to storage: the only functions of the sources that open a file.
+
+
+def open_bytes(path: Path) -> NDArray[np.uint8]:
+    """Return the content of a file as a read-only array that is memory-mapped, so that only accessed parts are read."""
+    try:
+        if path.stat().st_size == 0:
+            return np.empty(0, dtype=np.uint8)
+        return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))  # slices of a memmap object cost more
+    except FileNotFoundError:
+        raise DataError(
+            f"file {path} does not exist", code="data.file-missing", fix="restore it, or prepare the corpus again"
+        ) from None
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """Return the error for a path that the operating system does not let us read."""
+    return DataError(
+        f"{path} cannot be read ({error.strerror or error})",
+        code="data.read-failed",
+        fix="pass a readable path, or change its permissions",
+    )
+
+
+def truncated(path: Path, found: int, expected: int) -> DataError:
+    """Return the error for a file with fewer or more bytes than its index or header specifies."""
+    return DataError(
+        f"{path} has {found} bytes, but its index or header specifies {expected}",
+        code="data.size-mismatch",
+        fix="copy the file again, or prepare the corpus again",
+    )

@@ -1,0 +1,498 @@
+"""A corpus as one stream of rows: every token once per epoch, the same rows from any position."""
+
+import dataclasses
+import itertools
+import pickle
+from functools import partial
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import shardwise as sw
+from jobs import FP64, SENTENCES, sentences_job
+from refusals import refuses
+from shardwise.checkpoint import read_manifest
+from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows, SourcePosition, Stage
+from shardwise.data.corpus_loader import CorpusLoader
+from shardwise.data.cursor import Slices
+from shardwise.data.mixture import Mixture, make_mixture
+from shardwise.data.sources.iterables import ShardedIterable
+from shardwise.planner.settle import LocalDevice, settle
+from shardwise.plans import Plan
+from shardwise.plans.catalogue import decoder_config
+from shardwise.runs import EventLog
+from shardwise.runs.recorder import Timeline
+from shardwise.testing import run_ranks
+from shardwise.training.evaluate import RankLoader, make_loader
+from shardwise.training.loop import run_loop
+from shardwise.training.spec import SaveSpec
+from shardwise.training.step.document_probe import check_labels
+
+
+class ListedSource:
+    """Documents of random lengths; token k of the source is `first` + k, so that tokens name themselves."""
+
+    def __init__(self, name, num_chunks, first=0, seed=0, longest=40):
+        self.name, self.num_chunks = name, num_chunks
+        generator = np.random.default_rng(seed)
+        self._lengths = [generator.integers(0, longest, generator.integers(1, 12)) for _ in range(num_chunks)]
+        sizes = [int(each.sum()) for each in self._lengths]
+        self._firsts = first + np.cumsum([0, *sizes])
+        self.num_tokens = sum(sizes)
+
+    def lengths(self, chunk):
+        return self._lengths[chunk]
+
+    def tokens(self, chunk):
+        return np.arange(self._firsts[chunk], self._firsts[chunk + 1])
+
+
+def corpus_of(*sources, shares=None, length=16, chunks_per_group=3, packed=()):
+    mixture = Mixture(shares=shares or (1,) * len(sources))
+    named = {source.name: source for source in sources}
+    return Corpus(
+        sources=named,
+        stages=(Stage(mixture=mixture),),
+        length=length,
+        chunks_per_group=chunks_per_group,
+        packed=frozenset(packed),
+    )
+
+
+def take(rows, corpus, number):
+    """Return the next rows of the first stage."""
+    first = rows.position.row
+    return rows.take(corpus.stages[0].mixture.sources(first, first + number))
+
+
+def read_row(corpus, row):
+    return [values[0] for values in corpus.read([row])]
+
+
+def rows_of_epoch(corpus, rows, epoch):
+    """Return the rows of one epoch of the only source."""
+    found = []
+    while rows.position.sources[0].epoch == epoch:
+        found += take(rows, corpus, 1)
+    return found
+
+
+def test_every_token_but_the_first_of_a_group_is_a_target_once_per_epoch():
+    source = ListedSource("web", num_chunks=10)
+    corpus = corpus_of(source)
+    rows, epochs = CorpusRows(corpus, seed=3), []
+    for epoch in range(2):
+        read = [read_row(corpus, row) for row in rows_of_epoch(corpus, rows, epoch)]
+        targets = np.concatenate([target for _, target in read])
+        targets = np.sort(targets[targets >= 0])
+        assert len(np.unique(targets)) == len(targets)
+        assert source.num_tokens - len(targets) == 4  # ten chunks in groups of three
+        epochs.append([tokens.tolist() for tokens, _ in read])
+    assert sorted(epochs[0]) != sorted(epochs[1])  # the order of documents differs, and with it the windows
+
+
+def test_target_is_the_next_token_and_padding_is_ignored():
+    corpus = corpus_of(ListedSource("web", num_chunks=1, longest=9), length=64)
+    tokens, targets = read_row(corpus, *take(CorpusRows(corpus, seed=0), corpus, 1))
+    num_targets = int((targets >= 0).sum())
+    assert (targets[: num_targets - 1] == tokens[1:num_targets]).all()
+    assert (targets[num_targets:] == -100).all()
+
+
+def test_rows_from_a_stored_position_are_those_of_the_uninterrupted_stream():
+    sources = [ListedSource(name, 5 + index, seed=index) for index, name in enumerate(("web", "code", "books"))]
+    corpus = corpus_of(*sources, shares=(5, 2, 1))
+    whole = CorpusRows(corpus, seed=1)
+    positions, expected = [], []
+    for _ in range(120):
+        positions.append(whole.position)
+        expected += take(whole, corpus, 2)
+    for start in (0, 1, 17, 64, 119):
+        resumed = CorpusRows(corpus, seed=1, position=positions[start])
+        for row, other in zip(take(resumed, corpus, 240 - 2 * start), expected[2 * start :], strict=True):
+            assert row.source == other.source
+            assert (read_row(corpus, row)[0] == read_row(corpus, other)[0]).all()
+    assert [row.source for row in expected[:8]].count("web") == 5
+
+
+def test_changed_corpus_and_empty_source_are_refused():
+    corpus = corpus_of(ListedSource("web", 2))
+    position = CorpusRows(corpus, seed=0).position
+    for other in (
+        corpus_of(ListedSource("web", 3)),
+        corpus_of(ListedSource("web", 2), ListedSource("code", 2)),
+        corpus_of(ListedSource("web", 2), length=17),
+        corpus_of(ListedSource("web", 2), chunks_per_group=2),
+        corpus_of(ListedSource("web", 2), packed=["web"]),
+    ):
+        with refuses("data.corpus-changed"):
+            CorpusRows(other, seed=0, position=position)
+    with refuses("data.source-empty", "blank"):
+        blank = corpus_of(ListedSource("blank", 4, longest=1))
+        take(CorpusRows(blank, seed=0), blank, 1)
+
+
+class VirtualSource:
+    """A million chunks of a thousand documents with a thousand tokens: 10^12 tokens that are never stored."""
+
+    name, num_chunks = "virtual", 10**6
+
+    def lengths(self, _):
+        return np.full(1000, 1000)
+
+    def tokens(self, chunk):
+        return np.arange(10**6) + chunk
+
+
+def test_position_deep_in_a_huge_corpus_costs_one_group(monkeypatch):
+    source = VirtualSource()
+    calls = []
+    monkeypatch.setattr(VirtualSource, "lengths", lambda self, chunk: calls.append(chunk) or np.full(1000, 1000))
+    corpus = corpus_of(source, length=2048, chunks_per_group=16)
+    start = SourcePosition(epoch=1, group=31_234, row=77)
+    position = CorpusPosition(row=10**9, sources=(start,), form=corpus.form)
+    rows = CorpusRows(corpus, seed=0, position=position)
+    tokens, _ = read_row(corpus, *take(rows, corpus, 1))
+    assert len(calls) == 16
+    assert tokens.shape == (2048,)
+    assert rows.position.sources[0] == SourcePosition(epoch=1, group=31_234, row=78)
+
+
+@pytest.mark.parametrize("length", [1, 5, 1000])
+def test_windows_of_any_length_cover_the_group(length):
+    corpus = corpus_of(ListedSource("web", num_chunks=2), length=length, chunks_per_group=2)
+    read = [read_row(corpus, row)[1] for row in rows_of_epoch(corpus, CorpusRows(corpus, seed=0), 0)]
+    targets = np.concatenate(read)
+    assert len(np.unique(targets[targets >= 0])) == corpus.sources["web"].num_tokens - 1
+
+
+# Training on a corpus: the same losses at any world size, with workers, and after a resume.
+
+
+def corpus_job(*, packed=False, **changes):
+    sources = [ListedSource(name, 6, first=0, seed=index, longest=30) for index, name in enumerate(("web", "code"))]
+    for source in sources:
+        source.tokens = partial(small_tokens, source.tokens)
+    corpus = corpus_of(*sources, shares=(3, 1), length=16, packed=("web", "code") if packed else ())
+    return sentences_job("llama-tiny", data=lambda split: corpus if split == "train" else None, steps=8, **changes)
+
+
+def small_tokens(tokens, chunk):
+    return tokens(chunk) % SENTENCES.vocab_size
+
+
+def losses_of(world, plan_name, folder=None, *, every=0, resume=None, **changes):
+    """Train under a plan and return the losses by step; `changes` are fields of the job."""
+    job = corpus_job(**changes)
+    plan = settle(plan_name, batch_size=8, world_size=world.size, device=LocalDevice())
+    plan = dataclasses.replace(plan, precision=FP64)
+    losses = {}
+    events = EventLog(None, lambda event: losses.update(enumerate(event.get("losses", []), event.get("first", 0))))
+    run_loop(job, plan, world, events, Timeline(), checkpoints=folder, save=SaveSpec(every=every, resume=resume))
+    return losses
+
+
+def test_corpus_trains_alike_on_any_ranks_and_after_a_resume(tmp_path):
+    whole = run_ranks(losses_of, 1, "ddp")[0]
+    assert len(whole) == 8
+    saved = run_ranks(losses_of, 2, "fsdp", tmp_path / "saved", every=3)[0]
+    assert saved == pytest.approx(whole, rel=1e-9)
+    checkpoint = tmp_path / "saved" / "step-00000003"
+    assert read_manifest(checkpoint).facts["data"]["row"] == 3 * 8
+    rest = run_ranks(losses_of, 4, "ddp", tmp_path / "resumed", resume=str(checkpoint), num_workers=1)[0]
+    assert rest == pytest.approx({step: whole[step] for step in range(3, 8)}, rel=1e-9)
+
+
+def test_loader_starts_at_the_stored_position_without_reading_what_came_before():
+    corpus = corpus_of(VirtualSource(), length=128, chunks_per_group=16)
+    start = SourcePosition(epoch=0, group=1000, row=5)
+    position = CorpusPosition(row=8 * 10**9, sources=(start,), form=corpus.form)
+    slices = Slices(batch_size=8, accumulation=2, dp_rank=1, dp_size=2, length=10**12)
+    loader = CorpusLoader(corpus, slices, seed=0, first_step=10**9, num_steps=10**9 + 2, position=position)
+    first, second = loader.steps()
+    assert first.cursor.index == 8 * 10**9
+    assert list(first.starts) == [8 * 10**9 + 4, 8 * 10**9 + 6]
+    assert [tuple(batch[0].shape) for batch in first.batches] == [(2, 128), (2, 128)]
+    assert first.position.sources[0].row == 13
+    assert second.position.row == 8 * (10**9 + 2)
+
+
+# Packed rows: documents do not see each other.
+
+
+def test_packed_rows_have_every_token_once_and_every_target_inside_its_document():
+    source = ListedSource("web", num_chunks=10)
+    corpus = corpus_of(source, packed=["web"])
+    rows = rows_of_epoch(corpus, CorpusRows(corpus, seed=0), 0)
+    tokens, targets = [], []
+    for row in rows:
+        found, positions, documents, wanted = read_row(corpus, row)
+        filled = int(row.pieces.lengths.sum())
+        tokens += found[:filled].tolist()
+        targets += wanted[wanted >= 0].tolist()
+        begins = np.flatnonzero(np.diff(documents, prepend=-1))
+        assert (positions[begins] == 0).all()
+        assert (np.diff(positions)[np.diff(documents) == 0] == 1).all()
+        assert (wanted[filled:] == -100).all()
+    assert sorted(tokens) == list(range(source.num_tokens))
+    starts = np.cumsum(np.concatenate(source._lengths)) - np.concatenate(source._lengths)
+    assert sorted(targets) == sorted(set(range(source.num_tokens)) - set(starts.tolist()))
+
+
+@pytest.mark.parametrize("decoder", ["gpt2-tiny", "llama-tiny"])
+def test_packed_loss_is_the_sum_over_documents_alone_and_nothing_leaks(decoder):
+    corpus = corpus_job(packed=True).data("train")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = sw.models.decoder(decoder, vocab_size=50, context=16).double()
+    batch = [torch.stack(values) for values in zip(*itertools.islice(corpus, 6), strict=True)]
+    tokens, positions, documents, targets = batch
+    logits = model(tokens, positions, documents)
+    packed = sw.losses.token_cross_entropy.sum(logits, batch)
+    alone, logits_alone = 0.0, torch.empty_like(logits)
+    for row, document in sorted({(index, int(each)) for index in range(6) for each in documents[index]}):
+        here = documents[row] == document
+        logits_alone[row, here] = model(tokens[row, here][None])[0]
+        alone += sw.losses.token_cross_entropy.sum(logits_alone[row, here][None], (None, targets[row, here][None]))
+    assert packed.item() == pytest.approx(alone.item(), rel=1e-12)
+    torch.testing.assert_close(logits, logits_alone, rtol=1e-9, atol=1e-12)
+    first = documents == 0
+    changed = model(torch.where(first, (tokens + 7) % 50, tokens), positions, documents)
+    assert changed[~first].equal(logits[~first])  # another document does not change a bit
+    assert not changed[first].equal(logits[first])
+    assert (model(tokens, positions) - logits_alone).abs().max() > 1e-3  # without a mask, attention leaks
+    if decoder == "gpt2-tiny":  # rotary embeddings depend on differences of positions only
+        assert (model(tokens, None, documents) - logits_alone).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("size", "plan"), [(2, "ddp"), (2, "zero3"), (2, "tp"), (2, "pp"), (4, "shard2.tp2")])
+def test_packed_corpus_trains_as_in_one_process(size, plan):
+    whole = run_ranks(losses_of, 1, "ddp", packed=True)[0]
+    assert run_ranks(losses_of, size, plan, packed=True)[0] == pytest.approx(whole, rel=1e-9)
+
+
+def test_context_parallelism_refuses_packed_rows():
+    where = RankLoader(dp_rank=0, group=None, first_step=0, on_gpu=False)
+    with refuses("support.cp-packed", 2):
+        make_loader(corpus_job(packed=True), Plan.preset("cp", 2, batch_size=8), where)
+
+
+def test_length_of_a_training_on_a_corpus_is_steps_or_tokens():
+    where = RankLoader(dp_rank=0, group=None, first_step=0, on_gpu=False)
+    plan = Plan.preset("ddp", 1, batch_size=8)
+    job = dataclasses.replace(corpus_job(), steps=None, tokens=1000)
+    assert make_loader(job, plan, where)[1].num_steps == 8  # of 8 x 16 tokens
+    with refuses("data.corpus-without-steps"):
+        make_loader(dataclasses.replace(corpus_job(), steps=None, epochs=1), plan, where)
+
+
+def packed_training(world, model, **changes):
+    job = corpus_job(packed=True, model=model, **changes)
+    plan = dataclasses.replace(Plan.preset("ddp", 1, batch_size=8), precision=FP64)
+    step = sw.build_step(job, plan, world)
+    return step(next(iter(step.feed))).loss_share.item()
+
+
+class Leaking(sw.models.Decoder):
+    """A decoder with one of the mistakes that make packed documents influence each other."""
+
+    def __init__(self, leak):
+        super().__init__(decoder_config("gpt2-tiny", vocab_size=50, context=16))
+        self.leak = leak
+
+    def forward(self, tokens, position_ids=None, document_ids=None):
+        if self.leak == "no mask":
+            document_ids = None
+        if self.leak == "positions":
+            position_ids = None
+        if self.leak == "mask off by one":
+            document_ids = document_ids.roll(1, dims=1)
+        return super().forward(tokens, position_ids, document_ids)
+
+
+@pytest.mark.parametrize(
+    ("leak", "code"),
+    [
+        ("no mask", "support.packed-attention"),
+        ("mask off by one", "support.packed-attention"),
+        ("positions", "support.packed-positions"),
+    ],
+)
+def test_leak_between_packed_documents_is_named_before_the_first_step(leak, code):
+    with sw.world() as world, refuses(code, "Leaking"):
+        packed_training(world, lambda: Leaking(leak))
+
+
+def test_labels_that_cross_a_boundary_are_named():
+    tokens = torch.tensor([[5, 6, 7, 8, 9, 4]])
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0]])
+    right = torch.tensor([[6, 7, -100, 9, -100, -100]])
+    check_labels((tokens, positions, documents, right))
+    with refuses("data.packed-labels"):
+        check_labels((tokens, positions, documents, torch.tensor([[6, 7, 8, 9, 4, -100]])))
+
+
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "GPTNeoX", "Phi3", "Olmo2")
+
+
+def make_transformer(family):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {} if family == "GPTNeoX" else {"num_key_value_heads": 4}
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=50, max_position_embeddings=16, pad_token_id=None, head_dim=8, **sizes, **heads
+    )
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_family_trains_on_packed_rows_alike_under_every_strategy(family):
+    changes = {"packed": True, "model": partial(make_transformer, family), "forward": sw.losses.packed}
+    whole = run_ranks(losses_of, 1, "ddp", **changes)[0]
+    for plan in ("ddp", "zero3", "tp", "pp"):
+        assert run_ranks(losses_of, 2, plan, **changes)[0] == pytest.approx(whole, rel=1e-9), plan
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_family_trains_on_packed_rows_or_its_leak_is_named(family):
+    model = partial(make_transformer, family)
+    with sw.world() as world:
+        assert packed_training(world, model, forward=sw.losses.packed) > 0
+        with refuses("support.packed-attention", family):  # its cache turns the document mask off
+            packed_training(world, model, forward=lambda model, batch: model(batch[0], position_ids=batch[1]))
+
+
+# Token files as datasets of a job.
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_token_files_are_the_data_of_a_job(tmp_path, packed):
+    for index, name in enumerate(("web", "code", "test")):
+        np.save(tmp_path / f"{name}.npy", (np.arange(400 + 100 * index) * (index + 3) % 50).astype(np.uint16))
+    paths = {name: tmp_path / f"{name}.npy" for name in ("web", "code")}
+    data = sw.datasets.tokens(
+        paths, length=16, test=tmp_path / "test.npy", proportions={"web": 3, "code": 1}, packed=packed
+    )
+    test = data("test")
+    targets = torch.cat([test[index][-1] for index in range(len(test))])
+    assert int((targets >= 0).sum()) == 599
+    assert data("train").stages[0].mixture.shares == (3, 1)
+    assert sw.datasets.tokens(paths, length=16)("train").stages[0].mixture.shares == (4, 5)
+    with sw.world() as world:
+        job = sentences_job("llama-tiny", data=data, steps=2)
+        assert sw.train(job, Plan.preset("ddp", 1, batch_size=8), world).result.evaluation["loss"] > 0
+
+
+def test_invalid_token_datasets_are_refused(tmp_path):
+    with refuses("data.window-length-invalid", 0):
+        sw.datasets.tokens(tmp_path, length=0)
+    for changes in ({"proportions": {"wbe": 1}}, {"proportions": {0: {"wbe": 1}}}, {"packed": ["wbe"]}):
+        with refuses("data.source-unknown", "wbe", "web"):
+            sw.datasets.tokens({"web": tmp_path}, length=8, **changes)
+    with refuses("data.curriculum-start", 5):
+        sw.datasets.tokens({"web": tmp_path}, length=8, proportions={5: {"web": 1}})
+    with refuses("data.proportions-zero"):
+        sw.datasets.tokens({"web": tmp_path}, length=8, proportions={"web": 0})
+
+
+# Kills and changes of the number of ranks, simulated with the loaders of all ranks.
+
+
+def test_two_hundred_kills_and_changes_of_ranks_lose_and_repeat_nothing():
+    names = ("web", "code", "books", "papers", "forum")
+    sources = [ListedSource(name, 4 + index, first=10**6 * index, seed=index) for index, name in enumerate(names)]
+    corpus = dataclasses.replace(
+        corpus_of(*sources, packed=("code", "forum"), chunks_per_group=2),
+        stages=(
+            Stage(mixture=make_mixture(dict(zip(names, (5, 3, 1, 1, 2), strict=True)))),
+            Stage(first_step=150, mixture=make_mixture(dict(zip(names, (1, 0, 4, 2, 2), strict=True)))),
+        ),
+    )
+    num_steps = 400
+    expected = [rows_of_step(step) for step in loaders_of(corpus, 1, 1, range(num_steps))]
+    generator = np.random.default_rng(0)
+    kills = [0, *sorted(generator.choice(np.arange(1, num_steps), 200, replace=False).tolist()), num_steps]
+    found, position = [], None
+    for start, stop in itertools.pairwise(kills):
+        dp_size, accumulation = [(1, 1), (1, 4), (2, 2), (4, 1), (4, 3), (12, 1)][generator.integers(6)]
+        # Ranks read ahead of the kill; the checkpoint has the position after the last step that was used.
+        ahead = range(start, min(num_steps, stop + 2))
+        steps = list(itertools.islice(loaders_of(corpus, dp_size, accumulation, ahead, position), stop - start))
+        found += map(rows_of_step, steps)
+        position = msgspec.json.decode(msgspec.json.encode(steps[-1][0].position), type=CorpusPosition)
+    assert len(found) == num_steps
+    assert found == expected
+
+
+def loaders_of(corpus, dp_size, accumulation, steps, position=None):
+    """Yield the LoadedSteps of all data-parallel ranks, step by step."""
+    loaders = []
+    for dp_rank in range(dp_size):
+        slices = Slices(batch_size=12, accumulation=accumulation, dp_rank=dp_rank, dp_size=dp_size, length=10**9)
+        loaders.append(
+            CorpusLoader(
+                corpus, slices, seed=4, first_step=steps.start, num_steps=steps.stop, position=position
+            ).steps()
+        )
+    return zip(*loaders, strict=True)
+
+
+def rows_of_step(ranks):
+    """Return the tokens of a step in the order of its rows, over all ranks."""
+    return [row for rank in ranks for batch in rank.batches for row in batch[0].tolist()]
+
+
+def test_rows_of_sources_that_are_not_packed_are_one_document_each():
+    short = ListedSource("code", 3, first=10**6, longest=9)
+    corpus = corpus_of(ListedSource("web", 3), short, packed=("code",))
+    tokens, positions, documents, targets = corpus.read(take(CorpusRows(corpus, seed=0), corpus, 6))
+    is_web = tokens[:, 0] < 10**6
+    assert is_web.sum() == 3
+    assert (positions[is_web] == np.arange(16)).all()
+    assert not documents[is_web].any()
+    assert documents[~is_web].any()
+    shifted, wanted = tokens[is_web][:, 1:], targets[is_web][:, :-1]
+    assert (wanted[wanted >= 0] == shifted[wanted >= 0]).all()
+
+
+# Iterable data, in shards.
+
+
+def open_shard(number):
+    """Yield the documents of a shard: numbers that name shard, document and token."""
+    for document in range(5):
+        yield [1000 * number + 100 * document + token for token in range(3 + document)]
+
+
+def test_shards_of_an_iterable_are_a_source_that_resumes_exactly():
+    source = ShardedIterable("stream", open_shard, 7)
+    corpus = corpus_of(source, packed=["stream"], length=8, chunks_per_group=2)
+    whole = CorpusRows(corpus, seed=0)
+    positions, expected = [], []
+    for _ in range(40):
+        positions.append(whole.position)
+        expected.append(read_row(corpus, *take(whole, corpus, 1))[0].tolist())
+    assert whole.position.sources[0].epoch > 0
+    again = pickle.loads(pickle.dumps(corpus))
+    resumed = CorpusRows(again, seed=0, position=positions[17])
+    assert [read_row(again, row)[0].tolist() for row in take(resumed, again, 23)] == expected[17:]
+
+
+def test_iterable_that_changes_is_refused():
+    calls = []
+
+    def changing(number):
+        calls.append(number)
+        return [[len(calls), 2, 3]]
+
+    source = ShardedIterable("stream", changing, 40)
+    for shard in range(40):
+        source.lengths(shard)  # more shards than stay in memory
+    with refuses("data.shard-changed", "stream", 0):
+        source.tokens(0)
+    with refuses("data.no-shards", 0):
+        ShardedIterable("stream", changing, 0)
