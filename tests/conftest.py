@@ -1,7 +1,9 @@
 """Fixtures of the whole suite."""
 
 import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 import pytest_randomly
@@ -20,11 +22,20 @@ def pytest_configure(config):
 
     Tests run beside each other on all cores, so that more threads would only wait for each other.
     """
+    if not hasattr(config, "workerinput"):  # workers inherit the variable
+        # Neither runs of tests in the user's history, nor predictions of tests that own runs have corrected.
+        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="shardwise-tests-")
     distributes_only = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if not distributes_only:
         import torch  # here: the process that only distributes tests does not need it
 
         torch.set_num_threads(1)
+
+
+def pytest_unconfigure(config):
+    """Remove the cache of this run."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_xdist_auto_num_workers():

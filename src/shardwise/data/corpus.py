@@ -63,7 +63,7 @@ class CorpusPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class MixtureStage:
     """A mixture from one step of the training on, until the next stage."""
 
     first_step: int = 0
@@ -81,7 +81,7 @@ class Corpus(IterableDataset[tuple[Tensor, ...]]):
 
     sources: Mapping[str, TokenSource]
     """Name -> source. The order of a source depends on its name."""
-    stages: tuple[Stage, ...]
+    stages: tuple[MixtureStage, ...]
     """The mixtures of the training in their order; the first one starts at step 0."""
     length: int
     packed: frozenset[str] = frozenset()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from shardwise.data.corpus import Corpus, Stage
+from shardwise.data.corpus import Corpus, MixtureStage
 from shardwise.data.mixture import make_mixture
 from shardwise.data.row_groups import make_group, read_packed, read_windows
 from shardwise.data.sources.open import open_source
@@ -90,7 +90,7 @@ def tokens(
     return _TokenData(paths=paths, test=test, length=length, stages=stages, packed=chosen)
 
 
-def _stages(given: Proportions | Mapping[int, Proportions], names: Collection[str]) -> tuple[Stage, ...]:
+def _stages(given: Proportions | Mapping[int, Proportions], names: Collection[str]) -> tuple[MixtureStage, ...]:
     """Return the stages of a curriculum, or the only stage of constant proportions."""
     is_curriculum = all(isinstance(key, int) for key in given) and bool(given)
     by_step: Mapping[Any, Any] = given if is_curriculum else {0: given}
@@ -105,7 +105,7 @@ def _stages(given: Proportions | Mapping[int, Proportions], names: Collection[st
         for name in sorted(set(by_step[step]) - set(names)):
             raise _unknown_source("proportions", name, names)
         mixture = make_mixture({name: by_step[step].get(name, 0) for name in names})
-        stages.append(Stage(first_step=step, mixture=mixture))
+        stages.append(MixtureStage(first_step=step, mixture=mixture))
     return tuple(stages)
 
 
@@ -124,7 +124,7 @@ class _TokenData:
     paths: Mapping[str, str | Path]
     test: str | Path | None
     length: int
-    stages: tuple[Stage, ...] | None
+    stages: tuple[MixtureStage, ...] | None
     """None for proportions by the number of tokens."""
     packed: frozenset[str]
 
@@ -138,5 +138,5 @@ class _TokenData:
         stages = self.stages
         if stages is None:
             shares = {name: float(source.num_tokens) for name, source in sources.items()}
-            stages = (Stage(mixture=make_mixture(shares)),)
+            stages = (MixtureStage(mixture=make_mixture(shares)),)
         return Corpus(sources=sources, stages=stages, length=self.length, packed=self.packed)

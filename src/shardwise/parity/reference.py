@@ -30,7 +30,8 @@ from shardwise.parallel.muon import for_model
 from shardwise.parallel.optimizer import Optimized
 from shardwise.parallel.parameter_rules import trainable_of
 from shardwise.parallel.weights import fill_parameters
-from shardwise.training.build import make_feed, prepare_meta_model
+from shardwise.training.build import prepare_meta_model
+from shardwise.training.loading import make_feed
 from shardwise.training.preflight import check_fit
 from shardwise.training.step.first_step_checks import LossCheck, check_counted
 from shardwise.training.step.module_step import LocalState

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from shardwise.data.feed import Feed
 from shardwise.dist.world import running_group
 from shardwise.engines.engine import engine_for
 from shardwise.errors import JobError
@@ -47,7 +46,7 @@ from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, broadcast_values
 from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
-from shardwise.training.evaluate import RankLoader, is_packed, make_loader, token_shard
+from shardwise.training.loading import is_packed, make_feed, token_shard
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
 from shardwise.training.step.captured import plain_step, sampled_batches
@@ -80,7 +79,6 @@ if TYPE_CHECKING:
     from shardwise.parallel.meta_model import MetaModel
     from shardwise.plans import Plan
     from shardwise.plans.pipeline import StageSplit
-    from shardwise.training.evaluate import Length
     from shardwise.training.step.step import Mark, Step
     from shardwise.training.step.update import Update
 
@@ -235,35 +233,6 @@ def _compiled_head(job: Job, plan: Plan, world: World) -> str:
         return ""
     head = returned_head(job, plan, lambda: next(sampled_batches(job, 1, 1), None))
     return head if all(each == head for each in world.gather(head)) else ""
-
-
-def make_feed(
-    job: Job,
-    plan: Plan,
-    world: World,
-    group: dist.ProcessGroup | None,
-    first_step: int,
-    *,
-    fill: bool,
-    position: CorpusPosition | None = None,
-) -> tuple[Feed, Length]:
-    """Return the feed of this rank's batches and the training length; `group` contains the data-parallel ranks."""
-    dp_rank = plan.layout.data_index(world.rank)
-    on_gpu = world.device.type == "cuda"
-    rank_loader = RankLoader(dp_rank=dp_rank, group=group, first_step=first_step, on_gpu=on_gpu, position=position)
-    loader, length = make_loader(job, plan, rank_loader)
-    feed = Feed(
-        loader,
-        job.loss,
-        micro_batch=plan.micro_batch,
-        device=world.device,
-        fill=fill,
-        float_dtype=torch.float64 if plan.precision.compute == "fp64" else None,
-        group=world.axis_group(plan.layout, plan.dp_axes, on_host=True),
-        replicas=plan.layout.replicate if plan.communication.sync_every > 1 else 1,
-        token_shard=token_shard(job, plan, world),
-    )
-    return feed, length
 
 
 def prepare_meta_model(job: Job, plan: Plan, world: World) -> MetaModel:

@@ -1,231 +1,43 @@
-"""The data loader of a data-parallel rank, the training length in steps, evaluation, and the export of weights."""
+"""Evaluation, and the export of weights and adapters from any strategy."""
 
 from __future__ import annotations
 
 import copy
-import math
 import os
 import secrets
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from shardwise.checkpoint.convert.hugging_face import write_adapters
 from shardwise.checkpoint.disk import no_results, remove_atomically, run_collectively
-from shardwise.data.corpus import Corpus
-from shardwise.data.corpus_loader import CorpusLoader
-from shardwise.data.cursor import Slices
 from shardwise.data.feed import MicroBatch
-from shardwise.data.loaders import IndexLoader, StreamLoader, StreamShare, dataset_length, dataset_of
-from shardwise.data.rows import Collated, CountedCollate, TokenShard, fill_rows, move
-from shardwise.errors import DataError, JobError, PlanError
+from shardwise.data.loaders import StreamShare, dataset_length, dataset_of
+from shardwise.data.rows import Collated, CountedCollate, fill_rows, move
+from shardwise.errors import JobError
 from shardwise.job.generators import untouched_generators
 from shardwise.job.lora import is_adapter
 from shardwise.parallel.collectives import full_values, stages_of
 from shardwise.runs.directory import write_error
+from shardwise.training.loading import token_shard
 from shardwise.training.step.module_step import adapter_facts, gather_objects, user_class, user_module, whole_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from typing import IO
 
     from torch import Tensor
 
-    from shardwise.data.corpus import CorpusPosition
-    from shardwise.data.feed import StepLoader
     from shardwise.dist import World
-    from shardwise.job import Job, Metric
+    from shardwise.job import Job
     from shardwise.plans import Plan
     from shardwise.runs import EventLog
     from shardwise.training.step.step import Step
-
-
-# The loader of one data-parallel rank, and the length of a training in optimizer steps.
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankLoader:
-    """The data-parallel rank for which a loader reads samples, and the step at which the loader starts."""
-
-    dp_rank: int
-    """Index of the data-parallel rank."""
-    group: dist.ProcessGroup | None
-    """Host process group of the data-parallel ranks; None if there is only one."""
-    first_step: int
-    on_gpu: bool
-    position: CorpusPosition | None = None
-    """Position of a corpus at `first_step`, from a checkpoint."""
-
-
-def token_shard(job: Job, plan: Plan, world: World, metrics: Mapping[str, Metric] | None = None) -> TokenShard | None:
-    """Return the function that slices this rank's tokens from a batch; None without context parallelism."""
-    if plan.layout.cp == 1:
-        return None
-    index = plan.layout.coordinate(world.rank).cp
-    return TokenShard(index=index, size=plan.layout.cp, loss=job.loss, metrics=metrics or {})
-
-
-def make_loader(job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Length]:
-    """Return the loader of the job's training data and the length of the whole training."""
-    dataset = dataset_of(job, "train")
-    if dataset is None:
-        raise DataError(
-            "Job.data('train') returned None, expected a dataset",
-            code="data.no-train-split",
-            fix="return a dataset for split 'train' from Job.data",
-        )
-    if isinstance(dataset, Corpus):
-        return _corpus_loader(dataset, job, plan, where)
-    if isinstance(dataset, IterableDataset):
-        length = training_length(job, dataset, None, sync_every=plan.communication.sync_every)
-        stream = StreamLoader(
-            dataset,
-            dp_rank=where.dp_rank,
-            dp_size=plan.layout.dp,
-            micro_batch=plan.micro_batch,
-            accumulation=plan.accumulation,
-            first_step=where.first_step,
-            num_steps=length.num_steps,
-            seed=job.seed,
-            group=where.group,
-            collate=job.collate,
-            num_workers=job.num_workers,
-        )
-        return stream, length
-    slices = Slices(
-        batch_size=job.batch_size,
-        accumulation=plan.accumulation,
-        dp_rank=where.dp_rank,
-        dp_size=plan.layout.dp,
-        length=dataset_length(dataset),
-    )
-    length = training_length(job, dataset, slices.steps_per_epoch, sync_every=plan.communication.sync_every)
-    loader = IndexLoader(
-        dataset,
-        slices,
-        seed=job.seed,
-        first_step=where.first_step,
-        num_steps=length.num_steps,
-        collate=job.collate,
-        num_workers=job.num_workers,
-        pin_memory=where.on_gpu,
-    )
-    return loader, length
-
-
-def is_packed(job: Job) -> bool:
-    """Return whether the job trains on packed rows of a corpus."""
-    dataset = dataset_of(job, "train")
-    return isinstance(dataset, Corpus) and bool(dataset.packed)
-
-
-def _corpus_loader(corpus: Corpus, job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Length]:
-    if corpus.packed and plan.layout.cp > 1:
-        raise PlanError(
-            f"cp={plan.layout.cp} does not support packed rows, whose documents have attention masks of their own",
-            code="support.cp-packed",
-            fix="set cp=1, or packed=False in the corpus",
-        )
-    length = training_length(job, corpus, None, sync_every=plan.communication.sync_every)
-    slices = Slices(
-        batch_size=job.batch_size,
-        accumulation=plan.accumulation,
-        dp_rank=where.dp_rank,
-        dp_size=plan.layout.dp,
-        length=length.num_steps * job.batch_size,
-    )
-    loader = CorpusLoader(
-        corpus,
-        slices,
-        seed=job.seed,
-        first_step=where.first_step,
-        num_steps=length.num_steps,
-        position=where.position,
-        num_workers=job.num_workers,
-        pin_memory=where.on_gpu,
-    )
-    return loader, length
-
-
-# The length of a training: epochs, steps or tokens, converted to optimizer steps before the first step.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Length:
-    """The number of optimizer steps of a training and of one epoch."""
-
-    num_steps: int
-    steps_per_epoch: int | None
-    """None for an IterableDataset."""
-    source: str
-    sync_every: int = 1
-    """Steps between synchronizations of the replicas."""
-
-    def syncs_after(self, number: int) -> bool:
-        """Return whether replicas synchronize after `number` steps: every `sync_every` steps and at epoch ends.
-
-        Steps are counted within the epoch, so only the last round of an epoch is shorter.
-        """
-        step_in_epoch = number % (self.steps_per_epoch or self.num_steps)
-        return step_in_epoch % self.sync_every == 0 or number == self.num_steps
-
-    def is_due(self, number: int, every: int) -> bool:
-        """Return whether an action with the interval `every` is due after `number` steps; False if either is 0.
-
-        An interval that ends between two synchronizations of the replicas is due at the next synchronization.
-        """
-        if not every or not number or not self.syncs_after(number):
-            return False
-        last = next(before for before in range(number - 1, -1, -1) if self.syncs_after(before))
-        return number // every > last // every
-
-    def ends_epoch(self, number: int) -> bool:
-        """Return whether step `number`, counted from 0, is the last step of its epoch."""
-        return self.steps_per_epoch is not None and (number + 1) % self.steps_per_epoch == 0
-
-
-def training_length(job: Job, dataset: Dataset[Any], steps_per_epoch: int | None, *, sync_every: int = 1) -> Length:
-    """Compute the training length; `steps_per_epoch` is None for an IterableDataset, which requires Job.steps."""
-    num_steps, source = _count_steps(job, dataset, steps_per_epoch)
-    return Length(num_steps=num_steps, steps_per_epoch=steps_per_epoch, source=source, sync_every=sync_every)
-
-
-def _count_steps(job: Job, dataset: Dataset[Any], steps_per_epoch: int | None) -> tuple[int, str]:
-    if job.steps is not None:
-        return job.steps, "steps of the job"
-    if isinstance(dataset, Corpus) and job.tokens is not None:
-        per_step = job.batch_size * dataset.length
-        num_steps = -(-job.tokens // per_step)
-        return num_steps, f"{job.tokens} tokens / {per_step} tokens per step"
-    if isinstance(dataset, Corpus):
-        raise JobError(
-            "a corpus has sources with epochs of their own, so epochs= cannot be used",
-            code="data.corpus-without-steps",
-            fix="set steps= or tokens= in the job",
-        )
-    if steps_per_epoch is None:
-        raise JobError(
-            "an IterableDataset has no known number of samples, so epochs= and tokens= cannot be used",
-            code="data.stream-without-steps",
-            fix="set steps= in the job",
-        )
-    if job.epochs is not None:
-        return job.epochs * steps_per_epoch, f"{job.epochs} epochs x {steps_per_epoch} steps"
-    per_sample = job.loss.count_of((job.collate or default_collate)([dataset[0]]), 1)
-    if not per_sample:
-        raise JobError(
-            "the first sample contains no counted tokens, so tokens= cannot be converted to steps",
-            code="data.sample-without-tokens",
-            fix="set steps= in the job",
-        )
-    source = f"{job.tokens} tokens / ({per_sample} in the first sample x batch_size {job.batch_size})"
-    return math.ceil((job.tokens or 0) / (per_sample * job.batch_size)), source
 
 
 def evaluate(step: Step, dataset: Dataset[Any] | None = None) -> dict[str, float]:

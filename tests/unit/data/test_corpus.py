@@ -14,7 +14,7 @@ import shardwise as sw
 from jobs import FP64, SENTENCES, sentences_job
 from refusals import refuses
 from shardwise.checkpoint import read_manifest
-from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows, SourcePosition, Stage
+from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows, MixtureStage, SourcePosition
 from shardwise.data.corpus_loader import CorpusLoader
 from shardwise.data.cursor import Slices
 from shardwise.data.mixture import Mixture, make_mixture
@@ -25,7 +25,7 @@ from shardwise.plans.catalogue import decoder_config
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
-from shardwise.training.evaluate import RankLoader, make_loader
+from shardwise.training.loading import RankLoader, make_loader
 from shardwise.training.loop import run_loop
 from shardwise.training.spec import SaveSpec
 from shardwise.training.step.document_probe import check_labels
@@ -54,7 +54,7 @@ def corpus_of(*sources, shares=None, length=16, chunks_per_group=3, packed=()):
     named = {source.name: source for source in sources}
     return Corpus(
         sources=named,
-        stages=(Stage(mixture=mixture),),
+        stages=(MixtureStage(mixture=mixture),),
         length=length,
         chunks_per_group=chunks_per_group,
         packed=frozenset(packed),
@@ -408,8 +408,8 @@ def test_two_hundred_kills_and_changes_of_ranks_lose_and_repeat_nothing():
     corpus = dataclasses.replace(
         corpus_of(*sources, packed=("code", "forum"), chunks_per_group=2),
         stages=(
-            Stage(mixture=make_mixture(dict(zip(names, (5, 3, 1, 1, 2), strict=True)))),
-            Stage(first_step=150, mixture=make_mixture(dict(zip(names, (1, 0, 4, 2, 2), strict=True)))),
+            MixtureStage(mixture=make_mixture(dict(zip(names, (5, 3, 1, 1, 2), strict=True)))),
+            MixtureStage(first_step=150, mixture=make_mixture(dict(zip(names, (1, 0, 4, 2, 2), strict=True)))),
         ),
     )
     num_steps = 400

@@ -20,7 +20,7 @@ from shardwise.runs.drift import ReplicaSpec
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
-from shardwise.training.evaluate import Length
+from shardwise.training.loading import Length
 from shardwise.training.loop import run_loop
 from shardwise.training.saving import StoppedError
 from shardwise.training.spec import SaveSpec

@@ -24,7 +24,7 @@ from shardwise.plans.catalogue import DecoderConfig
 from shardwise.plans.pipeline import SCHEDULES, check_pipeline, split_layers
 from shardwise.plans.sections import Pipeline
 from shardwise.testing import run_ranks
-from shardwise.training.evaluate import Length
+from shardwise.training.loading import Length
 from shardwise.training.step.pipeline import PipelineStep
 from shardwise.training.step.step import Autocast, StepParts, StepSource
 from shardwise.training.step.update import Updated

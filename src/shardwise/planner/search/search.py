@@ -55,8 +55,7 @@ TIE = 0.01
 FAMILY_TIE = 0.05
 """Such a difference between families of data parallelism and ZeRO, which share most errors of the time model."""
 STRUCTURE_TIE = 0.1
-"""Such a difference between these families and families that split the model, whose bubbles and collectives have
-additional errors, and which are more difficult to use."""
+"""Such a difference between these and families that split the model, whose bubbles and collectives add errors."""
 MANY_NODES = 8
 """Nodes beyond which HSDP, whose gathers wait for fewer nodes, wins over flat sharding within FAMILY_TIE (Zhao et al.
 2023, section 3.2.2)."""

@@ -19,7 +19,7 @@ from shardwise.job.optimizers import Muon
 from shardwise.planner.search.choices import SPEED_OPTIONS
 from shardwise.planner.search.search import refused_by_rule, search
 from shardwise.plans.pipeline import SCHEDULES
-from shardwise.training.evaluate import training_length
+from shardwise.training.loading import training_length
 from shardwise.training.step.captured import sampled_forms
 
 if TYPE_CHECKING:

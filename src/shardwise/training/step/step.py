@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardwise.parallel.gradsync import GradSync
     from shardwise.parallel.optimizer import Optimized
     from shardwise.plans import Plan
-    from shardwise.training.evaluate import Length
+    from shardwise.training.loading import Length
     from shardwise.training.step.module_step import Forms, LocalState
     from shardwise.training.step.update import Update
 
