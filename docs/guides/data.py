@@ -1,4 +1,4 @@
-"""Prepare two documents as a corpus, describe it, and read its tokens."""
+"""Prepare documents as two corpora, describe one, read its tokens, and train a decoder on a mixture of both."""
 
 import json
 import tempfile
@@ -8,8 +8,9 @@ import shardwise as sw
 from shardwise.data.sources.open import open_source
 
 folder = Path(tempfile.mkdtemp())
-rows = [{"text": "one document"}, {"text": "another one"}]
-(folder / "documents.jsonl").write_text("\n".join(map(json.dumps, rows)))
+for name, count in (("documents", 2), ("books", 40)):
+    rows = [{"text": f"document {number} of {name}: " + "text " * number} for number in range(count)]
+    (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 # <prepare>
 report = sw.data_prepare([folder / "documents.jsonl"], out=folder / "corpus", processes=2)
@@ -22,3 +23,23 @@ source = open_source(folder / "corpus")
 lengths = source.lengths(0)  # tokens of each document of chunk 0
 print(lengths, source.read(0, 0, lengths[0]))  # the first document: int64 ids
 # </prepare>
+
+sw.data_prepare([folder / "books.jsonl"], out=folder / "books")
+
+# <train>
+job = sw.Job(
+    model=lambda: sw.models.decoder("llama-tiny", vocab_size=257, context=128),
+    data=sw.datasets.tokens(
+        {"web": folder / "corpus", "books": folder / "books"},
+        length=128,  # tokens per row
+        proportions={0: {"web": 1, "books": 3}, 100: {"books": 1}},  # rows of each source, by the first step of a stage
+        packed=True,  # whole documents in each row, which do not attend to each other
+    ),
+    loss=sw.losses.token_cross_entropy,
+    optimizer=sw.adamw(lr=1e-3),
+    batch_size=8,
+    steps=3,  # or tokens=...: sources have epochs of their own
+)
+# </train>
+with sw.world() as world:
+    sw.train(job, sw.Plan.preset("ddp", world.size, batch_size=8), world)

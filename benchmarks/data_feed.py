@@ -1,0 +1,159 @@
+"""Feed: tokens per second of shuffled rows that a training step receives, against loaders over the same memory map.
+
+One file of 100 million random tokens in uint16, with documents of 800 tokens on average, is in the page cache. Every
+contender yields batches of 64 rows of 1,024 tokens as int64 tensors, tokens and targets, in random order, and the step
+does nothing. Contenders take turns; each is measured with 0 and with 2 worker processes, and the faster counts.
+
+shardwise     the loader of a corpus: windows over shuffled documents, with the position for a checkpoint at each step
+packed        the same with packed rows, which have position ids and document ids as well
+torch         a DataLoader with shuffle=True over a map-style dataset of the memory map, the rows in fixed windows
+datasets      Hugging Face `datasets`: an Arrow table of rows as an iterable dataset with a shuffle buffer, formatted as
+              torch tensors (if installed)
+streaming     MosaicML's StreamingDataset over MDS shards of the same rows (if installed)
+
+The ratio is to the fastest of the other loaders; it has a target for windows, since the others do not pack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from figures import figure
+from shardwise.data.corpus import Corpus, MixtureStage
+from shardwise.data.corpus_loader import CorpusLoader
+from shardwise.data.cursor import Slices
+from shardwise.data.mixture import Mixture
+from shardwise.data.sources.open import open_source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NUM_TOKENS, QUICK_TOKENS = 100_000_000, 4_000_000
+LENGTH, ROWS = 1024, 64
+END = 50_256
+DOCUMENT = 800
+"""Mean length of a document."""
+TARGET = 2.0
+
+
+class Windows(Dataset):
+    """Fixed windows of a memory map, as usual in training scripts."""
+
+    def __init__(self, path: Path) -> None:
+        self.tokens = np.memmap(path, dtype=np.uint16, mode="r")
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // LENGTH
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = index * LENGTH
+        window = torch.from_numpy(self.tokens[start : start + LENGTH + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+
+def write_tokens(path: Path, number: int) -> None:
+    """Write random tokens with ends of documents."""
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, END, number).astype(np.uint16)
+    tokens[generator.integers(0, number, number // DOCUMENT)] = END
+    tokens.tofile(path)
+
+
+def shardwise_steps(path: Path, workers: int, *, packed: bool) -> Iterator:
+    corpus = Corpus(
+        sources={"tokens": open_source(path, end_id=END)},
+        stages=(MixtureStage(mixture=Mixture(shares=(1,))),),
+        length=LENGTH,
+        packed=frozenset({"tokens"} if packed else ()),
+    )
+    slices = Slices(batch_size=ROWS, accumulation=1, dp_rank=0, dp_size=1, length=10**12)
+    loader = CorpusLoader(corpus, slices, seed=0, first_step=0, num_steps=10**9, num_workers=workers)
+    return loader.steps()
+
+
+def torch_steps(path: Path, workers: int) -> Iterator:
+    return iter(DataLoader(Windows(path), batch_size=ROWS, shuffle=True, drop_last=True, num_workers=workers))
+
+
+def datasets_steps(path: Path, workers: int) -> Iterator:
+    import datasets
+
+    rows = np.memmap(path, dtype=np.uint16, mode="r")[: 20_000 * LENGTH].reshape(-1, LENGTH)
+    table = datasets.Dataset.from_dict({"tokens": rows.astype(np.int64).tolist()}).with_format("torch")
+    stream = table.to_iterable_dataset(num_shards=max(1, workers)).shuffle(seed=0, buffer_size=1000)
+    return iter(DataLoader(stream, batch_size=ROWS, num_workers=workers))
+
+
+def streaming_steps(path: Path, workers: int) -> Iterator:
+    from streaming import MDSWriter, StreamingDataset
+
+    folder = path.with_suffix(".mds")
+    if not folder.exists():
+        rows = np.memmap(path, dtype=np.uint16, mode="r")[: 20_000 * LENGTH].reshape(-1, LENGTH)
+        with MDSWriter(out=str(folder), columns={"tokens": "ndarray:int64"}) as writer:
+            for row in rows:
+                writer.write({"tokens": row.astype(np.int64)})
+    dataset = StreamingDataset(local=str(folder), shuffle=True, batch_size=ROWS)
+    return iter(DataLoader(dataset, batch_size=ROWS, num_workers=workers))
+
+
+def tokens_per_second(steps: Iterator, number: int) -> float:
+    """Return the rate of `number` batches after the first, which starts workers and shuffles the first group."""
+    next(steps)
+    began = time.perf_counter()
+    count = sum(1 for _ in itertools.islice(steps, number))
+    return count * ROWS * LENGTH / (time.perf_counter() - began)
+
+
+def contenders(path: Path) -> dict[str, Callable[[int], Iterator]]:
+    """Return name -> function of the number of workers, without libraries that are not installed."""
+    found: dict[str, Callable[[int], Iterator]] = {
+        "shardwise": lambda workers: shardwise_steps(path, workers, packed=False),
+        "packed": lambda workers: shardwise_steps(path, workers, packed=True),
+        "torch": lambda workers: torch_steps(path, workers),
+    }
+    for name, steps in (("datasets", datasets_steps), ("streaming", streaming_steps)):
+        if importlib.util.find_spec(name) is None:
+            print(f"{name} is not installed and left out")
+        else:
+            found[name] = lambda workers, steps=steps: steps(path, workers)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a small file, few batches")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    number, rounds = (30, 2) if options.quick else (300, 5)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokens.bin"
+        write_tokens(path, QUICK_TOKENS if options.quick else NUM_TOKENS)
+        rates: dict[tuple[str, int], list[float]] = {}
+        for _ in range(rounds):
+            for name, steps in contenders(path).items():
+                for workers in (0, 2):
+                    rates.setdefault((name, workers), []).append(tokens_per_second(steps(workers), number))
+    best: dict[str, float] = {}
+    for (name, workers), found in rates.items():
+        rate = statistics.median(found)
+        print(f"{name:10} {workers} workers {rate / 1e6:8.1f} million tokens/s")
+        best[name] = max(rate, best.get(name, 0.0))
+    others = [rate for name, rate in best.items() if name not in {"shardwise", "packed"}]
+    figure("data.feed.windows", best["shardwise"] / max(others), "x-fastest-other", at_least=TARGET)
+    figure("data.feed.packed", best["packed"] / max(others), "x-fastest-other")
+
+
+if __name__ == "__main__":
+    main()
