@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from shardwise import models as models
     from shardwise.data import datasets as datasets
     from shardwise.data.inspect import data_inspect as data_inspect
+    from shardwise.data.mix import data_mix as data_mix
     from shardwise.data.prepare.prepare import data_prepare as data_prepare
     from shardwise.diagnosis.drill.drill import doctor_drill as doctor_drill
     from shardwise.diagnosis.env import doctor_env as doctor_env
@@ -72,6 +73,7 @@ _PUBLIC = {
     "build_step": ("shardwise.training.build", "build_step"),
     "clip_grad_norm_": ("shardwise.training.own_loop", "clip_grad_norm_"),
     "data_inspect": ("shardwise.data.inspect", "data_inspect"),
+    "data_mix": ("shardwise.data.mix", "data_mix"),
     "data_prepare": ("shardwise.data.prepare.prepare", "data_prepare"),
     "dataloader": ("shardwise.training.own_loop", "dataloader"),
     "datasets": ("shardwise.data.datasets", ""),

@@ -31,6 +31,7 @@ SURFACE = {
         "--verify",
         "--json",
     ],
+    "data mix": ["SOURCES", "--length", "--batch-size", "--steps", "--tokens", "--packed", "--json"],
     "plan": [
         "MODEL",
         "--cluster",
@@ -272,6 +273,7 @@ PUBLIC = [
     "build_step",
     "clip_grad_norm_",
     "data_inspect",
+    "data_mix",
     "data_prepare",
     "dataloader",
     "datasets",

@@ -1,4 +1,4 @@
-"""`shardwise data`: tokenizes documents into a corpus, and inspects corpora and token files."""
+"""`shardwise data`: tokenizes documents into a corpus, inspects corpora and token files, and computes mixtures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from shardwise.cli.main import present, spec_options
 from shardwise.data.inspect import DataInspectSpec, data_inspect
+from shardwise.data.mix import DataMixSpec, data_mix
 from shardwise.data.prepare.prepare import prepare_corpus
 from shardwise.data.prepare.spec import DataPrepareSpec, PrepareProgress
 from shardwise.units import format_count
@@ -17,7 +18,7 @@ from shardwise.units import format_count
 
 @click.group("data", no_args_is_help=True)
 def command() -> None:
-    """Tokenize documents into a corpus of token shards, and inspect corpora."""
+    """Tokenize documents into a corpus of token shards, inspect corpora, and compute mixtures."""
 
 
 @command.command("prepare", no_args_is_help=True)
@@ -56,3 +57,11 @@ def prepare(spec: DataPrepareSpec, *, as_json: bool) -> int:
 def inspect(spec: DataInspectSpec, *, as_json: bool) -> int:
     """Show the documents, tokens, lengths, samples and duplicates of a corpus or a token file."""
     return present(data_inspect(spec), as_json=as_json)
+
+
+@command.command("mix", no_args_is_help=True)
+@spec_options(DataMixSpec)
+@click.option("--json", "as_json", is_flag=True, help="Print the shares as JSON.")
+def mix(spec: DataMixSpec, *, as_json: bool) -> int:
+    """Show what proportions of sources mean in rows, tokens and epochs of a training."""
+    return present(data_mix(spec), as_json=as_json)

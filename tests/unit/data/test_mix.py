@@ -1,0 +1,47 @@
+"""data mix: rows, tokens and epochs of each source."""
+
+import numpy as np
+import pytest
+
+import shardwise as sw
+from refusals import refuses
+
+
+@pytest.fixture
+def paths(tmp_path):
+    for name, size in (("web", 9000), ("code", 1000)):
+        np.save(tmp_path / f"{name}.npy", np.zeros(size, np.uint16))
+    return {name: tmp_path / f"{name}.npy" for name in ("web", "code")}
+
+
+def test_proportions_become_rows_and_epochs(paths):
+    report = sw.data_mix([f"web={paths['web']}:0.6", f"code={paths['code']}:0.4"], length=10, batch_size=5, steps=100)
+    assert (report.period, report.num_rows, report.num_tokens) == (5, 500, 5000)
+    assert [(share.rows, share.epochs) for share in report.shares] == [(300, pytest.approx(1 / 3)), (200, 2.0)]
+    assert "code" in report.to_text()
+
+
+def test_without_proportions_and_length_every_source_is_read_once(paths):
+    report = sw.data_mix([f"{name}={path}" for name, path in paths.items()], length=10)
+    assert [share.epochs for share in report.shares] == [1.0, 1.0]
+    packed = sw.data_mix([f"web={paths['web']}"], length=700, tokens=9000, packed=True)
+    (share,) = packed.shares
+    assert share.fill == pytest.approx(9000 / (13 * 700))
+    assert packed.num_rows == 13
+    assert share.epochs == pytest.approx(1.0)
+
+
+def test_invalid_sources_are_refused(paths):
+    web = paths["web"]
+    for sources, code in (
+        (["web"], "data.source-invalid"),
+        ([f"web={web}", f"web={web}"], "data.source-repeated"),
+        ([f"web={web}:1", f"code={web}"], "data.proportion-missing"),
+        ([f"web={web}:-1"], "data.proportion-invalid"),
+        ([f"web={web}:0"], "data.proportions-zero"),
+        (["web=/does/not/exist:1"], "data.path-not-found"),
+    ):
+        with refuses(code):
+            sw.data_mix(sources)
+    with refuses("data.mix-two-lengths", 1, 2):
+        sw.data_mix([f"web={web}"], steps=1, tokens=2)
