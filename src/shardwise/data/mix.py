@@ -81,14 +81,11 @@ class DataMixReport(Report, frozen=True, kw_only=True):
         lines = [
             f"{total}; the order of sources repeats after {counted(self.period, 'row')}",
             "",
-            f"{'source':16} {'tokens':>10} {'share':>8} {'rows':>14} {'read':>10} {'epochs':>8}",
+            f"{'source':16} {'tokens':>18} {'share':>8} {'rows':>14} {'epochs':>8}",
         ]
         for share in self.shares:
-            read = share.epochs * share.num_tokens
-            lines.append(
-                f"{share.name:16} {format_count(share.num_tokens):>10} {share.rows_per_period / self.period:8.2%}"
-                f" {share.rows:14,} {format_count(read):>10} {share.epochs:8.2f}"
-            )
+            exact = share.rows_per_period / self.period
+            lines.append(f"{share.name:16} {share.num_tokens:18,} {exact:8.2%} {share.rows:14,} {share.epochs:8.2f}")
         return "\n".join(lines)
 
 

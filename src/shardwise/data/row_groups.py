@@ -120,15 +120,19 @@ def _permutation(length: int, *, seed: int | None, number: int) -> Integers:
 
 def read_windows(rows: Sequence[Pieces], sources: Sequence[TokenSource], length: int) -> tuple[Integers, Integers]:
     """Return tokens and targets of windows; targets of padding, at the end of a group, are ignored."""
-    window = np.zeros((len(rows), length + 1), dtype=np.int64)
-    targets = np.full((len(rows), length), IGNORE, dtype=np.int64)
+    tokens = np.empty((len(rows), length), dtype=np.int64)
+    targets = np.empty_like(tokens)
     for number, (pieces, source) in enumerate(zip(rows, sources, strict=True)):
-        filled, row = 0, window[number]
+        filled, row, shifted = 0, tokens[number], targets[number]
         for chunk, start, size, _ in zip(*(each.tolist() for each in pieces), strict=True):
-            row[filled : filled + size] = source.tokens(chunk)[start : start + size]
+            found = source.tokens(chunk)[start : start + size]
+            row[filled : filled + size] = found[: length - filled]
+            first = 1 - min(filled, 1)  # the first token of a window is not a target
+            shifted[filled - 1 + first : filled - 1 + size] = found[first:]
             filled += size
-        targets[number, : filled - 1] = row[1:filled]
-    return np.ascontiguousarray(window[:, :-1]), targets
+        row[filled:] = 0
+        shifted[filled - 1 :] = IGNORE
+    return tokens, targets
 
 
 def read_packed(
