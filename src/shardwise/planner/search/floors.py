@@ -194,10 +194,11 @@ class Floors:
 def _loads(shape: ModelShape, group: ChoiceGroup) -> Stages:
     """Return the loads of a group's stages."""
     bounds = stage_bounds(shape.num_blocks, group.pp, group.schedule, group.split)
+    num_parts = len(shape.parts)  # a part may occur several times, and counts at its last position then
     index = {id(part): position for position, part in enumerate(shape.parts)}
     stages, of_rank = [], dict[int, list[Load]]()
     for stage in stages_between(shape, bounds, group.pp, group.schedule):
-        recomputed, others = [0] * len(index), [0] * len(index)
+        recomputed, others = [0] * num_parts, [0] * num_parts
         left = group.recompute_blocks or shape.num_blocks
         for part, count in stage.parts:
             again = min(left, count) if part.kind == "block" else 0
@@ -206,9 +207,9 @@ def _loads(shape: ModelShape, group: ChoiceGroup) -> Stages:
             others[index[id(part)]] = count - again
         stages.append(Load(tuple(recomputed), tuple(others)))
         of_rank.setdefault(stage.rank, []).append(stages[-1])
-    loads = [_summed(of_rank[rank], len(index)) for rank in range(group.pp)]
+    loads = [_summed(of_rank[rank], num_parts) for rank in range(group.pp)]
     last = sorted({load: rank for rank, load in enumerate(loads)}.values())
-    before = [_summed(stages[start:end], len(index)) for start, end in pairwise([0, *last])]
+    before = [_summed(stages[start:end], num_parts) for start, end in pairwise([0, *last])]
     return Stages(tuple(before), tuple(loads[rank] for rank in last), tuple(of_rank[0]))
 
 
