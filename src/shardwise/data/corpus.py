@@ -49,7 +49,7 @@ class CorpusForm(msgspec.Struct, frozen=True, kw_only=True):
     length: int
     chunks_per_group: int
     sources: tuple[str, ...]
-    """Name, number of chunks and kind of rows of each source."""
+    """Name, identity and kind of rows of each source."""
 
 
 class CorpusPosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class MixtureStage:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Corpus(IterableDataset[tuple[Tensor, ...]]):
-    """Rows of `length` tokens from several sources, without end.
+    """Rows of `length` tokens from several sources, without end; `iter` yields those of the first stage.
 
     A row is (tokens, targets) or, if a source is packed, (tokens, position_ids, document_ids, targets), each int64
     [length]. A packed row consists of whole documents, or of pieces of documents that are longer than a row: a model
@@ -108,7 +108,7 @@ class Corpus(IterableDataset[tuple[Tensor, ...]]):
         names = []
         for name, source in self.sources.items():
             kind = "packed" if name in self.packed else "windows"
-            names.append(f"{name}: {source.num_chunks} chunks, {kind}")
+            names.append(f"{name}: {source.identity}, {kind}")
         return CorpusForm(length=self.length, chunks_per_group=self.chunks_per_group, sources=tuple(names))
 
     def read(self, rows: Sequence[Row]) -> tuple[npt.NDArray[np.int64], ...]:

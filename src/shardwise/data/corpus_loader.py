@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows, Row
 from shardwise.data.cursor import Cursor
 from shardwise.data.feed import LoadedStep
+from shardwise.data.loaders import worker_generator
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -56,6 +57,8 @@ class CorpusLoader:
         self._corpus, self._slices, self._seed = corpus, slices, seed
         self._range = range(first_step, num_steps)
         self._position = position
+        self.is_packed = bool(corpus.packed)
+        self._rows = CorpusRows(corpus, seed=seed, position=position)  # now, since it refuses a changed corpus
         self._planned: deque[_PlannedStep] = deque()
         """Steps whose rows were requested and not yet returned, since workers read ahead."""
         reads = _RowReads(corpus)
@@ -69,6 +72,7 @@ class CorpusLoader:
                 collate_fn=_already_collated,
                 num_workers=num_workers,
                 pin_memory=pin_memory,
+                generator=worker_generator(seed, slices.dp_rank, first_step),
             )
 
     def steps(self) -> Iterator[LoadedStep]:
@@ -94,7 +98,7 @@ class CorpusLoader:
         slices = self._slices
         own = slices.micro_batch * slices.accumulation
         mine = range(slices.dp_rank * own, (slices.dp_rank + 1) * own)
-        rows = CorpusRows(self._corpus, seed=self._seed, position=self._position)
+        rows = self._rows
         if self._position is None:
             for step in range(self._range.start):
                 rows.take(self._corpus.order(step, slices.batch_size), range(0))

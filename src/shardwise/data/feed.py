@@ -102,13 +102,15 @@ class Feed:
         group: dist.ProcessGroup | None = None,
         replicas: int = 1,
         token_shard: Callable[[Any], Any] | None = None,
+        position: CorpusPosition | None = None,
     ) -> None:
         """Create a feed over `loader`.
 
         `group` is the host process group of the data-parallel ranks that reduce gradients in every step; None for one
         rank. It contains all data-parallel ranks, or those of one of `replicas`, which are assumed to have equal
         counts. `token_shard` slices this rank's tokens from a batch, while the loss normalizer is computed on the whole
-        batch. `fill` pads short micro-batches to the full shape, which requires a loss with `by_row`.
+        batch. `fill` pads short micro-batches to the full shape, which requires a loss with `by_row`. `position` is the
+        position of a corpus at the first step.
         """
         self._loader = loader
         self._loss = loss
@@ -119,8 +121,10 @@ class Feed:
         self._group = group
         self._replicas = replicas
         self._token_shard = token_shard
-        self.position: CorpusPosition | None = None
+        self.position = position
         """Position of a corpus after the last step that was returned, which a checkpoint stores."""
+        self.is_packed: bool = getattr(loader, "is_packed", False)
+        """Whether rows consist of packed documents."""
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Yield the `StepBatch` of each step. Communicates over the feed's group; iterate on every rank."""

@@ -67,7 +67,7 @@ class IndexLoader:
                 collate_fn=already_collated,  # type: ignore[arg-type]
                 num_workers=num_workers,
                 pin_memory=pin_memory,
-                generator=_worker_generator(seed, slices.dp_rank, first_step),
+                generator=worker_generator(seed, slices.dp_rank, first_step),
             )
 
     def steps(self) -> Iterator[LoadedStep]:
@@ -171,7 +171,7 @@ class StreamLoader:
             batch_size=micro_batch,
             collate_fn=CountedCollate(collate),
             num_workers=num_workers,
-            generator=_worker_generator(seed, dp_rank, first_step),
+            generator=worker_generator(seed, dp_rank, first_step),
         )
         self._accumulation = accumulation
         self._first_step = first_step
@@ -225,7 +225,7 @@ class StreamLoader:
         return int(total)
 
 
-def _worker_generator(seed: int, dp_rank: int, first_step: int) -> torch.Generator:
+def worker_generator(seed: int, dp_rank: int, first_step: int) -> torch.Generator:
     """Return the generator that seeds torch, Python and NumPy in DataLoader workers.
 
     Seeds differ between data-parallel ranks and after a resume; the ranks of a model-parallel group use equal seeds.

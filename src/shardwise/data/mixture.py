@@ -54,7 +54,8 @@ def make_mixture(proportions: Mapping[str, float]) -> Mixture:
     """Return the mixture of sources with these proportions of rows, in their order.
 
     A period has as few rows as the exact proportions allow; if they need more than 65,536, they are rounded by the
-    method of largest remainders, so that each is off by less than one row per period.
+    method of largest remainders, so that each is off by less than one row per period; but every positive proportion has
+    at least one row, which the largest gives up.
     """
     if not proportions:
         raise DataError("a mixture must have a source", code="data.mixture-empty", fix="pass at least one source")
@@ -65,6 +66,12 @@ def make_mixture(proportions: Mapping[str, float]) -> Mixture:
                 code="data.proportion-invalid",
                 fix="pass the relative number of rows of this source",
             )
+    if len(proportions) > LONGEST_PERIOD:
+        raise DataError(
+            f"a mixture has {len(proportions)} sources, more than the {LONGEST_PERIOD} rows of a period",
+            code="data.mixture-too-large",
+            fix="join sources in one folder",
+        )
     if not any(proportions.values()):
         raise DataError(
             "the proportions of all sources are 0",

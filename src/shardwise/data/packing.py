@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.errors import DataError
-
 
 class PackedRows(NamedTuple):
     """The pieces of documents in rows, ordered by row and by their place in it."""
@@ -33,25 +31,9 @@ class PackedRows(NamedTuple):
         """Number of rows."""
         return len(self.offsets) - 1
 
-    def row(self, index: int) -> PackedRows:
-        """Return one row."""
-        pieces = slice(self.offsets[index], self.offsets[index + 1])
-        ends = np.array([0, pieces.stop - pieces.start])
-        return PackedRows(self.documents[pieces], self.starts[pieces], self.lengths[pieces], ends)
 
-
-def pack(lengths: npt.NDArray[np.int64], row_length: int, *, splits: bool = True) -> PackedRows:
-    """Return the rows of documents with these lengths; empty documents are left out.
-
-    Without `splits`, DataError is raised for a document that is longer than a row.
-    """
-    longest = int(lengths.max(initial=0))
-    if longest > row_length and not splits:
-        raise DataError(
-            f"document {int(lengths.argmax())} has {longest} tokens, but a row has {row_length}",
-            code="data.document-too-long",
-            fix="set a longer row, or allow documents to be split",
-        )
+def pack(lengths: npt.NDArray[np.int64], row_length: int) -> PackedRows:
+    """Return the rows of documents with these lengths; empty documents are left out, and long ones are split."""
     documents, starts, sizes = _pieces(lengths, row_length)
     rows = _best_fit_decreasing(sizes, row_length)
     order = np.lexsort((np.arange(len(rows)), rows))

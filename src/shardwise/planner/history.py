@@ -223,7 +223,7 @@ def corrected(answer: Answer, history: MachineHistory) -> Answer:
         return answer
     notes: dict[str, str] = {}
     if answer.question.memory_ratio > 1:
-        notes["capacity"] = f"lowered by {answer.question.memory_ratio:.2f} from own runs"
+        notes["capacity"] = f"divided by {answer.question.memory_ratio:.2f}, measured in own runs"
     changed = {id(each): corrected_candidate(each, history, notes) for each in _candidates(answer)}
     candidates = sorted((changed[id(each)] for each in answer.candidates), key=lambda each: each.time.seconds)
     families: dict[str, Candidate | Rejected] = {}
@@ -231,7 +231,7 @@ def corrected(answer: Answer, history: MachineHistory) -> Answer:
         families[family] = changed[id(entry)] if isinstance(entry, Candidate) else entry
     found = [entry for entry in families.values() if isinstance(entry, Candidate)]
     best = choose(found, answer.question.widest)
-    return dataclasses.replace(answer, best=best, families=families, candidates=tuple(candidates))
+    return dataclasses.replace(answer, best=best, families=families, candidates=tuple(candidates), uncorrected=answer)
 
 
 def _candidates(answer: Answer) -> Iterable[Candidate]:

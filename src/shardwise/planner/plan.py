@@ -218,16 +218,18 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
         own = resolve(cluster)
         subject = subject.in_precision(own.precision)
     history = read_history(cluster) if spec.history else MachineHistory()
+    if spec.max_gpus is not None:  # the history is of all devices of the machine
+        history = MachineHistory(num_damaged=history.num_damaged)
     answer, sizes = _searched(with_memory_margin(subject.question(cluster, max_bytes), history), spec.max_gpus)
-    if spec.max_gpus is None:  # the history is of all devices of the machine
-        answer = corrected(answer, history)
+    answer = corrected(answer, history)
     if spec.plan == "auto" and overrides:
         own = resolve(answer.question.cluster, choose=lambda _: _best_of(answer))
     asked = None
     if own is not None:
         question = subject.in_precision(own.precision).question(answer.question.cluster, max_bytes)
+        question = with_memory_margin(question, history)
         asked = predict_asked(own, question)
-        if asked.candidate is not None and spec.max_gpus is None:
+        if asked.candidate is not None:
             asked = dataclasses.replace(asked, candidate=corrected_candidate(asked.candidate, history))
     report = PlanReport(
         spec=spec,

@@ -46,7 +46,7 @@ from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, broadcast_values
 from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
-from shardwise.training.loading import is_packed, make_feed, token_shard
+from shardwise.training.loading import make_feed, token_shard
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
 from shardwise.training.step.captured import plain_step, sampled_batches
@@ -214,7 +214,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
         origin=meta_model.weights.description if meta_model.weights is not None else "",
         after_first_backward=_first_check(named, plan, world, context.note, sync),
         head=head,
-        batch_checks=_batch_checks(job, model, plan, world, context.note),
+        batch_checks=_batch_checks(job, model, plan, world, context.note, is_packed=step_context.feed.is_packed),
         **vars(step_context),
     )
     watch_forward(stages_of(model), plan, parts.optimized)
@@ -346,7 +346,7 @@ def _first_check(
 
 
 def _batch_checks(
-    job: Job, model: nn.Module, plan: Plan, world: World, note: Callable[[str], None]
+    job: Job, model: nn.Module, plan: Plan, world: World, note: Callable[[str], None], *, is_packed: bool
 ) -> tuple[Callable[[StepBatch], None], ...]:
     """Return the checks of the first batches. Communicates to create the group of model-parallel ranks."""
     group = world.axis_group(plan.layout, ("pp", "cp", "tp"), on_host=True)
@@ -357,9 +357,10 @@ def _batch_checks(
         checks.append(PeerBatches(group, token_shard(job, plan, world)))
     if plan.layout.cp > 1:
         checks.append(TokenProbe(stages_of(model)[0], job.forward, world.host_group, note))
-    if plan.layout.pp == 1 and is_packed(job):  # the stages of a pipeline have no logits of a whole pass
+    # The stages of a pipeline have no logits of a whole pass, and the scales of float8 depend on all tokens of a row.
+    if is_packed and plan.layout.pp == 1 and plan.precision.compute != "float8":
         autocast = Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.activations))
-        checks.append(DocumentProbe(model, job.forward, autocast, lambda value: all(world.gather(value))))
+        checks.append(DocumentProbe(model, job.forward, autocast, world, note))
     return tuple(checks)
 
 

@@ -99,18 +99,18 @@ def make_loader(job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Le
     return loader, length
 
 
-def is_packed(job: Job) -> bool:
-    """Return whether the job trains on packed rows of a corpus."""
-    dataset = dataset_of(job, "train")
-    return isinstance(dataset, Corpus) and bool(dataset.packed)
-
-
 def _corpus_loader(corpus: Corpus, job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Length]:
     if corpus.packed and plan.layout.cp > 1:
         raise PlanError(
             f"cp={plan.layout.cp} does not support packed rows, whose documents have attention masks of their own",
             code="support.cp-packed",
             fix="set cp=1, or packed=False in the corpus",
+        )
+    if job.collate is not None:
+        raise JobError(
+            "Job.collate is set, but a corpus returns whole batches",
+            code="data.corpus-collate",
+            fix="remove collate=, or change batches in Job.forward",
         )
     length = training_length(job, corpus, None, sync_every=plan.communication.sync_every)
     slices = Slices(
@@ -158,6 +158,7 @@ def make_feed(
         group=world.axis_group(plan.layout, plan.dp_axes, on_host=True),
         replicas=plan.layout.replicate if plan.communication.sync_every > 1 else 1,
         token_shard=token_shard(job, plan, world),
+        position=position,
     )
     return feed, length
 

@@ -19,6 +19,7 @@ from shardwise.data.corpus_loader import CorpusLoader
 from shardwise.data.cursor import Slices
 from shardwise.data.mixture import Mixture, make_mixture
 from shardwise.data.sources.iterables import ShardedIterable
+from shardwise.errors import JobError
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Plan
 from shardwise.plans.catalogue import decoder_config
@@ -28,7 +29,6 @@ from shardwise.testing import run_ranks
 from shardwise.training.loading import RankLoader, make_loader
 from shardwise.training.loop import run_loop
 from shardwise.training.spec import SaveSpec
-from shardwise.training.step.document_probe import check_labels
 
 
 class ListedSource:
@@ -41,6 +41,7 @@ class ListedSource:
         sizes = [int(each.sum()) for each in self._lengths]
         self._firsts = first + np.cumsum([0, *sizes])
         self.num_tokens = sum(sizes)
+        self.identity = f"{num_chunks} chunks of {sizes}"
 
     def lengths(self, chunk):
         return self._lengths[chunk]
@@ -137,7 +138,7 @@ def test_changed_corpus_and_empty_source_are_refused():
 class VirtualSource:
     """A million chunks of a thousand documents with a thousand tokens: 10^12 tokens that are never stored."""
 
-    name, num_chunks = "virtual", 10**6
+    name, num_chunks, identity = "virtual", 10**6, "a million chunks"
 
     def lengths(self, _):
         return np.full(1000, 1000)
@@ -279,6 +280,31 @@ def test_context_parallelism_refuses_packed_rows():
         make_loader(corpus_job(packed=True), Plan.preset("cp", 2, batch_size=8), where)
 
 
+def test_corpus_refuses_a_collate_function_and_a_changed_file(tmp_path):
+    where = RankLoader(dp_rank=0, group=None, first_step=0, on_gpu=False)
+    plan = Plan.preset("ddp", 1, batch_size=8)
+    with refuses("data.corpus-collate"):
+        make_loader(corpus_job(collate=list), plan, where)
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.arange(4000, dtype=np.uint16) % 50)
+    job = corpus_job()
+    job = dataclasses.replace(job, data=sw.datasets.tokens(path, length=16))
+    loader, _ = make_loader(job, plan, where)
+    position = next(iter(loader.steps())).position
+    np.save(path, np.arange(5000, dtype=np.uint16) % 50)
+    with refuses("data.corpus-changed"):  # before anything is read
+        make_loader(job, plan, dataclasses.replace(where, first_step=1, position=position))
+
+
+def test_position_is_known_before_the_first_step_of_a_resumed_run():
+    corpus = corpus_job().data("train")
+    position = CorpusPosition(row=24, sources=(SourcePosition(row=3), SourcePosition(row=1)), form=corpus.form)
+    with sw.world() as world:
+        plan = Plan.preset("ddp", 1, batch_size=8)
+        step = sw.build_step(corpus_job(), plan, world, first_step=3, position=position)
+        assert step.feed.position == position
+
+
 def test_length_of_a_training_on_a_corpus_is_steps_or_tokens():
     where = RankLoader(dp_rank=0, group=None, first_step=0, on_gpu=False)
     plan = Plan.preset("ddp", 1, batch_size=8)
@@ -325,14 +351,32 @@ def test_leak_between_packed_documents_is_named_before_the_first_step(leak, code
         packed_training(world, lambda: Leaking(leak))
 
 
-def test_labels_that_cross_a_boundary_are_named():
-    tokens = torch.tensor([[5, 6, 7, 8, 9, 4]])
-    documents = torch.tensor([[0, 0, 0, 1, 1, 2]])
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0]])
-    right = torch.tensor([[6, 7, -100, 9, -100, -100]])
-    check_labels((tokens, positions, documents, right))
-    with refuses("data.packed-labels"):
-        check_labels((tokens, positions, documents, torch.tensor([[6, 7, 8, 9, 4, -100]])))
+class WithDropout(sw.models.Decoder):
+    """A decoder with dropout, whose masks differ between positions."""
+
+    def __init__(self):
+        super().__init__(decoder_config("gpt2-tiny", vocab_size=50, context=16))
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, tokens, position_ids=None, document_ids=None):
+        return self.dropout(super().forward(tokens, position_ids, document_ids))
+
+
+def test_dropout_is_not_a_leak_and_stays_on():
+    with sw.world() as world:
+        assert packed_training(world, WithDropout) > 0
+        step = sw.build_step(corpus_job(packed=True, model=WithDropout), Plan.preset("ddp", 1, batch_size=8), world)
+        step(next(iter(step.feed)))
+        assert step.model.dropout.training
+
+
+def leaking_losses(world, plan_name):
+    return losses_of(world, plan_name, packed=True, model=lambda: Leaking("no mask"))
+
+
+def test_all_ranks_refuse_a_leak_together():
+    with pytest.raises(JobError, match="packed documents influence each other"):
+        run_ranks(leaking_losses, 2, "zero3")
 
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "GPTNeoX", "Phi3", "Olmo2")

@@ -191,6 +191,19 @@ def test_a_killed_run_continues_after_its_last_complete_shard_with_the_same_byte
     assert 0 < kept[-1] < expected.num_shards
 
 
+def test_empty_documents_of_a_piece_that_begins_a_shard_are_counted_once_after_a_kill(tmp_path, small_pieces):
+    # A shard has one document, so that the shard before a piece is completed after the piece was counted.
+    path = write_jsonl(tmp_path / "documents.jsonl", ["", "x" * 60] * 20)
+    spec = DataPrepareSpec(inputs=(path,), out=tmp_path / "whole", processes=1, shard_tokens=100)
+    assert prepare_corpus(spec).num_empty == 20
+    for num_pieces in (4, 7, 10):
+        out = tmp_path / f"out-{num_pieces}"
+        assert kill_after(spec.replace(out=out), num_pieces)
+        report = prepare_corpus(spec.replace(out=out))
+        assert (report.num_kept > 0, report.num_empty) == (True, 20)
+        assert contents(out) == contents(tmp_path / "whole")
+
+
 def damage(out):
     (out / "shard-00001.bin").write_bytes(b"12")
 

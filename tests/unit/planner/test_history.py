@@ -23,6 +23,7 @@ from shardwise.planner.history import (
     with_memory_margin,
 )
 from shardwise.planner.plan import plan
+from shardwise.planner.search.advice import compile_gain, hints
 from shardwise.plans.plan import Plan
 from shardwise.testing import run_ranks
 from shardwise.training import comparison
@@ -68,6 +69,14 @@ def test_own_runs_correct_the_times_of_their_family_and_the_median_those_of_othe
     assert "3 own runs" in zero3.basis["step"]
     assert after.best.plan == before.best.plan
     assert [each.time.seconds for each in after.candidates] == sorted(each.time.seconds for each in after.candidates)
+
+
+def test_gains_and_hints_compare_predictions_with_predictions(report):
+    history = MachineHistory(records=(a_record(1.6),) * 3)
+    answer = corrected(report.answer, history)
+    assert answer.best.time.seconds == pytest.approx(1.6 * report.answer.best.time.seconds)
+    assert compile_gain(answer) == compile_gain(report.answer)
+    assert hints(answer) == hints(report.answer)
 
 
 def test_corrections_are_bounded_and_need_several_runs_of_the_same_kind(report):

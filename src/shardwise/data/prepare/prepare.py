@@ -231,11 +231,15 @@ class _Preparation:
                 self._writer.add(encoded.tokens[ends[document] : ends[stop]], encoded.lengths[document:stop])
             document = stop
             if document < len(encoded.lengths):
-                self._close_shard(InputPosition(file=task.file, piece=task.number, document=document), flusher)
+                following = InputPosition(file=task.file, piece=task.number, document=document)
+                self._close_shard(following, flusher, num_ahead=0 if document else encoded.num_empty)
 
-    def _close_shard(self, following: InputPosition, flusher: ThreadPoolExecutor) -> None:
-        """Complete the open shard in a thread, since workers would wait while this thread waits for the disk."""
-        writer, num_empty = self._writer, self._num_empty
+    def _close_shard(self, following: InputPosition, flusher: ThreadPoolExecutor, num_ahead: int = 0) -> None:
+        """Complete the open shard in a thread, since workers would wait while this thread waits for the disk.
+
+        `num_ahead` are empty documents of the piece at `following`, which a resumed command counts again.
+        """
+        writer, num_empty = self._writer, self._num_empty - num_ahead
         assert writer is not None  # noqa: S101 - callers have opened it
         self._writer = None
 

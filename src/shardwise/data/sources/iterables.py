@@ -44,6 +44,7 @@ class ShardedIterable:
                 fix="pass the number of shards that open_shard accepts",
             )
         self.name, self.num_chunks, self.vocab_size = name, num_shards, vocab_size
+        self.identity = f"{num_shards} shards"
         self._open_shard = open_shard
         self._shards: OrderedDict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = OrderedDict()
         self._digests: dict[int, int] = {}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -119,6 +120,7 @@ class TokenShards:
             self.open_shard,
             vocab_size=self.index.vocab_size,
             chunk_tokens=self.index.chunk_tokens,
+            checksum=zlib.crc32(np.ascontiguousarray(self.columns["tokens_crc32"]).tobytes()),
         )
 
     def check_sizes(self) -> None:

@@ -11,6 +11,7 @@ Opening a source costs eight bytes per file; files are mapped at their first rea
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -52,6 +53,10 @@ class TokenSource(Protocol):
     def vocab_size(self) -> int | None:
         """One more than the largest id that may occur; None if unknown."""
 
+    @property
+    def identity(self) -> str:
+        """A text that changes if the documents do: a position in a changed source has no meaning."""
+
     def lengths(self, chunk: int) -> NDArray[np.int64]:
         """Return the number of tokens of each document of a chunk, in the order of the documents."""
 
@@ -88,9 +93,15 @@ class FileSource:
         *,
         vocab_size: int | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
+        checksum: int = 0,
     ) -> None:
-        """Create a source; `open_file` maps the file with a number from 0 to len(tokens_per_file) - 1."""
+        """Create a source; `open_file` maps the file with a number from 0 to len(tokens_per_file) - 1.
+
+        `checksum` is that of the content, if it is known without reading it.
+        """
         self.name = name
+        sizes = zlib.crc32(np.ascontiguousarray(tokens_per_file, dtype=np.int64).tobytes(), checksum)
+        self.identity = f"{int(tokens_per_file.sum())} tokens in chunks of {chunk_tokens}, {sizes:08x}"
         self.vocab_size = vocab_size
         self.num_tokens = int(tokens_per_file.sum())
         self._chunk_tokens = chunk_tokens

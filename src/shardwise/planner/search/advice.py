@@ -60,6 +60,7 @@ class Hint:
 
 def hints(answer: Answer) -> list[Hint]:
     """Return the hints for a question whose batch does not divide, or whose cluster is too large for the model."""
+    answer = answer.uncorrected or answer
     if answer.best is None:
         return []
     found = uneven_batch(answer, answer.best)
@@ -289,6 +290,7 @@ ROUND = 25
 
 def compile_gain(answer: Answer) -> float:
     """Return the fraction of the best plan's step that compiling blocks would save; 0 if not applicable."""
+    answer = answer.uncorrected or answer
     best = answer.best
     if best is None or best.plan.compile != "none" or SCHEDULES[best.plan.pipeline.schedule].splits_backward:
         return 0.0
@@ -297,6 +299,7 @@ def compile_gain(answer: Answer) -> float:
 
 def capture_gain(answer: Answer) -> float:
     """Return the fraction of a step that CUDA graph capture would save, with equal shapes; 0 if not applicable."""
+    answer = answer.uncorrected or answer
     best = answer.best
     if best is None or best.plan.layout.world_size > 1 or answer.question.cluster.device.kind == "cpu":
         return 0.0
@@ -308,6 +311,7 @@ def rounds_gain(answer: Answer) -> float:
 
     This changes the results of the training.
     """
+    answer = answer.uncorrected or answer
     best = answer.best
     if best is None or best.plan.layout.replicate == 1:
         return 0.0

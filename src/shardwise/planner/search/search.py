@@ -176,6 +176,8 @@ class Answer:
     """All predicted plans, the fastest first."""
     num_plans: int
     """Number of plans considered."""
+    uncorrected: Answer | None = None
+    """The answer by predictions alone, if own runs have corrected this one; other predictions are compared with it."""
     num_idle: int = 0
     """Devices that the question leaves idle, because the batch does not divide over all of them."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
+from shardwise.data.corpus import Corpus
 from shardwise.data.loaders import dataset_length, dataset_of
 from shardwise.job.optimizers import Muon
 from shardwise.planner.search.choices import SPEED_OPTIONS
@@ -113,6 +114,8 @@ def count_steps(job: Job) -> int | None:
     if job.steps is not None:
         return job.steps
     dataset = dataset_of(job, "train")
+    if isinstance(dataset, Corpus):
+        return training_length(job, dataset, None).num_steps
     if dataset is None or isinstance(dataset, IterableDataset):
         return None
     return training_length(job, dataset, -(-dataset_length(dataset) // job.batch_size)).num_steps

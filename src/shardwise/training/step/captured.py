@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from shardwise.data.corpus import Corpus
 from shardwise.data.loaders import dataset_length, dataset_of
 from shardwise.data.rows import map_tensors, stack_samples, tensors
 from shardwise.errors import JobError
@@ -103,6 +105,9 @@ def sampled_batches(job: Job, rows: int, number: int) -> Iterator[Any]:
     """Yield `number` micro-batches of `rows` samples, spread over the dataset; none for streams and small datasets."""
     dataset = dataset_of(job, "train")
     collate = job.collate or stack_samples
+    if isinstance(dataset, Corpus):  # all of its batches have the same shape
+        yield collate(list(islice(dataset, rows)))
+        return
     if dataset is None or isinstance(dataset, IterableDataset) or dataset_length(dataset) <= rows:
         return
     last = dataset_length(dataset) - rows

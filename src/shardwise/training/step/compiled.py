@@ -100,10 +100,10 @@ def returned_head(job: Job, plan: Plan, sample: Callable[[], Any]) -> str:
     is_plain = layout.tp == layout.pp == layout.cp == 1 and job.lora is None and job.masks != "keyed"
     if plan.compile != "blocks" or plan.zero < 2 or plan.fused_loss or not is_plain:
         return ""
-    batch = sample()
-    if batch is None:
-        return ""
-    try:
+    try:  # ranks compare their answers next, so that none may raise here
+        batch = sample()
+        if batch is None:
+            return ""
         model = skeleton(job.model).module.to("meta")  # buffers, too
         head = find_head(model)
     except Exception:  # noqa: BLE001 - a model may raise any exception on meta tensors
