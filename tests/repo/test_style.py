@@ -21,7 +21,7 @@ ADDED = {
     "predictions of a plan of one's own, hints, budgets and a page": {"files": 7, "lines": 1_680},
     "wider search, partial recompute, corrections by own runs": {"files": 3, "lines": 780},
     "token sources, data prepare and inspect": {"files": 14, "lines": 2_470},
-    "corpora: mixtures, packing, exact positions, data mix": {"files": 10, "lines": 1_420},
+    "corpora: mixtures, packing, exact positions, data mix": {"files": 10, "lines": 1_460},
 }
 REACHED = {name: base + sum(each.get(name, 0) for each in ADDED.values()) for name, base in BASE.items()}
 

@@ -57,8 +57,7 @@ FAMILY_TIE = 0.05
 STRUCTURE_TIE = 0.1
 """Such a difference between these and families that split the model, whose bubbles and collectives add errors."""
 MANY_NODES = 8
-"""Nodes beyond which HSDP, whose gathers wait for fewer nodes, wins over flat sharding within FAMILY_TIE (Zhao et al.
-2023, section 3.2.2)."""
+"""Nodes beyond which HSDP wins over flat sharding within FAMILY_TIE (Zhao et al. 2023, section 3.2.2)."""
 LOGIT_BYTES = 10
 """Bytes per logit with the tensors that a loss derives from it, in bf16 and fp32."""
 LOGIT_SHARE = 0.02
@@ -368,8 +367,7 @@ def choose(candidates: Sequence[Candidate], widest: float = math.inf) -> Candida
     kinds: dict[tuple[str, bool], list[Candidate]] = {}
     for candidate in candidates:
         kinds.setdefault((candidate.family, is_wide(candidate.plan, widest)), []).append(candidate)
-    whole: list[Candidate] = []
-    split: list[Candidate] = []
+    whole, split = list[Candidate](), list[Candidate]()
     for found in kinds.values():
         best = _simplest(found, TIE)
         (split if splits_model(best.plan) else whole).append(best)
@@ -384,8 +382,8 @@ def choose_form(forms: Sequence[EngineForm]) -> EngineForm | None:
     A form that offloads is returned only if no other fits, as among the native plans.
     """
     fits = {form.name: form.best for form in forms if form.best is not None}
-    kept = [form for form in forms if form.best is not None and not form.offloads]
-    kept = kept or [form for form in forms if form.best is not None]
+    usable = [form for form in forms if form.name in fits]
+    kept = [form for form in usable if not form.offloads] or usable
     if not kept:
         return None
     limit = _least_seconds([fits[form.name] for form in kept]) * (1 + FAMILY_TIE)
