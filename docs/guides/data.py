@@ -26,6 +26,12 @@ print(lengths, source.read(0, 0, lengths[0]))  # the first document: int64 ids
 
 sw.data_prepare([folder / "books.jsonl"], out=folder / "books")
 
+# <mix>
+sources = [f"web={folder / 'corpus'}:1", f"books={folder / 'books'}:3"]
+report = sw.data_mix(sources, length=128, batch_size=8, steps=3)
+print(report.to_text())
+# </mix>
+
 # <train>
 job = sw.Job(
     model=lambda: sw.models.decoder("llama-tiny", vocab_size=257, context=128),

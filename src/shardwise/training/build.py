@@ -108,8 +108,8 @@ def build_step(
     """
     plan = with_engine(plan, job.engine)
     engine = engine_for(job, plan)
-    check_fit(job, plan, world)
     engine.check_world(world)
+    check_fit(job, plan, world)
     context = BuildContext(
         first_step=first_step,
         position=position,

@@ -242,7 +242,7 @@ def check_fit(job: Job, plan: Plan, world: World) -> None:
 
 def check_precision_of(device: torch.device, plan: Plan) -> None:
     """Raise PlanError if the GPU of this rank does not compute in the plan's precisions."""
-    if device.type == "cuda" and torch.cuda.is_available():  # an engine may refuse GPUs of a build without CUDA
+    if device.type == "cuda":
         check_device(plan, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
