@@ -35,7 +35,7 @@ def contents(folder):
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
     path = tmp_path_factory.mktemp("documents") / "documents.jsonl"
-    write_documents(path, 3_000_000)
+    write_documents(path, 24_000_000)  # half a second, so that a signal arrives before the end
     return path
 
 
