@@ -9,7 +9,7 @@ What runs do otherwise than this engine is stated in their rows and passed to th
 
 attention     rate of the kernel beside the catalogue's, which is cuDNN's on Hopper and FlashAttention-2 on Ampere:
               FlashAttention-2 on Hopper 0.65 (346 of 532 TFLOP/s: Shah et al. 2024, and this project's H200); the
-              Triton version 0.53 of FlashAttention-2 (Dao 2023, figure 4); unfused 0.2 (13 bytes for each score)
+              Triton version 0.53 of FlashAttention-2 (Dao 2023, figure 4, from memory); unfused 0.2 (13 bytes a score)
 float8        dynamic scales: torchao reads and writes 7 bytes for each input (the largest value, the cast, a transposed
               copy), Transformer Engine 4; backward accumulates exactly, which costs 1.1 to 1.2 (pytorch/ao issue 2377);
               weights are gathered in one byte

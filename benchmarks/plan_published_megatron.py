@@ -1,7 +1,9 @@
 """Published runs with tensor and pipeline parallelism: Megatron-LM, NeMo, nanotron and Llama 3.
 
-Sources stand at each table. Megatron's distributed optimizer overlaps reductions and gathers with compute, as ZeRO-2
-does here; its kernels of norms, activations and rotations are fused.
+Sources stand at each table. The tables of Narayanan et al. 2021 and Korthikanti et al. 2022 and the settings of BLOOM
+were entered from memory, and those of Llama 3 from secondary pages: compare them with the papers before relying on one.
+Megatron's distributed optimizer overlaps reductions and gathers with compute, as ZeRO-2 does here; its kernels of
+norms, activations and rotations are fused.
 """
 
 from __future__ import annotations

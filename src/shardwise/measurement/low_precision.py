@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from shardwise.hardware.calibration import GroupedPoint, MatmulPoint
+from shardwise.hardware.probe import FLOAT8_CAPABILITY
 from shardwise.measurement.timing import time_calls
 from shardwise.torch_private.dispatch import has_scaled_product, scaled_product
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-FLOAT8_CAPABILITY = (8, 9)
-"""CUDA compute capability of the first GPUs with float8 matrix units (Ada); Hopper is 9.0."""
 GROUPED_CAPABILITY = (8, 0)
 """CUDA compute capability that torch's grouped products require."""
 _ALIGNED = 16

@@ -254,7 +254,6 @@ FAMILIES: dict[str, str] = {
 """Families of plans by name with a description, the simplest first."""
 
 _ORDER = {family: position for position, family in enumerate(FAMILIES)}
-_RECOMPUTE = ("none", "selective", "full")
 _SCHEDULE_ORDER = tuple(SCHEDULES)
 
 
@@ -308,7 +307,7 @@ def simplicity(plan: Plan) -> tuple[object, ...]:
         layout.cp,
         plan.fused_loss,
         plan.offload.parameters != "none",
-        _RECOMPUTE.index(plan.recompute),
+        RECOMPUTES.index(plan.recompute),
         plan.recompute_blocks,
         plan.gradient_sync != "last",
         _SCHEDULE_ORDER.index(plan.pipeline.schedule) if layout.pp > 1 else 0,
