@@ -7,6 +7,7 @@ hand-written     the reference: the loop of step_loops.py with model and loss in
 as-it-comes      the plan that `shardwise train` settles on by predictions, without any option; `--tune` lets it measure
                  its candidates first, as `train` does before long jobs
 at-its-best      bf16 weights with fp32 copies in the optimizer, bf16 moments, compile = "model", capture = "step"
+no-masters       the same without fp32 copies: weights are rounded stochastically
 float8           the same with the linear layers of blocks in float8 (shapes of width 1024 or more)
 torchao-by-hand  the reference after torchao's convert_to_float8_training of the linear layers of blocks, tensorwise
 blocks-fused     bf16 autocast, compile = "blocks", fused_loss (the transformers model only)
@@ -22,6 +23,7 @@ Model FLOP/s count matrix products and causal attention, forward and backward, w
 input embedding: 6 x parameters x tokens + 6 x layers x width x context x tokens. The share is of the bf16 matrix rate
 that this GPU reaches at 8192 x 8192 x 8192 in the same run, for float8 as well.
 
+`--caches FOLDER` keeps the caches of the compiler, so that a later command measures sooner; its first turns are warm.
 `--json FILE` appends one line per contender as soon as it is measured; `--table FILE...` writes the table of such files
 into docs/results/board.md. Without a GPU, `--quick` tries the script on tiny shapes; its figures mean nothing there.
 """
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
     from shardwise.models import DecoderConfig
 
 PEERS = ("accelerate", "fabric")
-PLANS = ("as-it-comes", "at-its-best")
+PLANS = ("as-it-comes", "at-its-best", "no-masters")
 FLOAT8 = ("float8", "torchao-by-hand")
 SHAPES: dict[str, tuple[DecoderConfig, int, tuple[str, ...]]] = {
     "gpt2-124m": (GPT2, 64, (*PLANS, *PEERS)),
@@ -70,7 +72,7 @@ SHAPES: dict[str, tuple[DecoderConfig, int, tuple[str, ...]]] = {
     "transformers": (QWEN, 16, ("as-it-comes", "blocks-fused", "at-its-best")),
 }
 """Name -> sizes, rows of a batch, and the contenders that are measured without --contenders."""
-NAMES = ("as-it-comes", "at-its-best", "float8", "torchao-by-hand", "blocks-fused", *PEERS)
+NAMES = (*PLANS, "float8", "torchao-by-hand", "blocks-fused", *PEERS)
 LEAST_FLOAT8_WIDTH = 1024
 
 
@@ -123,12 +125,18 @@ class Session:
             print(f"{shape}: {name} left out, because --limit-s {self.options.limit_s:g} has passed")
         return late
 
-    def use_caches(self, shape: str, name: str) -> None:
-        """Give a contender its own caches of the compiler, so that its first turn does not depend on the order."""
+    def use_caches(self, shape: str, name: str) -> bool:
+        """Give a contender its own caches of the compiler, and return whether they are filled.
+
+        So its first turn does not depend on the order of contenders.
+        """
+        folder = self._folder / shape / name
+        is_filled = folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
         if self.on_gpu:  # on a CPU, a new folder costs a compilation of torch's headers
-            folder = self._folder / shape / name
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
             os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+        return is_filled
 
     def tune(self, shape: str, race: Board) -> None:
         """Let auto measure its candidates before the first turn, which would count its seconds."""
@@ -145,12 +153,12 @@ class Session:
             seconds = time.perf_counter() - began
             print(f"{shape}: --plan auto chose compile = {plan.compile} after {seconds:.0f} s")
 
-    def measure(self, shape: str, race: Board, setup: Callable, blank: Record, *, size: int, again: bool) -> Record:
+    def measure(self, shape: str, race: Board, setup: Callable, blank: Record, *, size: int) -> Record:
         """Build one contender, let it take its turns, free it, and return its record; errors become part of it."""
         name = blank.contender
-        self.use_caches(shape, name)
+        is_warm = self.use_caches(shape, name)
         try:
-            found = self._turns(race, setup, blank, size=size, again=again)
+            found = self._turns(race, setup, blank, size=size, is_warm=is_warm)
         except Exception as error:  # noqa: BLE001 - a contender that fails must not take the others' figures along
             found = dataclasses.replace(blank, error=describe(error))
             print(f"  {name} failed: {found.error}")
@@ -158,7 +166,7 @@ class Session:
         board_table.append(self.options.json, found)
         return found
 
-    def _turns(self, race: Board, setup: Callable, blank: Record, *, size: int, again: bool) -> Record:
+    def _turns(self, race: Board, setup: Callable, blank: Record, *, size: int, is_warm: bool) -> Record:
         graphs = num_compiled_graphs()
         loop = Loop(setup)
         first_s = first_turn(loop, race, size)
@@ -172,21 +180,21 @@ class Session:
         losses = tuple(float(loss) for loss in loop.losses)
         peak_bytes = loop.peak_bytes
         del loop  # before a second one is built
-        warm_s = first_s if again else None
+        warm_s = first_s if is_warm else None
         if self.options.warm and blank.contender != REFERENCE:
             forget(self.device)
             warm_s = first_turn(Loop(setup), race, size)
         tokens = statistics.median(rates) * blank.rows * blank.context
         print(
             f"  {blank.contender}: {tokens:,.0f} tokens/s, {peak_bytes / 2**30:.2f} GiB, loss {losses[-1]:.4f},"
-            f" first turn {first_s:.1f} s {'warm' if again else 'cold'}{note and '; '}{note}"
+            f" first turn {first_s:.1f} s {'warm' if is_warm else 'cold'}{note and '; '}{note}"
         )
         return dataclasses.replace(
             blank,
             rates=tuple(rates),
             losses=losses,
             peak_bytes=peak_bytes,
-            cold_s=None if again else first_s,
+            cold_s=None if is_warm else first_s,
             warm_s=warm_s,
             note=note,
         )
@@ -195,11 +203,11 @@ class Session:
         """Measure the reference, the contenders, and the reference once more; print table and figures."""
         records = []
         for number, name in enumerate([*setups, REFERENCE]):
-            again = number == len(setups)
-            if self.is_over(shape, name) or (again and len(records) < 2):
+            is_again = number == len(setups)
+            if self.is_over(shape, name) or (is_again and len(records) < 2):
                 continue
             one = dataclasses.replace(blank, contender=name)
-            records.append(self.measure(shape, race, setups[name], one, size=size, again=again))
+            records.append(self.measure(shape, race, setups[name], one, size=size))
         board_table.show(shape, board_table.rows_of(records))
 
     def blank(self, shape: str, parameters: int, rows: int, context: int, flops: float) -> Record:
@@ -284,6 +292,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=NAMES, help="beside the reference; default: by shape")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="seconds after which no contender is built")
     parser.add_argument("--warm", action="store_true", help="build contenders twice, for the warm first turn")
+    parser.add_argument("--caches", type=Path, help="folder of the compiler's caches; default: a temporary one")
     parser.add_argument("--tune", action="store_true", help="as-it-comes measures its candidates, one to two minutes")
     parser.add_argument("--json", type=Path, help="append one line per contender to this file")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="write the table of files of --json")
@@ -302,7 +311,7 @@ def main() -> None:
     random.seed(0)
     torch.set_float32_matmul_precision("high")
     with tempfile.TemporaryDirectory() as folder, sw.world() as world:
-        session = Session(options, world, Path(folder))
+        session = Session(options, world, options.caches or Path(folder))
         print(f"{session.device_name}, torch {torch.__version__}, {session.rate / 1e12:.0f} TFLOP/s")
         # Without a GPU, all decoders have the same tiny shape.
         shapes = (*SHAPES, EAGER) if session.on_gpu else ("llama-1.2b", "transformers", EAGER)

@@ -43,6 +43,7 @@ class Board(Race):
             REFERENCE: self.hand_compiled,
             "as-it-comes": self.as_it_comes,
             "at-its-best": self.at_its_best,
+            "no-masters": self.no_masters,
             "float8": self.float8,
             "torchao-by-hand": self.torchao_by_hand,
             "blocks-fused": self.blocks_fused,
@@ -98,6 +99,12 @@ class Board(Race):
     def at_its_best(self) -> Callable:
         """bf16 weights with fp32 copies in the optimizer, bf16 moments, the model compiled, the step captured."""
         return self.planned("at-its-best", self.best_plan("bf16"))
+
+    def no_masters(self) -> Callable:
+        """The same without fp32 copies: the optimizer rounds the bf16 weights stochastically."""
+        plan = self.best_plan("bf16")
+        precision = dataclasses.replace(plan.precision, master="none")
+        return self.planned("no-masters", dataclasses.replace(plan, precision=precision))
 
     def float8(self) -> Callable:
         """The same with the matrix products of blocks in float8."""

@@ -15,7 +15,7 @@ START, END = "<!-- table: benchmarks/board.py -->\n", "<!-- end of table -->\n"
 REFERENCE = "hand-written"
 EAGER = "launch-bound"
 """The shape whose reference is not compiled."""
-OURS = ("as-it-comes", "at-its-best", "float8", "blocks-fused")
+OURS = ("as-it-comes", "at-its-best", "no-masters", "float8", "blocks-fused")
 GOALS = {
     ("gpt2-124m", "as-it-comes"): 1.0,
     ("gpt2-124m", "at-its-best"): 1.05,
@@ -184,14 +184,20 @@ def read(paths: list[Path]) -> list[Record]:
 
 
 def write_page(records: list[Record], page: Path = PAGE) -> None:
-    """Replace the table in the page; every contender of a shape comes from the last command that measured it."""
+    """Replace the table in the page; every contender of a shape comes from the last command that measured it.
+
+    Rows of shapes that no record has are kept.
+    """
     before, _, rest = page.read_text().partition(START)
-    after = rest.partition(END)[2]
-    page.write_text(before + START + markdown(records) + END + after)
+    table, _, after = rest.partition(END)
+    measured = {record.shape for record in records}
+    old = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    kept = [line for line in old if line.split(" | ")[0].removeprefix("| ") not in measured]
+    page.write_text(before + START + markdown(records, kept) + END + after)
 
 
-def markdown(records: list[Record]) -> str:
-    """Return one table for all shapes, and a line for each contender that failed or has a note."""
+def markdown(records: list[Record], kept: list[str]) -> str:
+    """Return one table for all shapes, `kept` rows last, and a line for each contender that failed or has a note."""
     latest: dict[tuple[str, str], Row] = {}
     for run in sorted({record.run for record in records}):
         for shape in dict.fromkeys(record.shape for record in records if record.run == run):
@@ -217,6 +223,7 @@ def markdown(records: list[Record]) -> str:
         f"| {' | '.join(heads)} |",
         "|---" * len(heads) + "|",
         *map(_line, ordered),
+        *kept,
         "",
         *_notes(records, latest),
     ]

@@ -66,6 +66,7 @@ def test_ratios_are_to_both_measurements_of_the_reference_of_the_same_command(bo
     text = page.read_text()
     assert "| llama-1.2b | float8 | 40 | 1.000 | 400 | 40.0% | 1.0 | 1.0000 | - / - |" in text
     assert "| llama-1.2b | torchao-by-hand | 20 | 1.333 |" in text
+    assert "| width-4096 | float8 |" in text  # a shape that no record has
     assert "- llama-1.2b, fabric: failed, OutOfMemoryError: too large" in text
     before, after = (board_table.PAGE.read_text().split(mark) for mark in (board_table.START, board_table.END))
     assert text.startswith(before[0])

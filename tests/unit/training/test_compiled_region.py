@@ -132,17 +132,30 @@ def test_a_head_that_torch_cannot_compile_with_the_loss_is_named_once():
         assert note.endswith("a graph break")
 
 
-def test_the_loss_is_checked_before_a_compiled_region_runs():
+@pytest.mark.parametrize("kind", ["model", "blocks"])
+def test_the_loss_is_checked_before_a_compiled_region_runs(kind):
     def mean(output, batch):
         return torch.nn.functional.cross_entropy(output.flatten(0, 1), batch[-1].flatten(), ignore_index=-100)
 
     def train(world):
         job = sentences_job(loss=sw.Loss(sum=mean, count="samples"))
-        step = sw.build_step(job, Plan.preset("ddp", 1, batch_size=8, compile="model"), world)
+        step = sw.build_step(job, Plan.preset("ddp", 1, batch_size=8, compile=kind), world)
         step(next(iter(step.feed)))
 
     with refuses("loss.sum-is-mean"):
         run_ranks(train, 1)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_the_first_step_behind_compiled_blocks_has_no_eager_loss_of_all_rows(name):
+    def train(world):
+        plan = Plan.preset(name, world.size, batch_size=8, precision=FP64, compile="blocks")
+        step = sw.build_step(uneven_job(), plan, world)
+        with mock.patch.object(type(step), "_loss_sum", side_effect=AssertionError):
+            return step(next(iter(step.feed))).loss
+
+    losses = run_ranks(train, 2)
+    assert losses[0] == losses[1]
 
 
 def test_a_probe_changes_neither_buffers_nor_generators():

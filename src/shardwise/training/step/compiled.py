@@ -59,10 +59,20 @@ class CompiledRegion:
 
     def __call__(self, model: nn.Module, batch: Any, whole_batch: Any) -> Tensor:
         """Return the loss sum of `batch`; under context parallelism, `whole_batch` has all tokens of its rows."""
-        loss_batch = batch if self._job.loss.by_row else whole_batch
-        arguments: tuple[Any, ...] = (model, batch, loss_batch)
         if not self.is_whole:
-            arguments = (self._job.forward(model, batch), loss_batch)
+            return self.checked(model, batch, whole_batch, lambda _: None)
+        return self._run(model, batch, self._loss_batch(batch, whole_batch))
+
+    def checked(self, model: nn.Module, batch: Any, whole_batch: Any, check: Callable[[Any], None]) -> Tensor:
+        """Return the same for a region without the forward pass, whose output is passed to `check` before the loss."""
+        output = self._job.forward(model, batch)
+        check(output)
+        return self._run(output, self._loss_batch(batch, whole_batch))
+
+    def _loss_batch(self, batch: Any, whole_batch: Any) -> Any:
+        return batch if self._job.loss.by_row else whole_batch
+
+    def _run(self, *arguments: Any) -> Tensor:
         if self._compiled is not None:
             try:
                 return self._compiled(*arguments)
@@ -157,6 +167,10 @@ class HeadRegion:
             reason = str(error).strip().splitlines()[0]
             self._note(f"compile = blocks: the loss is compiled without the output head, because {reason}")
             return self._loss_sum(*arguments)
+
+    def checked(self, model: Any, batch: Any, whole_batch: Any, check: Callable[[Any], None]) -> Tensor:
+        """Return the same with only the loss compiled; `check` receives the output, which has the logits."""
+        return self._loss_region.checked(model, batch, whole_batch, check)
 
     @contextmanager
     def _without_head(self) -> Iterator[None]:

@@ -223,14 +223,20 @@ class PlainStep(OptimizerStep):
         region = self._region
         if region is None:
             return self._loss_sum(micro_batch)
-        if self._loss_check is not None:
-            # The region returns no output to check, and an eager pass over all rows may need more memory than the plan.
-            probed = micro_batch.first(_PROBED_ROWS) if region.is_whole else None
-            if probed is None:
-                return self._loss_sum(micro_batch)
-            with uncompiled_probe(self._trained):
-                self._loss_sum(probed)
-        return region(self._trained, micro_batch.batch, micro_batch.unsharded)
+        batch = micro_batch.batch
+        if self._loss_check is None:
+            return region(self._trained, batch, micro_batch.unsharded)
+        # An eager loss of all rows may need more memory than the plan: it makes several copies of the logits in fp32.
+        if not region.is_whole:
+            return region.checked(
+                self._trained, batch, micro_batch.unsharded, lambda output: self._check_loss(output, batch, micro_batch)
+            )
+        probed = micro_batch.first(_PROBED_ROWS)  # the whole region returns no output to check
+        if probed is None:
+            return self._loss_sum(micro_batch)
+        with uncompiled_probe(self._trained):
+            self._loss_sum(probed)
+        return region(self._trained, batch, micro_batch.unsharded)
 
     def _loss_sum(self, micro_batch: MicroBatch) -> Tensor:
         """Return the loss sum of a micro-batch without padding rows; checks the loss of the first micro-batches.
