@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 from shardwise.data.cursor import sample_ids
 from shardwise.data.row_groups import join_rows, make_group
-from shardwise.data.row_reads import RowRequest, read_packed, read_windows
+from shardwise.data.row_reads import BatchMemory, RowRequest, read_packed, read_windows
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
@@ -111,13 +111,13 @@ class Corpus(IterableDataset[tuple[Tensor, ...]]):
             names.append(f"{name}: {source.identity}, {kind}")
         return CorpusForm(length=self.length, chunks_per_group=self.chunks_per_group, sources=tuple(names))
 
-    def read(self, request: RowRequest, *, pin_memory: bool = False) -> list[Tensor]:
-        """Return the fields of several rows, each [rows, length]."""
-        sources = tuple(self.sources.values())
+    def read(self, request: RowRequest, memory: BatchMemory | None = None) -> list[Tensor]:
+        """Return the fields of several rows, each [rows, length], in `memory` or in new tensors."""
+        sources, memory = tuple(self.sources.values()), memory or BatchMemory()
         if not self.packed:
-            return read_windows(request, sources, self.length, pin_memory=pin_memory)
+            return read_windows(request, sources, self.length, memory)
         is_packed = np.array([name in self.packed for name in self.sources])[request.sources]
-        return read_packed(request, sources, self.length, is_packed=is_packed, pin_memory=pin_memory)
+        return read_packed(request, sources, self.length, memory, is_packed=is_packed)
 
 
 class CorpusRows:
@@ -153,7 +153,7 @@ class CorpusRows:
         if wanted is None:
             wanted = range(len(order))
         parts, places = [], []
-        for number in np.unique(order).tolist():
+        for number in sorted(set(order.tolist())):
             here = np.flatnonzero(order == number)
             first, stop = np.searchsorted(here, (wanted.start, wanted.stop)).tolist()
             parts += self._sources[number].take(len(here), range(first, stop))

@@ -12,6 +12,7 @@ from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows
 from shardwise.data.cursor import Cursor
 from shardwise.data.feed import LoadedStep
 from shardwise.data.loaders import worker_generator
+from shardwise.data.row_reads import BatchMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -67,7 +68,7 @@ class CorpusLoader:
         else:
             self._batches = DataLoader(
                 _RowReads(corpus),
-                batch_sampler=_RowRequests(self),
+                batch_sampler=_RowRequests(self),  # type: ignore[arg-type]
                 collate_fn=_already_collated,
                 num_workers=num_workers,
                 pin_memory=pin_memory,
@@ -124,11 +125,12 @@ class _InProcessReads:
     """Batches read in this process, into pinned memory if a GPU will copy them."""
 
     def __init__(self, loader: CorpusLoader, corpus: Corpus, *, pin_memory: bool) -> None:
-        self._loader, self._corpus, self._pin_memory = loader, corpus, pin_memory
+        self._loader, self._corpus = loader, corpus
+        self._memory = BatchMemory(pin_memory=pin_memory)
 
     def __iter__(self) -> Iterator[Batch]:
         for request in self._loader.requests():
-            yield self._corpus.read(request, pin_memory=self._pin_memory)
+            yield self._corpus.read(request, self._memory)
 
 
 class _RowRequests:

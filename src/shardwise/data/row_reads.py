@@ -9,6 +9,8 @@ invariant: a piece of a split document fills its row (`packing.py`), so its next
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 _CHUNK_BITS = 40
 """Bits of a chunk's number in a key that has the number of its source above them."""
+_MAX_ARRAYS = 256
+"""Arrays of batches that may be used again: three steps of 32 micro-batches, if their rows have two fields."""
 
 
 class RowRequest(NamedTuple):
@@ -40,16 +44,42 @@ class RowRequest(NamedTuple):
         return RowRequest(self.rows.span(first, stop), self.sources[first:stop])
 
 
-def read_windows(
-    request: RowRequest, sources: Sequence[TokenSource], length: int, *, pin_memory: bool = False
-) -> list[Tensor]:
-    """Return tokens and targets of windows; targets of padding, at the end of a group, are ignored.
+class BatchMemory:
+    """Allocates the tensors of batches: pinned for a GPU, else memory of earlier batches that nothing refers to.
 
-    `pin_memory` allocates the tensors in pinned memory, from which a GPU copies asynchronously.
+    New memory costs a page fault per 4 KiB, which takes as long as reading the tokens. Torch caches pinned memory. A
+    tensor keeps a view of its array alive, as do all tensors that share its storage, so an array is free when the view
+    has gone. Batches are freed in the order in which they were read, thus only the oldest array is tried.
     """
+
+    def __init__(self, *, pin_memory: bool = False) -> None:
+        self._pin_memory = pin_memory
+        self._arrays: deque[tuple[Integers, weakref.ref[Integers]]] = deque(maxlen=_MAX_ARRAYS)
+
+    def tensors(self, number: int, num_rows: int, length: int) -> list[Tensor]:
+        """Return int64 tensors [num_rows, length] with any values."""
+        shape = (num_rows, length)
+        if self._pin_memory:
+            return [torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(number)]
+        return [torch.from_numpy(self._array(shape)) for _ in range(number)]
+
+    def _array(self, shape: tuple[int, int]) -> Integers:
+        """Return a view of the oldest array, or of a new one if a tensor still uses it."""
+        array = None
+        if self._arrays and self._arrays[0][1]() is None:
+            array, _ = self._arrays.popleft()
+        if array is None or array.shape != shape:
+            array = np.empty(shape, dtype=np.int64)
+        view = array.view()
+        self._arrays.append((array, weakref.ref(view)))
+        return view
+
+
+def read_windows(request: RowRequest, sources: Sequence[TokenSource], length: int, memory: BatchMemory) -> list[Tensor]:
+    """Return tokens and targets of windows; targets of padding, at the end of a group, are ignored."""
     rows = request.rows
     found = _gather(request, sources, rows.pieces.lengths, length)
-    tokens, targets = _empty(2, found.shape[0], length, pin_memory=pin_memory)
+    tokens, targets = memory.tensors(2, rows.num_rows, length)
     np.copyto(tokens.numpy(), found[:, :-1])
     np.copyto(targets.numpy(), found[:, 1:])
     filled = np.add.reduceat(rows.pieces.lengths, rows.offsets[:-1])
@@ -62,9 +92,9 @@ def read_packed(
     request: RowRequest,
     sources: Sequence[TokenSource],
     length: int,
+    memory: BatchMemory,
     *,
     is_packed: npt.NDArray[np.bool_],
-    pin_memory: bool = False,
 ) -> list[Tensor]:
     """Return tokens, position ids, document ids and targets of rows; `is_packed` has a value for each row.
 
@@ -76,7 +106,7 @@ def read_packed(
     owners = np.repeat(np.arange(num_rows), np.diff(rows.offsets))
     in_packed = is_packed[owners]
     found = _gather(request, sources, pieces.lengths + (pieces.is_continued & in_packed), length)
-    tensors = _empty(4, num_rows, length, pin_memory=pin_memory)
+    tensors = memory.tensors(4, num_rows, length)
     tokens, positions, documents, targets = (each.numpy() for each in tensors)
     np.copyto(tokens, found[:, :-1])
     np.copyto(targets, found[:, 1:])
@@ -105,18 +135,14 @@ def _gather(
 ) -> npt.NDArray[np.integer[Any]]:
     """Return [rows, length + 1] tokens: `sizes` tokens from the start of each piece, and zeros to the end of a row."""
     (pieces, offsets), numbers = request
-    keys, places = np.unique(np.repeat(numbers << _CHUNK_BITS, np.diff(offsets)) | pieces.chunks, return_inverse=True)
-    views = [sources[key >> _CHUNK_BITS].tokens(key & ((1 << _CHUNK_BITS) - 1)) for key in keys.tolist()]
-    dtypes = {view.dtype for view in views}
+    keys = (np.repeat(numbers << _CHUNK_BITS, np.diff(offsets)) | pieces.chunks).tolist()
+    views = {key: sources[key >> _CHUNK_BITS].tokens(key & ((1 << _CHUNK_BITS) - 1)) for key in set(keys)}
+    dtypes = {view.dtype for view in views.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
-    spans = zip(places.tolist(), pieces.starts.tolist(), (pieces.starts + sizes).tolist(), strict=True)
-    parts = [views[place][start:end] for place, start, end in spans]
+    spans = zip(keys, pieces.starts.tolist(), (pieces.starts + sizes).tolist(), strict=True)
+    parts = [views[key][start:end] for key, start, end in spans]
     gaps = length + 1 - np.add.reduceat(sizes, offsets[:-1])
     zeros = np.zeros(int(gaps.max()), dtype=dtype)
     for row in np.flatnonzero(gaps)[::-1].tolist():  # from the last row on, since an insertion moves what follows
         parts.insert(offsets[row + 1], zeros[: gaps[row]])
     return np.concatenate(parts, dtype=dtype).reshape(-1, length + 1)
-
-
-def _empty(number: int, num_rows: int, length: int, *, pin_memory: bool) -> list[Tensor]:
-    return [torch.empty((num_rows, length), dtype=torch.int64, pin_memory=pin_memory) for _ in range(number)]

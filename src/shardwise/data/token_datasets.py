@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from shardwise.data.corpus import Corpus, MixtureStage
 from shardwise.data.mixture import make_mixture
 from shardwise.data.row_groups import make_group
-from shardwise.data.row_reads import RowRequest, read_packed, read_windows
+from shardwise.data.row_reads import BatchMemory, RowRequest, read_packed, read_windows
 from shardwise.data.sources.open import open_source
 from shardwise.errors import DataError, nearest
 
@@ -53,10 +53,11 @@ class TokenRows(Dataset[tuple[Tensor, ...]]):
         first = int(self._ends[number]) - group.num_rows
         place = index - first
         request = RowRequest(group.read_order(place, place + 1), np.zeros(1, dtype=np.int64))
+        sources, memory = [self._source], BatchMemory()
         if self._packed:
-            fields = read_packed(request, [self._source], self._length, is_packed=np.ones(1, dtype=np.bool_))
+            fields = read_packed(request, sources, self._length, memory, is_packed=np.ones(1, dtype=np.bool_))
         else:
-            fields = read_windows(request, [self._source], self._length)
+            fields = read_windows(request, sources, self._length, memory)
         return tuple(values[0] for values in fields)
 
 
