@@ -1,9 +1,8 @@
 """Feed: tokens per second of shuffled rows that a training step receives, against loaders over the same memory map.
 
 One file of 100 million random tokens in uint16, with documents of 800 tokens on average, is in the page cache. Every
-contender yields batches of 64 rows of 1,024 tokens in random order, and the step does nothing. Contenders take turns of
-a few batches, since other loads of a machine change within a second; each is measured with 0 and with 2 worker
-processes, and the faster counts.
+contender yields batches of 64 rows of 1,024 tokens in random order, and the step does nothing. Contenders take turns;
+each is measured with 0 and with 2 worker processes, and the faster counts.
 
 shardwise     the loader of a corpus: windows over shuffled documents, with the position for a checkpoint at each step
 packed        the same with packed rows, which have position ids and document ids as well
@@ -121,29 +120,21 @@ def first_rows(path: Path) -> np.ndarray:
     return tokens[: number * LENGTH].reshape(-1, LENGTH)
 
 
-def endless(make: Callable[[int], Iterator], workers: int) -> Iterator:
-    """Yield the batches of all epochs."""
-    while True:
-        yield from make(workers)
+def tokens_per_second(steps: Iterator, number: int) -> float:
+    """Return the rate of `number` batches after the first, which starts workers and shuffles the first group."""
+    next(steps)
+    began = time.perf_counter()
+    count = sum(1 for _ in itertools.islice(steps, number))
+    return count * ROWS * LENGTH / (time.perf_counter() - began)
 
 
 def measure(path: Path, number: int, rounds: int) -> dict[tuple[str, int], list[float]]:
-    """Return the tokens per second of each round by contender and workers; a round has `number` batches.
-
-    The first batches, which start workers and shuffle the first group, are not timed.
-    """
+    """Return the tokens per second of each round by contender and workers; a round has `number` batches."""
     rates: dict[tuple[str, int], list[float]] = {}
-    for workers in (0, 2):
-        feeds = {name: endless(make, workers) for name, make in contenders(path).items()}
-        for feed in feeds.values():
-            next(feed)
-        for _ in range(rounds):
-            for name, feed in feeds.items():
-                began = time.perf_counter()
-                for _ in itertools.islice(feed, number):
-                    pass
-                seconds = time.perf_counter() - began
-                rates.setdefault((name, workers), []).append(number * ROWS * LENGTH / seconds)
+    found = contenders(path)
+    for turns in (["shardwise", "packed", "torch"], ["datasets"], ["streaming"]):  # the last one leaves threads
+        for _, name, workers in itertools.product(range(rounds), found.keys() & turns, (0, 2)):
+            rates.setdefault((name, workers), []).append(tokens_per_second(found[name](workers), number))
     return rates
 
 
@@ -175,7 +166,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small file, few batches")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    number, rounds = (8, 10) if options.quick else (32, 40)
+    number, rounds = (30, 5) if options.quick else (300, 7)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
         write_tokens(path, QUICK_TOKENS if options.quick else NUM_TOKENS)

@@ -63,7 +63,7 @@ class CorpusLoader:
         self._planned: deque[_PlannedStep] = deque()
         """Steps whose rows were requested and not yet returned, since workers read ahead."""
         self._batches: Iterable[Batch]
-        if num_workers == 0:  # a batch of 64 rows is read in 0.15 ms, less than a worker needs to send it
+        if num_workers == 0:  # a batch of 64 x 1,024 tokens is read in 0.25 ms, less than a worker needs to send it
             self._batches = _InProcessReads(self, corpus, pin_memory=pin_memory)
         else:
             self._batches = DataLoader(
