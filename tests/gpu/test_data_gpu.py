@@ -1,4 +1,4 @@
-"""Feeding a CUDA device: pinned batches of a corpus arrive unchanged, and waiting counts only if the GPU has no work."""
+"""Feeding a CUDA device: pinned batches of a corpus arrive unchanged; waiting counts only if the GPU has no work."""
 
 import time
 
