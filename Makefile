@@ -51,6 +51,7 @@ bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
 	.venv-bench/bin/python benchmarks/checkpoint.py
 	.venv-bench/bin/python benchmarks/data.py
 	.venv-bench/bin/python benchmarks/data_feed.py
+	.venv-bench/bin/python benchmarks/data_wait.py
 	.venv-bench/bin/python benchmarks/strategies_memory.py
 	.venv-bench/bin/python benchmarks/board.py
 	.venv-bench/bin/python benchmarks/float8.py

@@ -114,7 +114,7 @@ def over_neighbours(seconds: list[float]) -> list[float]:
 
 def publication_seconds(world: sw.World, events: Path, step: Step) -> float:
     """Return the median CPU time of publishing one second of steps to a file, with their peak memory."""
-    journal = Journal(sw.Plan.preset("ddp", 1, batch_size=BATCH), world, EventLog(events), ignore_mark)
+    journal = Journal(world, EventLog(events), step)
     batches = iter(step.feed)
     report = step(next(batches))
     samples = []

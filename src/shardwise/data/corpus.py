@@ -11,24 +11,24 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from shardwise.data.cursor import sample_ids
-from shardwise.data.row_groups import Pieces, make_group, read_packed, read_windows
+from shardwise.data.row_groups import join_rows, make_group
+from shardwise.data.row_reads import BatchMemory, RowRequest, read_packed, read_windows
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardwise.data.mixture import Mixture
-    from shardwise.data.row_groups import RowGroup
+    from shardwise.data.row_groups import RowGroup, RowPieces
     from shardwise.data.sources.source import TokenSource
 
 CHUNKS_PER_GROUP = 16
@@ -94,7 +94,7 @@ class Corpus(IterableDataset[tuple[Tensor, ...]]):
         rows = CorpusRows(self, seed=self.seed)
         while True:
             order = self.stages[0].mixture.sources(rows.position.row, rows.position.row + 1)
-            yield tuple(torch.from_numpy(values[0]) for values in self.read(rows.take(order)))
+            yield tuple(values[0] for values in self.read(rows.take(order)))
 
     def order(self, step: int, batch_size: int) -> npt.NDArray[np.int64]:
         """Return the number of the source of each row of a step; shares are exact from the start of each stage."""
@@ -111,20 +111,13 @@ class Corpus(IterableDataset[tuple[Tensor, ...]]):
             names.append(f"{name}: {source.identity}, {kind}")
         return CorpusForm(length=self.length, chunks_per_group=self.chunks_per_group, sources=tuple(names))
 
-    def read(self, rows: Sequence[Row]) -> tuple[npt.NDArray[np.int64], ...]:
-        """Return the fields of several rows, each [rows, length]."""
-        pieces, sources = [row.pieces for row in rows], [self.sources[row.source] for row in rows]
+    def read(self, request: RowRequest, memory: BatchMemory | None = None) -> list[Tensor]:
+        """Return the fields of several rows, each [rows, length], in `memory` or in new tensors."""
+        sources, memory = tuple(self.sources.values()), memory or BatchMemory()
         if not self.packed:
-            return read_windows(pieces, sources, self.length)
-        is_packed = [row.source in self.packed for row in rows]
-        return read_packed(pieces, sources, self.length, is_packed=is_packed)
-
-
-class Row(NamedTuple):
-    """One row: the name of its source, and the pieces of documents in it."""
-
-    source: str
-    pieces: Pieces
+            return read_windows(request, sources, self.length, memory)
+        is_packed = np.array([name in self.packed for name in self.sources])[request.sources]
+        return read_packed(request, sources, self.length, memory, is_packed=is_packed)
 
 
 class CorpusRows:
@@ -147,16 +140,28 @@ class CorpusRows:
         """The position of the next row."""
         return CorpusPosition(row=self._row, sources=tuple(each.position for each in self._sources), form=self._form)
 
-    def take(self, order: npt.NDArray[np.int64], wanted: range | None = None) -> list[Row]:
+    def skip(self, order: npt.NDArray[np.int64]) -> None:
+        """Advance by one row of each source in `order`."""
+        self._row += len(order)
+        numbers, counts = np.unique(order, return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            self._sources[number].take(count, range(0))
+
+    def take(self, order: npt.NDArray[np.int64], wanted: range | None = None) -> RowRequest:
         """Advance by one row of each source in `order` and return the rows, or only those with an index in `wanted`."""
         self._row += len(order)
-        rows = []
-        for index, number in enumerate(order.tolist()):
-            source = self._sources[number]
-            group, place = source.advance()
-            if wanted is None or index in wanted:
-                rows.append(Row(source.name, group.row(place)))
-        return rows
+        if wanted is None:
+            wanted = range(len(order))
+        parts, places = [], []
+        for number in sorted(set(order.tolist())):
+            here = np.flatnonzero(order == number)
+            first, stop = np.searchsorted(here, (wanted.start, wanted.stop)).tolist()
+            parts += self._sources[number].take(len(here), range(first, stop))
+            places.append(here[first:stop])
+        kept = order[wanted.start : wanted.stop]
+        if len(parts) == 1:
+            return RowRequest(parts[0], kept)
+        return RowRequest(join_rows(parts).select(np.argsort(np.concatenate(places))), kept)
 
 
 def _check_form(saved: CorpusForm, now: CorpusForm) -> None:
@@ -182,14 +187,26 @@ class _SourceRows:
         self.position = position
         self._group: RowGroup | None = None
 
-    def advance(self) -> tuple[RowGroup, int]:
-        """Return the group and the row of the position, and advance to the next row, group or epoch."""
-        group, position = self._load(), self.position
-        if position.row + 1 == group.num_rows:
+    def take(self, count: int, wanted: range) -> list[RowPieces]:
+        """Advance by `count` rows and return those with an index in `wanted`, by group."""
+        found, done = [], 0
+        while done < count:
+            group, first = self._load(), self.position.row
+            num_rows = min(count - done, group.num_rows - first)
+            low, high = max(wanted.start - done, 0), min(wanted.stop - done, num_rows)
+            if low < high:
+                found.append(group.read_order(first + low, first + high))
+            self._advance(num_rows)
+            done += num_rows
+        return found
+
+    def _advance(self, num_rows: int) -> None:
+        """Advance by rows of the current group."""
+        epoch, group, row = self.position.epoch, self.position.group, self.position.row + num_rows
+        if self._group is not None and row == self._group.num_rows:
             self._next_group()
         else:
-            self.position = SourcePosition(epoch=position.epoch, group=position.group, row=position.row + 1)
-        return group, position.row
+            self.position = SourcePosition(epoch=epoch, group=group, row=row)
 
     def _load(self) -> RowGroup:
         """Return the group of the position; groups without tokens are skipped."""

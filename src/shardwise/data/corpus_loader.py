@@ -6,13 +6,13 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows, Row
+from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows
 from shardwise.data.cursor import Cursor
 from shardwise.data.feed import LoadedStep
 from shardwise.data.loaders import worker_generator
+from shardwise.data.row_reads import BatchMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardwise.data.cursor import Slices
+    from shardwise.data.row_reads import RowRequest
 
 Batch = list["Tensor"]
 """The fields of rows, int64 [rows, length]."""
@@ -61,14 +62,13 @@ class CorpusLoader:
         self._rows = CorpusRows(corpus, seed=seed, position=position)  # now, since it refuses a changed corpus
         self._planned: deque[_PlannedStep] = deque()
         """Steps whose rows were requested and not yet returned, since workers read ahead."""
-        reads = _RowReads(corpus)
         self._batches: Iterable[Batch]
-        if num_workers == 0 and not pin_memory:
-            self._batches = _InProcessReads(self, reads)
+        if num_workers == 0:  # a batch of 64 x 1,024 tokens is read in 0.25 ms, less than a worker needs to send it
+            self._batches = _InProcessReads(self, corpus, pin_memory=pin_memory)
         else:
             self._batches = DataLoader(
-                reads,
-                batch_sampler=_RowRequests(self),
+                _RowReads(corpus),
+                batch_sampler=_RowRequests(self),  # type: ignore[arg-type]
                 collate_fn=_already_collated,
                 num_workers=num_workers,
                 pin_memory=pin_memory,
@@ -93,7 +93,7 @@ class CorpusLoader:
                 position=after,
             )
 
-    def requests(self) -> Iterator[list[Row]]:
+    def requests(self) -> Iterator[RowRequest]:
         """Yield the rows of every micro-batch of this rank in order."""
         slices = self._slices
         own = slices.micro_batch * slices.accumulation
@@ -101,34 +101,36 @@ class CorpusLoader:
         rows = self._rows
         if self._position is None:
             for step in range(self._range.start):
-                rows.take(self._corpus.order(step, slices.batch_size), range(0))
+                rows.skip(self._corpus.order(step, slices.batch_size))
         for step in self._range:
             before = rows.position
             taken = rows.take(self._corpus.order(step, slices.batch_size), mine)
             self._planned.append(_PlannedStep(before, rows.position))
             for start in range(0, own, slices.micro_batch):
-                yield taken[start : start + slices.micro_batch]
+                yield taken.span(start, start + slices.micro_batch)
 
 
 class _RowReads(Dataset[Any]):
-    """Reads the rows of one micro-batch."""
+    """Reads the rows of one micro-batch in a DataLoader worker."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
 
-    def __getitems__(self, rows: list[Row]) -> Batch:
+    def __getitems__(self, request: RowRequest) -> Batch:
         """Return the fields of these rows as tensors."""
-        return [torch.from_numpy(values) for values in self._corpus.read(rows)]
+        return self._corpus.read(request)
 
 
 class _InProcessReads:
-    """Batches read in this process, like a DataLoader without workers but faster."""
+    """Batches read in this process, into pinned memory if a GPU will copy them."""
 
-    def __init__(self, loader: CorpusLoader, reads: _RowReads) -> None:
-        self._loader, self._reads = loader, reads
+    def __init__(self, loader: CorpusLoader, corpus: Corpus, *, pin_memory: bool) -> None:
+        self._loader, self._corpus = loader, corpus
+        self._memory = BatchMemory(pin_memory=pin_memory)
 
     def __iter__(self) -> Iterator[Batch]:
-        return map(self._reads.__getitems__, self._loader.requests())
+        for request in self._loader.requests():
+            yield self._corpus.read(request, self._memory)
 
 
 class _RowRequests:
@@ -137,7 +139,7 @@ class _RowRequests:
     def __init__(self, loader: CorpusLoader) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[list[Row]]:
+    def __iter__(self) -> Iterator[RowRequest]:
         return self._loader.requests()
 
 

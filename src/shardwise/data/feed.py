@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -123,13 +124,16 @@ class Feed:
         self._token_shard = token_shard
         self.position = position
         """Position of a corpus after the last step that was returned, which a checkpoint stores."""
+        self.waited_s = 0.0
+        """Seconds in which steps waited for the loader; on a GPU, only if it had no work left when they ended."""
         self.is_packed: bool = getattr(loader, "is_packed", False)
         """Whether rows consist of packed documents."""
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Yield the `StepBatch` of each step. Communicates over the feed's group; iterate on every rank."""
         ahead: _Pending | None = None
-        for loaded in self._loader.steps():
+        steps = iter(self._loader.steps())
+        while (loaded := self._load(steps)) is not None:
             pending = self._prepare(loaded)
             if ahead is not None:
                 self.position = ahead.loaded.position
@@ -138,6 +142,15 @@ class Feed:
         if ahead is not None:
             self.position = ahead.loaded.position
             yield ahead.finish()
+
+    def _load(self, steps: Iterator[LoadedStep]) -> LoadedStep | None:
+        """Return the next step of the loader, None after the last, and add the time to `waited_s`."""
+        began = time.perf_counter()
+        loaded = next(steps, None)
+        # The host enqueues work ahead of a GPU: a batch that arrives before the work ends delays nothing.
+        if self._device.type != "cuda" or torch.cuda.current_stream(self._device).query():
+            self.waited_s += time.perf_counter() - began
+        return loaded
 
     def _prepare(self, loaded: LoadedStep) -> _Pending:
         pairs = list(zip(loaded.batches, loaded.rows, strict=True))

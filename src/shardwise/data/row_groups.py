@@ -1,8 +1,9 @@
 """The rows of one shuffle group: windows over its concatenated documents, or documents packed into rows.
 
-A row is a list of pieces, contiguous tokens of documents, which are computed from lengths alone; tokens are read later,
-by the rank that needs the row. In both forms every token has the token after it as target, once: in windows across the
-ends of documents, in packed rows inside of documents only.
+A row is a list of pieces, contiguous tokens of documents, which are computed from lengths alone; tokens are read later
+(`row_reads.py`), by the rank that needs the row. In both forms every token has the token after it as target, once: in
+windows across the ends of documents, in packed rows inside of documents only. Several rows are a few arrays over all of
+their pieces, so that a batch of rows costs Python no object per row or piece until its tokens are read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import numpy.typing as npt
 
 from shardwise.data.cursor import sample_ids
 from shardwise.data.packing import PackedRows, pack
-from shardwise.job.losses import IGNORE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ Integers = npt.NDArray[np.int64]
 
 
 class Pieces(NamedTuple):
-    """The pieces of a row, each in one chunk."""
+    """Pieces of rows, each in one chunk."""
 
     chunks: Integers
     starts: Integers
@@ -36,14 +36,55 @@ class Pieces(NamedTuple):
     """Whether the document of each piece has another token after it, the target of the piece's last token."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class RowGroup:
-    """The rows of a shuffle group."""
+class RowPieces(NamedTuple):
+    """Several rows."""
 
     pieces: Pieces
     """The pieces of all rows, one row after the other."""
     offsets: Integers
     """[rows + 1]: row r has the pieces offsets[r] to offsets[r + 1]."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.offsets) - 1
+
+    def select(self, rows: Integers) -> RowPieces:
+        """Return these rows, in this order."""
+        begins = self.offsets[rows]
+        counts = self.offsets[rows + 1] - begins
+        offsets = _offsets(counts)
+        index = np.repeat(begins - offsets[:-1], counts)
+        index += np.arange(len(index))
+        chunks, starts, lengths, is_continued = self.pieces
+        return RowPieces(Pieces(chunks[index], starts[index], lengths[index], is_continued[index]), offsets)
+
+    def span(self, first: int, stop: int) -> RowPieces:
+        """Return the rows from `first` to `stop`, without a copy."""
+        here = slice(self.offsets[first], self.offsets[stop])
+        chunks, starts, lengths, is_continued = self.pieces
+        pieces = Pieces(chunks[here], starts[here], lengths[here], is_continued[here])
+        return RowPieces(pieces, self.offsets[first : stop + 1] - self.offsets[first])
+
+
+def join_rows(parts: Sequence[RowPieces]) -> RowPieces:
+    """Return the rows of all parts, one part after the other."""
+    columns = zip(*(part.pieces for part in parts), strict=True)
+    counts = np.concatenate([np.diff(part.offsets) for part in parts])
+    return RowPieces(Pieces(*(np.concatenate(column) for column in columns)), _offsets(counts))
+
+
+def _offsets(counts: Integers) -> Integers:
+    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RowGroup:
+    """The rows of a shuffle group."""
+
+    rows: RowPieces
     order: Integers
     """The rows in the order in which they are read."""
 
@@ -52,12 +93,9 @@ class RowGroup:
         """Number of rows."""
         return len(self.order)
 
-    def row(self, number: int) -> Pieces:
-        """Return the pieces of one row."""
-        row = self.order[number]
-        here = slice(self.offsets[row], self.offsets[row + 1])
-        chunks, starts, lengths, is_continued = self.pieces
-        return Pieces(chunks[here], starts[here], lengths[here], is_continued[here])
+    def read_order(self, first: int, stop: int) -> RowPieces:
+        """Return the rows from `first` to `stop` in the order in which they are read."""
+        return self.rows.select(self.order[first:stop])
 
 
 def make_group(
@@ -75,16 +113,16 @@ def make_group(
     order = kept[_permutation(len(kept), seed=seed, number=2 * number)]
     sizes = sizes[order]
     documents, begins, pieces, offsets = pack(sizes, length) if packed else windows(sizes, length)
-    return RowGroup(
-        pieces=Pieces(
+    rows = RowPieces(
+        Pieces(
             chunks=owners[order][documents],
             starts=starts[order][documents] + begins,
             lengths=pieces,
             is_continued=begins + pieces < sizes[documents],
         ),
-        offsets=offsets,
-        order=_permutation(len(offsets) - 1, seed=seed, number=2 * number + 1),
+        offsets,
     )
+    return RowGroup(rows=rows, order=_permutation(rows.num_rows, seed=seed, number=2 * number + 1))
 
 
 def windows(sizes: Integers, length: int) -> PackedRows:
@@ -100,7 +138,7 @@ def windows(sizes: Integers, length: int) -> PackedRows:
     firsts = np.searchsorted(ends, begins, side="right")
     lasts = np.searchsorted(ends, stops, side="left")
     counts = lasts - firsts + 1
-    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+    offsets = _offsets(counts)
     owners = np.repeat(np.arange(num_rows), counts)
     documents = np.arange(len(owners)) - np.repeat(offsets[:-1] - firsts, counts)
     begin_of = ends[documents] - sizes[documents]
@@ -113,55 +151,3 @@ def _permutation(length: int, *, seed: int | None, number: int) -> Integers:
     if seed is None or length == 0:
         return np.arange(length)
     return sample_ids(np.arange(length), seed=seed + 1, epoch=number, length=length)
-
-
-# Reading the tokens of rows into arrays [rows, length].
-
-
-def read_windows(rows: Sequence[Pieces], sources: Sequence[TokenSource], length: int) -> tuple[Integers, Integers]:
-    """Return tokens and targets of windows; targets of padding, at the end of a group, are ignored."""
-    tokens = np.empty((len(rows), length), dtype=np.int64)
-    targets = np.empty_like(tokens)
-    for number, (pieces, source) in enumerate(zip(rows, sources, strict=True)):
-        filled, row, shifted = 0, tokens[number], targets[number]
-        for chunk, start, size, _ in zip(*(each.tolist() for each in pieces), strict=True):
-            found = source.tokens(chunk)[start : start + size]
-            row[filled : filled + size] = found[: length - filled]
-            first = 1 - min(filled, 1)  # the first token of a window is not a target
-            shifted[filled - 1 + first : filled - 1 + size] = found[first:]
-            filled += size
-        row[filled:] = 0
-        shifted[filled - 1 :] = IGNORE
-    return tokens, targets
-
-
-def read_packed(
-    rows: Sequence[Pieces], sources: Sequence[TokenSource], length: int, *, is_packed: Sequence[bool]
-) -> tuple[Integers, ...]:
-    """Return tokens, position ids, document ids and targets of rows, some of which are packed.
-
-    Positions start at 0 in every piece of a packed row. The target of a document's last token is ignored, and so are
-    those of padding, which is a document of its own. A window is one document.
-    """
-    tokens, positions, documents = (np.zeros((len(rows), length), dtype=np.int64) for _ in range(3))
-    targets = np.full((len(rows), length), IGNORE, dtype=np.int64)
-    counted = np.arange(length)
-    for number, (pieces, source) in enumerate(zip(rows, sources, strict=True)):
-        if not is_packed[number]:
-            (tokens[number],), (targets[number],) = read_windows([pieces], [source], length)
-            positions[number] = counted
-            continue
-        filled = 0
-        for index, (chunk, start, size, is_continued) in enumerate(
-            zip(*(each.tolist() for each in pieces), strict=True)
-        ):
-            end = filled + size
-            found = source.tokens(chunk)[start : start + size + is_continued]
-            tokens[number, filled:end] = found[:size]
-            targets[number, filled : filled + len(found) - 1] = found[1:]
-            positions[number, filled:end] = counted[:size]
-            documents[number, filled:end] = index
-            filled = end
-        positions[number, filled:] = counted[: length - filled]
-        documents[number, filled:] = len(pieces.chunks)
-    return tokens, positions, documents, targets

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from shardwise.data.corpus import Corpus, MixtureStage
 from shardwise.data.mixture import make_mixture
-from shardwise.data.row_groups import make_group, read_packed, read_windows
+from shardwise.data.row_groups import make_group
+from shardwise.data.row_reads import BatchMemory, RowRequest, read_packed, read_windows
 from shardwise.data.sources.open import open_source
 from shardwise.errors import DataError, nearest
 
@@ -51,13 +51,14 @@ class TokenRows(Dataset[tuple[Tensor, ...]]):
         number = int(np.searchsorted(self._ends, index, side="right"))
         group = self._groups[number]
         first = int(self._ends[number]) - group.num_rows
-        rows, sources = [group.row(index - first)], [self._source]
-        fields: tuple[Any, ...]
+        place = index - first
+        request = RowRequest(group.read_order(place, place + 1), np.zeros(1, dtype=np.int64))
+        sources, memory = [self._source], BatchMemory()
         if self._packed:
-            fields = read_packed(rows, sources, self._length, is_packed=[True])
+            fields = read_packed(request, sources, self._length, memory, is_packed=np.ones(1, dtype=np.bool_))
         else:
-            fields = read_windows(rows, sources, self._length)
-        return tuple(torch.from_numpy(values[0]) for values in fields)
+            fields = read_windows(request, sources, self._length, memory)
+        return tuple(values[0] for values in fields)
 
 
 def tokens(

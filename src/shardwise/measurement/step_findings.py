@@ -30,6 +30,7 @@ from shardwise.planner.settle import local_device, settle, split_settings
 from shardwise.plots.figures import Bars, Table
 from shardwise.plots.page import Findings, Section
 from shardwise.runs.console import counted, echo_error
+from shardwise.runs.data_wait import NOTED_SHARE, faster_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +102,15 @@ def _verdict(worst: StepMeasurement, used: float | None) -> str:
     speed = f"A step takes {shown('_s', worst.step.median_s)}, {worst.samples_per_s:,.0f} samples/s"
     if used is not None:
         speed += f", {used:.0%} of the measured matmul rate"
-    return f"{speed}; most of the time is {longest} ({share:.0%})."
+    return f"{speed}; most of the time is {longest} ({share:.0%}).{_waits_for_data(worst)}"
+
+
+def _waits_for_data(worst: StepMeasurement) -> str:
+    """Return a sentence with its fix if the measured steps wait for data, else an empty text."""
+    waited = worst.phases["data"] / max(sum(worst.phases.values()), 1e-12)
+    if waited <= NOTED_SHARE:
+        return ""
+    return f" Steps wait for data {waited:.0%} of the time: {faster_data(None)}."
 
 
 def _time(found: Sequence[StepMeasurement], worst: StepMeasurement) -> Section:
@@ -224,6 +233,8 @@ class StepBenchReport(BenchReport, frozen=True, kw_only=True):
             share = f"{self.utilisation:>13.1%}"
             lines.append(f"{'utilisation':14} {share}   of the matmul rate, from the FLOPs of forward and backward")
         lines.append(f"{'spread':14} {worst.step.spread:>13.1%}   over {worst.step.repeats} steps")
+        if waits := _waits_for_data(worst):
+            lines.append(waits.strip())
         lines += [f"  {num_bytes / 2**20:10.2f} MiB  {text}" for text, num_bytes in worst.at_peak]
         if worst.profile is not None:
             lines += _profile_lines(worst.profile)

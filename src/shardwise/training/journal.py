@@ -20,6 +20,7 @@ from shardwise.engines.engine import engine_named
 from shardwise.errors import TrainingError
 from shardwise.parallel.sharded import DTYPES
 from shardwise.runs import EventLog, share_run
+from shardwise.runs.data_wait import DataWaits
 from shardwise.training.comparison import median_step
 from shardwise.training.spec import TrainResult
 from shardwise.units import ELEMENT_BYTES
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
     from shardwise.dist import World
     from shardwise.job import Job
     from shardwise.plans import Plan
-    from shardwise.training.step.step import Mark, Step, StepReport
+    from shardwise.training.step.step import Step, StepReport
 
 
 class Journal:
     """Collects step reports and writes them as events in batches; used identically on every rank."""
 
-    def __init__(self, world: World, events: EventLog, mark: Mark) -> None:
+    def __init__(self, world: World, events: EventLog, step: Step) -> None:
         self.samples = 0
         self.skipped = 0
         self.loss = math.nan
@@ -44,7 +45,8 @@ class Journal:
         self._window = Window()
         self._world = world
         self._events = events
-        self._mark = mark
+        self._mark = step.mark
+        self._data_waits = DataWaits(step.feed, step.source[0].num_workers)
         self._measured: deque[tuple[int, float]] = deque(maxlen=_MOST_WINDOWS)
         """Steps and seconds of the newest windows without the first, which includes compilation and allocations."""
         self._is_first = True
@@ -72,9 +74,11 @@ class Journal:
         self._mark("publish", number)
         published = self._window.publish(self._world, stop=stop)
         self._is_stopping |= published.pop("stop")
-        self._events.write("steps", **published, memory_bytes=peak_bytes(self._world.device))
+        wait = self._data_waits.next(len(published["losses"]), published["seconds"])
+        self._events.write("steps", **published, data_s=wait.waited_s, memory_bytes=peak_bytes(self._world.device))
         if not self._is_first:
-            self._measured.append((len(published["losses"]), published["seconds"]))
+            self._measured.append((wait.steps, wait.seconds))
+            self._data_waits.note(wait, self._events)
         self._is_first = False
         self.skipped += published["skipped"]
         self.loss = published["losses"][-1]
@@ -125,7 +129,7 @@ class Curves:
         job, plan, world = step.source
         self._events = EventLog(share_run(Path(folder)).events(world.rank))
         self._events.write("start", **start_report(job, plan, world, step))
-        self._journal = Journal(world, self._events, step.mark)
+        self._journal = Journal(world, self._events, step)
         self._last: StepReport | None = None
 
     def add(self, report: StepReport) -> None:

@@ -64,7 +64,7 @@ def run_loop(
         watch.start(step)
         if evaluations.before_first_step(step) and saving is not None:
             saving.after(step, evaluations.last, is_stopping=callbacks.has_pending_evaluation)
-        journal = Journal(world, events, step.mark)
+        journal = Journal(world, events, step)
         began = time.perf_counter()
         step.mark("data", first_step)
         # If callbacks stopped the training before the checkpoint was saved, the resumed run trains no further steps.

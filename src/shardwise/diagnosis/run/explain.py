@@ -13,6 +13,7 @@ from shardwise.diagnosis.run.facts import read_run
 from shardwise.diagnosis.run.nccl_log import check_transports, effects
 from shardwise.diagnosis.verdicts import Verdict, VerdictReport, fail, ok, verdict_lines, warn
 from shardwise.runs.console import name_ranks
+from shardwise.runs.data_wait import DataWait, faster_data
 from shardwise.runs.recorder import PHASES
 from shardwise.spec import Spec, argument, spec_function
 
@@ -80,6 +81,7 @@ def explain(facts: RunFacts) -> RunReport:
     has_ended_early = state in ("failed", "stopped", "lost")
     if has_ended_early:
         verdicts += check_lost(facts)
+    verdicts += check_data(facts.events)
     verdicts += check_transports(facts.nccl, facts.hosts)
     if not facts.nccl.is_empty:
         verdicts += effects(facts.variables, facts.nccl)
@@ -127,6 +129,31 @@ def _check_elsewhere(facts: RunFacts, waiting: Sequence[tuple[int, Wait]]) -> li
     hosts = ", ".join(sorted({facts.hosts.get(rank, "another node") for rank in absent}))
     fix = f"run shardwise doctor run on {hosts}; the launchers report a hang with its cause"
     return [warn("hang", f"{text}; {name_ranks(sorted(absent))} on {hosts} may not have arrived", fix)]
+
+
+def check_data(events: Sequence[Event]) -> list[Verdict]:
+    """Return a warning if steps of a rank wait for data, with the rank that waits longest."""
+    waits: dict[int, DataWait] = {}
+    is_first: dict[int, bool] = {}
+    for event in events:
+        if event.rank is None:
+            continue
+        if event.kind == "start":
+            is_first[event.rank] = True
+        # The first steps after a start include compilation and the start of loader workers.
+        if event.kind == "steps" and not is_first.pop(event.rank, False):
+            waits[event.rank] = waits.get(event.rank, DataWait()) + _data_wait(event.fields)
+    worst = max(waits, key=lambda rank: waits[rank].share, default=None)
+    if worst is None or not waits[worst].is_notable:
+        return []
+    return [warn("data", f"rank {worst}: {waits[worst].text}", faster_data(None))]
+
+
+def _data_wait(fields: Mapping[str, Any]) -> DataWait:
+    try:
+        return DataWait(steps=len(fields["losses"]), seconds=float(fields["seconds"]), waited_s=float(fields["data_s"]))
+    except (KeyError, TypeError, ValueError):
+        return DataWait()  # written by a different version of shardwise
 
 
 def check_lost(facts: RunFacts) -> list[Verdict]:
