@@ -4,11 +4,14 @@ Three architectures (GPT-2, Llama with grouped keys, ResNet) x micro-batch x len
 x strategy over worlds of 2 to 64 ranks. All predictions are written down and their hash printed before the first
 measurement. On a GPU the measured figure is torch's peak of allocated bytes over the second and third step, when
 optimizer states exist; on a CPU it is the bytes of live tensors, in fp32 only, since its kernels keep other things
-under autocast. Beside it stand Accelerate's estimate (four times the parameters) and, where it is installed,
+under autocast. `--peers` prints Accelerate's estimate (four times the parameters) and, where it is installed,
 DeepSpeed's (the states of its ZeRO stages).
 
 Ten more configurations (`--new` alone measures them) have what the sampler does not draw: offload, adapters on bf16
-weights, float8, compiled blocks, and bf16 or 8-bit optimizer states; on a CPU, only adapters, in fp32.
+weights, float8, compiled blocks, and bf16 or 8-bit optimizer states; on a CPU, only adapters, in fp32. They come first.
+
+Each configuration runs in a process of its own; one that fails is printed as FAILED with its reason. `--only` measures
+those whose line contains all of the given texts (`--only resnet bf16`), and `--seconds` limits the whole run.
 
 Last, on a GPU: a configuration predicted to fill 95 % of the device must run, and one of 108 % must not.
 """
@@ -20,7 +23,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import multiprocessing
 import random
 import statistics
 from pathlib import Path
@@ -29,6 +31,9 @@ import torch
 
 import shardwise as sw
 from figures import figure
+from isolated import Budget, Failed, run_alone, run_each
+from shardwise.measurement.memory import LiveBytes
+from shardwise.measurement.step import settle_gradients
 from shardwise.planner.cost.memory import ADAMW, CONTEXT, SGD, predict_memory
 from shardwise.planner.trace.trace import describe
 from shardwise.plans import Plan, Precision
@@ -147,7 +152,13 @@ def build(drawn: Configuration) -> tuple[sw.Job, Plan]:
     }
     plan = dataclasses.replace(
         Plan.preset(name, drawn.ranks, batch_size=batch_size, accumulation=drawn.accumulation),
-        precision=Precision(compute=drawn.precision, parameter=drawn.parameter, optimizer=drawn.states),
+        precision=Precision(
+            compute=drawn.precision,
+            parameter=drawn.parameter,
+            # DDP reduces gradients in the dtype of their parameters.
+            reduce=drawn.parameter if drawn.strategy == "ddp" else "fp32",
+            optimizer=drawn.states,
+        ),
         offload=places[drawn.offload],
         compile=drawn.compiled,
         recompute=drawn.recompute,
@@ -198,14 +209,15 @@ def measure(drawn: Configuration, device: str) -> dict:
     torch.set_num_threads(1)
     with fake_world(drawn.ranks, device=device) as world:
         try:
-            return measure_step(sw.build_step(job, plan, world), device)
+            made: list = []
+            # Without communication, gradients may be NaN, and a skipped update would create no states.
+            made.append(sw.build_step(job, plan, world, before_update=lambda: settle_gradients(made[0])))
+            return measure_step(made[0], device)
         except torch.OutOfMemoryError:
             return {"peak": float("inf")}
 
 
 def measure_step(step, device: str) -> dict:
-    from shardwise.measurement.memory import LiveBytes
-
     numel = sum(parameter.numel() for _, parameter in step.named_parameters())
     if device == "cpu":
         with LiveBytes("cpu") as live:
@@ -227,12 +239,6 @@ def measure_step(step, device: str) -> dict:
     }
 
 
-def in_process(function, *arguments) -> dict:
-    """Call in a process of its own, so that no configuration inherits the memory of another."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
-
-
 def peers(drawn: Configuration, numel: int) -> str:
     """Return what Accelerate and DeepSpeed say of it, in GiB."""
     said = [f"accelerate {4 * 4 * numel / GIB:.2f}"]  # its rule for Adam: four times the parameters in fp32
@@ -248,13 +254,17 @@ def peers(drawn: Configuration, numel: int) -> str:
     return ", ".join(said)
 
 
-def check_fill(share: float) -> bool:
-    """Whether a job that is predicted to take this share of the device runs."""
+def check_fill(share: float, budget: Budget) -> bool | None:
+    """Return whether a job that is predicted to take this share of the device runs; None if that is unknown."""
     total = torch.cuda.mem_get_info()[1]
     base = Configuration("llama", 2048, 24, 2048, 1, "zero3", 8, "none", "bf16", "adamw", 1)
     sizes = [(dataclasses.replace(base, micro_batch=number)) for number in range(1, 400)]
     nearest = min(sizes, key=lambda drawn: abs(predict_again(drawn) / total - share))
-    return in_process(measure, nearest, "cuda")["peak"] != float("inf")
+    found = run_alone(measure, nearest, "cuda", limit_s=min(budget.left, 120.0))
+    if isinstance(found, Failed):
+        print(f"{words(nearest)} FAILED {found.reason}", flush=True)
+        return None
+    return found["peak"] != float("inf")
 
 
 @functools.cache
@@ -284,47 +294,98 @@ def extras(one: Configuration) -> str:
     return " ".join(f"{name}={value}" for name, value in given.items())
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="nine configurations")
     parser.add_argument("--new", action="store_true", help="only those with offload, LoRA, float8, compile and states")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only those whose line has all texts")
     parser.add_argument("--number", type=int, default=42)
-    parser.add_argument("--jobs", type=int, default=1, help="configurations at once, each in a process of its own")
+    parser.add_argument("--jobs", type=int, default=1, help="configurations at once")
+    parser.add_argument("--seconds", type=float, help="limit of the whole run")
+    parser.add_argument("--parts", action="store_true", help="print the predicted parts of each peak")
+    parser.add_argument("--peers", action="store_true", help="print the estimates of Accelerate and DeepSpeed, too")
     parser.add_argument("--save", type=Path, help="write every row as JSON")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def chosen(options: argparse.Namespace, *, on_gpu: bool) -> list[Configuration]:
+    """Return the configurations to measure, those that the sampler does not draw first."""
+    found = [] if options.quick and not options.new else new_configurations(on_gpu=on_gpu)
+    if not options.new:
+        found += draw(9 if options.quick else options.number, on_gpu=on_gpu)
+    return [one for one in found if all(text in words(one) for text in options.only)]
+
+
+def main() -> None:
+    options = parse()
+    budget = Budget.of(options.seconds)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, live tensors, fp32"
-    print(f"{where}, torch {torch.__version__}, rank 0 of fake worlds", flush=True)
-    drawn = [] if options.new else draw(9 if options.quick else options.number, on_gpu=device == "cuda")
-    if options.new or not options.quick:
-        drawn += new_configurations(on_gpu=device == "cuda")
-    spawned = multiprocessing.get_context("spawn")
-    with spawned.Pool(options.jobs) as pool:
-        predicted = pool.map(predict, drawn, chunksize=1)
-    written = [dataclasses.asdict(one) | {"peak": said["peak"]} for one, said in zip(drawn, predicted, strict=True)]
+    print(f"{where}, torch {torch.__version__}, rank 0 of fake worlds; GiB", flush=True)
+    drawn = chosen(options, on_gpu=device == "cuda")
+    predicted = list(run_each(predict, drawn, jobs=options.jobs, budget=budget))
+    written = [
+        dataclasses.asdict(one) | {"predicted": _plain(said)} for one, said in zip(drawn, predicted, strict=True)
+    ]
     digest = hashlib.sha256(json.dumps(written).encode()).hexdigest()
     print(f"predictions of {len(drawn)} configurations, sha256 {digest}", flush=True)
-    errors, rows = [], []
-    with spawned.Pool(options.jobs, maxtasksperchild=1) as pool:
-        measured = pool.map(functools.partial(measure, device=device), drawn, chunksize=1)
-    for one, said, found in zip(drawn, predicted, measured, strict=True):
-        error = (said["peak"] / found["peak"] - 1) * 100
-        errors.append(error)
-        rows.append(dataclasses.asdict(one) | {"predicted": said, "measured": found})
-        print(
-            f"{words(one)} measured {found['peak'] / GIB:8.3f} predicted {said['peak'] / GIB:8.3f} GiB"
-            f" ({error:+5.1f} %)  {peers(one, found.get('numel', 0))}",
-            flush=True,
-        )
+    errors = []
+    measured = run_each(functools.partial(measure, device=device), drawn, jobs=options.jobs, budget=budget)
+    for row, one, said, found in zip(written, drawn, predicted, measured, strict=True):
+        row["measured"] = _plain(found)
+        error = report(one, said, found)
+        if error is not None:
+            errors.append(error)
+            if options.parts:
+                print(
+                    "    " + ", ".join(f"{name} {amount / GIB:.3f}" for name, amount in said["parts"].items()),
+                    flush=True,
+                )
     if options.save:
-        options.save.write_text(json.dumps(rows, indent=1))
+        options.save.write_text(json.dumps(written, indent=1))
+    conclude(errors, len(drawn))
+    if options.peers:  # last, since to import DeepSpeed changes sys.path
+        for one, row in zip(drawn, written, strict=True):
+            print(f"{words(one)} {peers(one, row['measured'].get('numel', 0))}", flush=True)
+    if device == "cuda" and not (options.quick or options.new or options.only):
+        fits, exceeds = check_fill(0.95, budget), check_fill(1.08, budget)
+        if fits is not None:
+            figure("plan_memory.fits_at_95", float(fits), "runs", at_least=1)
+        if exceeds is not None:
+            figure("plan_memory.fails_at_108", float(not exceeds), "fails", at_least=1)
+
+
+def _plain(result: dict | Failed) -> dict:
+    return {"failed": result.reason} if isinstance(result, Failed) else result
+
+
+def report(one: Configuration, said: dict | Failed, found: dict | Failed) -> float | None:
+    """Print a configuration in a line; returns its error in percent, None if it failed."""
+    for result in (said, found):
+        if isinstance(result, Failed):
+            print(f"{words(one)} FAILED {result.reason}", flush=True)
+            return None
+    if found["peak"] == float("inf"):
+        print(f"{words(one)} FAILED out of memory, predicted {said['peak'] / GIB:.3f}", flush=True)
+        return None
+    error = (said["peak"] / found["peak"] - 1) * 100
+    print(
+        f"{words(one)} measured {found['peak'] / GIB:7.3f} predicted {said['peak'] / GIB:7.3f} ({error:+5.1f} %)"
+        f" {said['phase']}",
+        flush=True,
+    )
+    return error
+
+
+def conclude(errors: list[float], number: int) -> None:
+    """Print the figures of all configurations that were measured."""
+    figure("plan_memory.measured", float(len(errors)), f"of-{number}-configurations", at_least=number)
+    if not errors:
+        return
     sizes = sorted(abs(error) for error in errors)
     figure("plan_memory.median", statistics.median(sizes), "percent", at_most=1)
     figure("plan_memory.p95", sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))], "percent", at_most=4)
     figure("plan_memory.under", max(0.0, -min(errors)), "percent", at_most=5)
-    if device == "cuda" and not options.quick and not options.new:
-        figure("plan_memory.fits_at_95", float(check_fill(0.95)), "runs", at_least=1)
-        figure("plan_memory.fails_at_108", float(not check_fill(1.08)), "fails", at_least=1)
 
 
 if __name__ == "__main__":
