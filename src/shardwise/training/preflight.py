@@ -38,9 +38,10 @@ from shardwise.parallel.parameter_rules import (
 )
 from shardwise.parallel.sharded import check_sharded
 from shardwise.parallel.stages import check_stages, count_layers, find_layers
-from shardwise.parallel.support import check_device, uses_ddp
+from shardwise.parallel.support import check_device
 from shardwise.parallel.tensor_rules import check_tensor, find_rules, split_dim, styles_by_name
 from shardwise.plans.pipeline import check_pipeline, split_layers
+from shardwise.plans.rules import accumulates_in_fp32
 from shardwise.torch_private.dispatch import tree_map_only
 from shardwise.training.step.captured import check_shapes, sampled_batches, sampled_forms
 from shardwise.training.step.pipeline import shapes_differ
@@ -267,7 +268,14 @@ def check_own_loop(model: nn.Module, plan: Plan) -> None:
             code="support.own-loop-zero1",
             fix="use build_step, or the plan zero2",
         )
-    if plan.layout.dp > 1 and plan.zero < 2 and not uses_ddp(plan):
+    if accumulates_in_fp32(plan) and plan.layout.dp > 1:
+        raise PlanError(
+            f"gradients of bf16 parameters are accumulated in fp32 over {plan.accumulation} micro-batches and summed"
+            " without DDP, which custom training loops do not support",
+            code="support.own-loop-bf16-accumulation",
+            fix="use build_step, set accumulation = 1, or use the plan zero2",
+        )
+    if plan.layout.dp > 1 and plan.zero < 2 and plan.layout.tp > 1:
         raise PlanError(
             f"plan {plan.layout} replicates tensor-parallel weights, which custom training loops do not support",
             code="support.own-loop-split-replicas",
