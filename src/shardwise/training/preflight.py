@@ -216,9 +216,12 @@ def _needs_model(job: Job, plan: Plan) -> bool:
 
 
 def check_fit(job: Job, plan: Plan, world: World) -> None:
-    """Raise PlanError if the plan is not supported, or does not match the world size or the job's batch size."""
+    """Raise PlanError if the plan is not supported, or does not match the world size or the job's batch size.
+
+    Communicates over a world of GPUs; call on every rank.
+    """
     require_supported(plan)
-    check_precision_of(world.device, plan)
+    check_precision_of(world, plan)
     if plan.layout.pp > 1 and world.backend == "gloo" and world.device.type == "cuda":
         raise PlanError(
             f"plan {plan.layout} has pipeline stages on GPUs, but gloo cannot send GPU tensors",
@@ -241,10 +244,21 @@ def check_fit(job: Job, plan: Plan, world: World) -> None:
     check_job(job, plan)
 
 
-def check_precision_of(device: torch.device, plan: Plan) -> None:
-    """Raise PlanError if the GPU of this rank does not compute in the plan's precisions."""
-    if device.type == "cuda":
-        check_device(plan, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+def check_precision_of(world: World, plan: Plan) -> None:
+    """Raise PlanError on every rank if the GPU of any rank does not compute in the plan's precisions.
+
+    Communicates over a world of GPUs; call on every rank.
+    """
+    if world.device.type != "cuda":
+        return
+    refusal: PlanError | None = None
+    try:
+        check_device(plan, torch.cuda.get_device_name(world.device), torch.cuda.get_device_capability(world.device))
+    except PlanError as error:
+        refusal = error
+    refusals = [refusal] if world.size == 1 or world.backend == "fake" else world.gather(refusal)
+    for found in filter(None, refusals):
+        raise found
 
 
 def check_own_loop(model: nn.Module, plan: Plan) -> None:
