@@ -10,6 +10,6 @@ def figure(name: str, value: float, unit: str, *, at_most: float | None = None, 
     elif at_least is not None:
         target, met = f">={at_least:g}", value >= at_least
     else:
-        print(f"FIGURE {name} {value:.4g} {unit}")
+        print(f"FIGURE {name} {value:.4g} {unit}", flush=True)
         return
-    print(f"FIGURE {name} {value:.4g} {unit} target {target} {'met' if met else 'missed'}")
+    print(f"FIGURE {name} {value:.4g} {unit} target {target} {'met' if met else 'missed'}", flush=True)

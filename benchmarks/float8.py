@@ -1,10 +1,10 @@
 """Float8: forward and backward of one linear layer in float8 and in bf16, by the sizes of the layer.
 
-`LEAST_WIDTH` of shardwise/parallel/float8.py comes from this table. A layer with bf16 weights is compiled and computes
-the gradients of its input and its weight; on a GPU, the calls are captured in a CUDA graph, so that launches cost
-nothing, as in a captured step. torchao's recipes: tensorwise, and rowwise with the weight gradient in bf16. The casts
-of inputs read them once more here; in a model, the compiler fuses them with the operation before, so that layers gain
-somewhat more than in this table.
+`FLOAT8_LEAST_WIDTH` of shardwise/plans/rules.py comes from this table. A layer with bf16 weights is compiled and
+computes the gradients of its input and its weight; on a GPU, the calls are captured in a CUDA graph, so that launches
+cost nothing, as in a captured step. torchao's recipes: tensorwise, and rowwise with the weight gradient in bf16. The
+casts of inputs read them once more here; in a model, the compiler fuses them with the operation before, so that layers
+gain somewhat more than in this table.
 
 Without a GPU, `--quick` tries the script on one small layer with emulated products; its figures mean nothing there.
 """

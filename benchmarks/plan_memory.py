@@ -4,11 +4,14 @@ Three architectures (GPT-2, Llama with grouped keys, ResNet) x micro-batch x len
 x strategy over worlds of 2 to 64 ranks. All predictions are written down and their hash printed before the first
 measurement. On a GPU the measured figure is torch's peak of allocated bytes over the second and third step, when
 optimizer states exist; on a CPU it is the bytes of live tensors, in fp32 only, since its kernels keep other things
-under autocast. Beside it stand Accelerate's estimate (four times the parameters) and, where it is installed,
+under autocast. `--peers` prints Accelerate's estimate (four times the parameters) and, where it is installed,
 DeepSpeed's (the states of its ZeRO stages).
 
 Ten more configurations (`--new` alone measures them) have what the sampler does not draw: offload, adapters on bf16
-weights, float8, compiled blocks, and bf16 or 8-bit optimizer states; on a CPU, only adapters, in fp32.
+weights, float8, compiled blocks, and bf16 or 8-bit optimizer states; on a CPU, only adapters, in fp32. They come first.
+
+Each configuration runs in a process of its own; one that fails is printed as FAILED with its reason. `--only` measures
+those whose line contains all of the given texts (`--only resnet bf16`), and `--seconds` limits the whole run.
 
 Last, on a GPU: a configuration predicted to fill 95 % of the device must run, and one of 108 % must not.
 """
@@ -20,8 +23,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import multiprocessing
-import random
 import statistics
 from pathlib import Path
 
@@ -29,158 +30,16 @@ import torch
 
 import shardwise as sw
 from figures import figure
+from isolated import Budget, Failed, run_alone, run_each
+from peak_operators import PeakOperators
+from plan_memory_configurations import Configuration, build, draw, new_configurations, words
+from shardwise.measurement.memory import LiveBytes
+from shardwise.measurement.step import settle_gradients
 from shardwise.planner.cost.memory import ADAMW, CONTEXT, SGD, predict_memory
 from shardwise.planner.trace.trace import describe
-from shardwise.plans import Plan, Precision
-from shardwise.plans.sections import Offload
 from shardwise.testing import fake_world
 
 GIB = 1 << 30
-LINEARS = {"llama": ("qkv", "attn.out", "gate", "up", "down"), "gpt2": ("qkv", "attn.out", "up", "down")}
-"""Names of the linear layers of a block."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Configuration:
-    """One draw of the sampler."""
-
-    architecture: str
-    width: int
-    layers: int
-    length: int
-    """Tokens of a sample, or pixels of an image's side."""
-    micro_batch: int
-    strategy: str
-    ranks: int
-    recompute: str
-    precision: str
-    optimizer: str
-    accumulation: int
-    compiled: str = "none"
-    offload: str = "none"
-    """"optimizer", or "all" for parameters, too."""
-    lora: int = 0
-    """Rank of adapters on every linear layer of a block, whose weights are in bf16 on a GPU."""
-    parameter: str = "fp32"
-    states: str = "fp32"
-
-
-def new_configurations(*, on_gpu: bool) -> list[Configuration]:
-    """Return the ten configurations with offload, adapters, float8, compilation and narrow states."""
-    size = (2048, 16, 1024, 4) if on_gpu else (128, 3, 64, 4)
-    precision = "bf16" if on_gpu else "fp32"
-    base = Configuration("llama", *size, "zero3", 8, "none", precision, "adamw", 1)
-    changes: list[dict] = [{"lora": 16}, {"lora": 16, "strategy": "ddp", "ranks": 2, "recompute": "full"}]
-    if on_gpu:
-        changes += [
-            {"strategy": "zero2", "offload": "optimizer"},
-            {"offload": "all", "accumulation": 2},
-            {"precision": "float8", "compiled": "blocks"},
-            {"precision": "float8", "compiled": "blocks", "recompute": "full", "strategy": "ddp"},
-            {"compiled": "blocks"},
-            {"compiled": "blocks", "strategy": "ddp", "architecture": "gpt2"},
-            {"parameter": "bf16", "states": "bf16", "strategy": "ddp"},
-            {"states": "int8", "strategy": "zero2"},
-        ]
-    return [dataclasses.replace(base, **change) for change in changes]
-
-
-def draw(number: int, *, on_gpu: bool, seed: int = 6) -> list[Configuration]:
-    """Return `number` configurations, each architecture and strategy about equally often."""
-    chance = random.Random(seed)
-    found = []
-    while len(found) < number:
-        architecture = ("gpt2", "llama", "resnet")[len(found) % 3]
-        strategy = chance.choice(("ddp", "zero1", "zero2", "zero3", "tp"))
-        if architecture == "resnet" and strategy == "tp":
-            continue
-        images = architecture == "resnet"
-        found.append(
-            Configuration(
-                architecture=architecture,
-                width=chance.choice((1024, 1536, 2048) if on_gpu else (128, 192)),
-                layers=chance.choice((18, 50)) if images else chance.choice((8, 16, 24) if on_gpu else (3, 5)),
-                length=chance.choice((160, 224) if on_gpu else (32,))
-                if images
-                else chance.choice((512, 1024, 2048) if on_gpu else (64, 128)),
-                micro_batch=chance.choice((16, 32, 64) if on_gpu else (4, 8))
-                if images
-                else chance.choice((1, 2, 4, 8)),
-                strategy=strategy,
-                ranks=chance.choice((2, 4, 8)) if strategy == "tp" else chance.choice((2, 4, 8, 16, 32, 64)),
-                recompute=chance.choice(("none", "selective", "full")),
-                precision=chance.choice(("bf16", "fp32")) if on_gpu else "fp32",
-                optimizer=chance.choice(("adamw", "sgd")),
-                accumulation=chance.choice((1, 1, 2)),
-            )
-        )
-    return found
-
-
-class Rows(torch.utils.data.Dataset):
-    """Random samples of a configuration."""
-
-    def __init__(self, drawn: Configuration) -> None:
-        self.drawn = drawn
-
-    def __len__(self) -> int:
-        return 4096
-
-    def __getitem__(self, index: int):
-        generator = torch.Generator().manual_seed(index)
-        if self.drawn.architecture == "resnet":
-            side = self.drawn.length
-            return torch.randn(3, side, side, generator=generator), index % 1000
-        row = torch.randint(0, 8000, (self.drawn.length + 1,), generator=generator)
-        return row[:-1], row[1:]
-
-
-def build(drawn: Configuration) -> tuple[sw.Job, Plan]:
-    """Return the job and the plan of a configuration."""
-    name = f"tp{drawn.ranks}" if drawn.strategy == "tp" else drawn.strategy
-    readers = Plan.preset(name, drawn.ranks).layout.dp
-    batch_size = readers * drawn.micro_batch * drawn.accumulation
-    places = {
-        "none": Offload(),
-        "optimizer": Offload(optimizer="cpu"),
-        "all": Offload(parameters="cpu", optimizer="cpu"),
-    }
-    plan = dataclasses.replace(
-        Plan.preset(name, drawn.ranks, batch_size=batch_size, accumulation=drawn.accumulation),
-        precision=Precision(compute=drawn.precision, parameter=drawn.parameter, optimizer=drawn.states),
-        offload=places[drawn.offload],
-        compile=drawn.compiled,
-        recompute=drawn.recompute,
-        batch_norm="local",
-    )
-    job = sw.Job(
-        model=lambda: make_model(drawn),
-        data=lambda split: Rows(drawn) if split == "train" else None,
-        loss=sw.losses.cross_entropy if drawn.architecture == "resnet" else sw.losses.token_cross_entropy,
-        optimizer=sw.adamw(lr=1e-4) if drawn.optimizer == "adamw" else sw.sgd(lr=1e-4, momentum=0.9),
-        batch_size=batch_size,
-        steps=3,
-        lora=sw.Lora(targets=LINEARS[drawn.architecture], rank=drawn.lora) if drawn.lora else None,
-    )
-    return job, plan
-
-
-def make_model(drawn: Configuration) -> torch.nn.Module:
-    """Return the untrained model."""
-    if drawn.architecture == "resnet":
-        return {18: sw.models.resnet18, 50: sw.models.resnet50}[drawn.layers]()
-    heads = drawn.width // 64 if drawn.width >= 1024 else 8
-    groups = {"num_kv_heads": 8, "mlp_width": 8 * (drawn.width // 3)} if drawn.architecture == "llama" else {}
-    model = sw.models.decoder(
-        "llama3-8b" if drawn.architecture == "llama" else "gpt2",
-        width=drawn.width,
-        num_layers=drawn.layers,
-        num_heads=heads,
-        vocab_size=8000,
-        context=drawn.length,
-        **groups,
-    )
-    return model.bfloat16() if drawn.lora and drawn.precision == "bf16" else model
 
 
 def predict(drawn: Configuration) -> dict:
@@ -198,14 +57,15 @@ def measure(drawn: Configuration, device: str) -> dict:
     torch.set_num_threads(1)
     with fake_world(drawn.ranks, device=device) as world:
         try:
-            return measure_step(sw.build_step(job, plan, world), device)
+            made: list = []
+            # Without communication, gradients may be NaN, and a skipped update would create no states.
+            made.append(sw.build_step(job, plan, world, before_update=lambda: settle_gradients(made[0])))
+            return measure_step(made[0], device)
         except torch.OutOfMemoryError:
             return {"peak": float("inf")}
 
 
 def measure_step(step, device: str) -> dict:
-    from shardwise.measurement.memory import LiveBytes
-
     numel = sum(parameter.numel() for _, parameter in step.named_parameters())
     if device == "cpu":
         with LiveBytes("cpu") as live:
@@ -214,10 +74,12 @@ def measure_step(step, device: str) -> dict:
                 if step(batch).number == 0:
                     live.reset_peak()
         return {"peak": live.peak_bytes, "numel": numel}
-    for batch in step.feed:
-        if step(batch).number == 0:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+    batches = iter(step.feed)
+    step(next(batches))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    for batch in batches:
+        step(batch)
     torch.cuda.synchronize()
     return {
         "peak": torch.cuda.max_memory_allocated(),
@@ -227,10 +89,16 @@ def measure_step(step, device: str) -> dict:
     }
 
 
-def in_process(function, *arguments) -> dict:
-    """Call in a process of its own, so that no configuration inherits the memory of another."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
+def explain(drawn: Configuration) -> list[str]:
+    """Train two steps as rank 0 on a GPU; return the operators of the second with the highest allocated bytes."""
+    job, plan = build(drawn)
+    with fake_world(drawn.ranks, device="cuda") as world:
+        step = sw.build_step(job, plan, world)
+        batches = iter(step.feed)
+        step(next(batches))
+        with PeakOperators() as operators:
+            step(next(batches))
+        return [str(one) for one in operators.highest(8)]
 
 
 def peers(drawn: Configuration, numel: int) -> str:
@@ -248,13 +116,17 @@ def peers(drawn: Configuration, numel: int) -> str:
     return ", ".join(said)
 
 
-def check_fill(share: float) -> bool:
-    """Whether a job that is predicted to take this share of the device runs."""
+def check_fill(share: float, budget: Budget) -> bool | None:
+    """Return whether a job that is predicted to take this share of the device runs; None if that is unknown."""
     total = torch.cuda.mem_get_info()[1]
     base = Configuration("llama", 2048, 24, 2048, 1, "zero3", 8, "none", "bf16", "adamw", 1)
     sizes = [(dataclasses.replace(base, micro_batch=number)) for number in range(1, 400)]
     nearest = min(sizes, key=lambda drawn: abs(predict_again(drawn) / total - share))
-    return in_process(measure, nearest, "cuda")["peak"] != float("inf")
+    found = run_alone(measure, nearest, "cuda", limit_s=min(budget.left, 120.0))
+    if isinstance(found, Failed):
+        print(f"{words(nearest)} FAILED {found.reason}", flush=True)
+        return None
+    return found["peak"] != float("inf")
 
 
 @functools.cache
@@ -268,63 +140,105 @@ def predict_again(drawn: Configuration) -> float:
     return predict_memory(shape_of(dataclasses.replace(drawn, micro_batch=1)).for_plan(plan), plan).total
 
 
-def words(one: Configuration) -> str:
-    """Return a configuration in a line."""
-    return (
-        f"{one.architecture:7} {one.width:5} x{one.layers:<3} len {one.length:4} batch"
-        f" {one.micro_batch:2}x{one.accumulation} {one.strategy + str(one.ranks):8} {one.recompute:9} {one.precision}"
-        f" {one.optimizer:5} {extras(one)}"
-    )
-
-
-def extras(one: Configuration) -> str:
-    """Return what the sampler does not draw."""
-    fields = {"compiled": "none", "offload": "none", "lora": 0, "parameter": "fp32", "states": "fp32"}
-    given = {name: getattr(one, name) for name, default in fields.items() if getattr(one, name) != default}
-    return " ".join(f"{name}={value}" for name, value in given.items())
-
-
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="nine configurations")
     parser.add_argument("--new", action="store_true", help="only those with offload, LoRA, float8, compile and states")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only those whose line has all texts")
     parser.add_argument("--number", type=int, default=42)
-    parser.add_argument("--jobs", type=int, default=1, help="configurations at once, each in a process of its own")
+    parser.add_argument("--jobs", type=int, default=1, help="configurations at once")
+    parser.add_argument("--seconds", type=float, help="limit of the whole run")
+    parser.add_argument("--parts", action="store_true", help="print the predicted parts of each peak")
+    parser.add_argument("--explain", action="store_true", help="on a GPU, the operators with the highest peaks")
+    parser.add_argument("--peers", action="store_true", help="print the estimates of Accelerate and DeepSpeed, too")
     parser.add_argument("--save", type=Path, help="write every row as JSON")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def chosen(options: argparse.Namespace, *, on_gpu: bool) -> list[Configuration]:
+    """Return the configurations to measure, those that the sampler does not draw first."""
+    found = [] if options.quick and not options.new else new_configurations(on_gpu=on_gpu)
+    if not options.new:
+        found += draw(9 if options.quick else options.number, on_gpu=on_gpu)
+    return [one for one in found if all(text in words(one) for text in options.only)]
+
+
+def main() -> None:
+    options = parse()
+    budget = Budget.of(options.seconds)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, live tensors, fp32"
-    print(f"{where}, torch {torch.__version__}, rank 0 of fake worlds", flush=True)
-    drawn = [] if options.new else draw(9 if options.quick else options.number, on_gpu=device == "cuda")
-    if options.new or not options.quick:
-        drawn += new_configurations(on_gpu=device == "cuda")
-    spawned = multiprocessing.get_context("spawn")
-    with spawned.Pool(options.jobs) as pool:
-        predicted = pool.map(predict, drawn, chunksize=1)
-    written = [dataclasses.asdict(one) | {"peak": said["peak"]} for one, said in zip(drawn, predicted, strict=True)]
+    print(f"{where}, torch {torch.__version__}, rank 0 of fake worlds; GiB", flush=True)
+    drawn = chosen(options, on_gpu=device == "cuda")
+    predicted = list(run_each(predict, drawn, jobs=options.jobs, budget=budget))
+    written = [
+        dataclasses.asdict(one) | {"predicted": _plain(said)} for one, said in zip(drawn, predicted, strict=True)
+    ]
     digest = hashlib.sha256(json.dumps(written).encode()).hexdigest()
     print(f"predictions of {len(drawn)} configurations, sha256 {digest}", flush=True)
-    errors, rows = [], []
-    with spawned.Pool(options.jobs, maxtasksperchild=1) as pool:
-        measured = pool.map(functools.partial(measure, device=device), drawn, chunksize=1)
-    for one, said, found in zip(drawn, predicted, measured, strict=True):
-        error = (said["peak"] / found["peak"] - 1) * 100
-        errors.append(error)
-        rows.append(dataclasses.asdict(one) | {"predicted": said, "measured": found})
-        print(
-            f"{words(one)} measured {found['peak'] / GIB:8.3f} predicted {said['peak'] / GIB:8.3f} GiB"
-            f" ({error:+5.1f} %)  {peers(one, found.get('numel', 0))}",
-            flush=True,
-        )
+    errors = []
+    measured = run_each(functools.partial(measure, device=device), drawn, jobs=options.jobs, budget=budget)
+    for row, one, said, found in zip(written, drawn, predicted, measured, strict=True):
+        row["measured"] = _plain(found)
+        error = report(one, said, found)
+        if error is not None:
+            errors.append(error)
+        if options.parts and error is not None:
+            print(
+                "    " + ", ".join(f"{name} {amount / GIB:.3f}" for name, amount in said["parts"].items()), flush=True
+            )
+        if options.explain and error is not None and device == "cuda":
+            print_lines(run_alone(explain, one, limit_s=min(budget.left, 120.0)))
     if options.save:
-        options.save.write_text(json.dumps(rows, indent=1))
+        options.save.write_text(json.dumps(written, indent=1))
+    conclude(errors, len(drawn))
+    if options.peers:  # last, since to import DeepSpeed changes sys.path
+        for one, row in zip(drawn, written, strict=True):
+            print(f"{words(one)} {peers(one, row['measured'].get('numel', 0))}", flush=True)
+    if device == "cuda" and not (options.quick or options.new or options.only):
+        fits, exceeds = check_fill(0.95, budget), check_fill(1.08, budget)
+        if fits is not None:
+            figure("plan_memory.fits_at_95", float(fits), "runs", at_least=1)
+        if exceeds is not None:
+            figure("plan_memory.fails_at_108", float(not exceeds), "fails", at_least=1)
+
+
+def print_lines(found: list[str] | Failed) -> None:
+    for line in [f"FAILED {found.reason}"] if isinstance(found, Failed) else found:
+        print(f"    {line}", flush=True)
+
+
+def _plain(result: dict | Failed) -> dict:
+    return {"failed": result.reason} if isinstance(result, Failed) else result
+
+
+def report(one: Configuration, said: dict | Failed, found: dict | Failed) -> float | None:
+    """Print a configuration in a line; returns its error in percent, None if it failed."""
+    for result in (said, found):
+        if isinstance(result, Failed):
+            print(f"{words(one)} FAILED {result.reason}", flush=True)
+            return None
+    if found["peak"] == float("inf"):
+        print(f"{words(one)} FAILED out of memory, predicted {said['peak'] / GIB:.3f}", flush=True)
+        return None
+    error = (said["peak"] / found["peak"] - 1) * 100
+    print(
+        f"{words(one)} measured {found['peak'] / GIB:7.3f} predicted {said['peak'] / GIB:7.3f} ({error:+5.1f} %)"
+        f" {said['phase']}",
+        flush=True,
+    )
+    return error
+
+
+def conclude(errors: list[float], number: int) -> None:
+    """Print the figures of all configurations that were measured."""
+    figure("plan_memory.measured", float(len(errors)), f"of-{number}-configurations", at_least=number)
+    if not errors:
+        return
     sizes = sorted(abs(error) for error in errors)
     figure("plan_memory.median", statistics.median(sizes), "percent", at_most=1)
     figure("plan_memory.p95", sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))], "percent", at_most=4)
     figure("plan_memory.under", max(0.0, -min(errors)), "percent", at_most=5)
-    if device == "cuda" and not options.quick and not options.new:
-        figure("plan_memory.fits_at_95", float(check_fill(0.95)), "runs", at_least=1)
-        figure("plan_memory.fails_at_108", float(not check_fill(1.08)), "fails", at_least=1)
 
 
 if __name__ == "__main__":

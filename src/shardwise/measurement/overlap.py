@@ -18,7 +18,7 @@ from shardwise.job.load import replace_at
 from shardwise.measurement.specs import rank_zero
 from shardwise.measurement.split import MeasuredTurns, Split, measure_turns, pool, split
 from shardwise.measurement.switch import SwitchedWorld
-from shardwise.parallel.support import uses_ddp
+from shardwise.plans.rules import uses_ddp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,9 +24,9 @@ from shardwise.measurement.overlap import (
 )
 from shardwise.measurement.report import BenchReport, machine_facts
 from shardwise.measurement.specs import bench_device, load_torch_job, warn_if_busy
-from shardwise.parallel.support import uses_ddp
 from shardwise.planner.settle import settle, split_settings
 from shardwise.plans import Plan  # noqa: TC001 - read at run time by msgspec
+from shardwise.plans.rules import uses_ddp
 from shardwise.plots.figures import Bars, Table, table_lines
 from shardwise.plots.page import Findings, Section
 

@@ -242,8 +242,11 @@ def _peak(device: torch.device) -> int:
 
 
 def _live_peak(step: Step, batches: Iterator[StepBatch]) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """Count live tensors over two steps; return the peak of the second step and its largest tensors."""
-    with LiveBytes("cpu") as live:
+    """Count live tensors over two steps; return the peak of the second step and its largest tensors.
+
+    Compiled regions run eagerly, since torch.compile does not run under a mode that sees every operator.
+    """
+    with torch.compiler.set_stance("force_eager"), LiveBytes("cpu") as live:
         live.watch("parameters", (parameter for _, parameter in step.named_parameters()))
         states = (value for state in step.optimizer.state.values() for value in state.values())
         live.watch("optimizer states", (value for value in states if isinstance(value, torch.Tensor)))

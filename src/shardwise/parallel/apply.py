@@ -17,7 +17,7 @@ from shardwise.parallel.batch_norm import (
 )
 from shardwise.parallel.collectives import stages_of, unwrap
 from shardwise.parallel.context import context_parallel
-from shardwise.parallel.float8 import float8_linears, gather_in_float8, gathers_float8, select_linears
+from shardwise.parallel.float8 import float8_linears, gather_in_float8, select_linears
 from shardwise.parallel.fused_loss import fuse_head
 from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync, ShardSync, SummedSync
 from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
@@ -32,9 +32,9 @@ from shardwise.parallel.sharded import (
     shard_unit,
     unshardable,
 )
-from shardwise.parallel.support import accumulates_in_fp32, uses_ddp
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.parallel.weights import fill_buffers, fill_parameters
+from shardwise.plans.rules import accumulates_in_fp32, gathers_float8, uses_ddp
 from shardwise.torch_private.distributed import disable_autograd_cache
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def replicate_parameters(module: nn.Module, plan: Plan, context: MeshContext, _:
 
     DDP reduces gradients in the dtype of their parameters, so gradients accumulated in fp32 are summed without it.
     """
-    if context.dp_group is None or not uses_ddp(plan) or accumulates_in_fp32(plan):
+    if context.dp_group is None or not uses_ddp(plan):
         return module
     return replicate(module, context.dp_group, context.device, plan.communication)
 

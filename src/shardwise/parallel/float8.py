@@ -17,6 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import JobError, MissingExtraError, some_of
 from shardwise.parallel.recompute import block_of, find_blocks
+from shardwise.plans.rules import (
+    FLOAT8_LEAST_WIDTH,
+    FLOAT8_MULTIPLE,
+    gains_from_float8,
+    gathers_float8,
+    is_float8_size,
+)
 from shardwise.torch_private.dispatch import maxima_of
 from shardwise.torch_private.distributed import extend_all_gather, modules_of, padded_shard, parameter_groups
 
@@ -27,11 +34,6 @@ if TYPE_CHECKING:
 
     from shardwise.plans import Plan
 
-MULTIPLE = 16
-"""Both dimensions of a weight must be multiples of this number, the alignment of float8 kernels."""
-LEAST_WIDTH = {"tensorwise": 1024, "rowwise": 2048}
-"""Smallest dimension of a weight in float8, by recipe: on an H200, whole steps were slower at width 768 and faster at
-2048 (rowwise: 5 % faster), and the limits between them are a judgement. benchmarks/float8.py measures single layers."""
 _RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise_with_gw_hp"}
 """Recipe of a plan -> torchao's; its rowwise recipe with the weight gradient in bf16 is the one that trains as well."""
 
@@ -72,12 +74,13 @@ def select_linears(module: nn.Module, plan: Plan) -> frozenset[str]:
     wanted = {name: each for name, each in linears.items() if block_of(name, blocks)}
     if plan.float8.head:
         wanted |= {name: each for name, each in linears.items() if not block_of(name, blocks)}
-    least = LEAST_WIDTH[plan.float8.recipe]
-    chosen = {name for name, each in wanted.items() if is_aligned(each) and min(each.weight.shape) >= least}
+    recipe = plan.float8.recipe
+    chosen = {name for name, each in wanted.items() if gains_from_float8(*_size(each), recipe)}
     if not chosen:
+        least, multiple = FLOAT8_LEAST_WIDTH[recipe], FLOAT8_MULTIPLE
         smallest = min((min(each.weight.shape) for each in wanted.values()), default=0)
         raise JobError(
-            f"float8 needs linear layers in blocks of at least {least} rows and columns, multiples of {MULTIPLE},"
+            f"float8 needs linear layers in blocks of at least {least} rows and columns, multiples of {multiple},"
             f" but the narrowest of {len(wanted)} has {smallest}",
             code="support.float8-no-layer",
             fix="pass --set precision=bf16, or name layers in float8.modules",
@@ -96,7 +99,7 @@ def _named_linears(linears: dict[str, nn.Linear], names: Collection[str]) -> fro
     odd = [f"{name} {list(linears[name].weight.shape)}" for name in names if not is_aligned(linears[name])]
     if odd:
         raise JobError(
-            f"float8 requires weights whose dimensions are multiples of {MULTIPLE}, got {some_of(odd)}",
+            f"float8 requires weights whose dimensions are multiples of {FLOAT8_MULTIPLE}, got {some_of(odd)}",
             code="support.float8-dimensions",
             fix="remove these layers from float8.modules",
         )
@@ -105,7 +108,11 @@ def _named_linears(linears: dict[str, nn.Linear], names: Collection[str]) -> fro
 
 def is_aligned(linear: nn.Linear) -> bool:
     """Return whether float8 kernels support the dimensions of a layer."""
-    return all(size % MULTIPLE == 0 for size in linear.weight.shape)
+    return is_float8_size(*_size(linear))
+
+
+def _size(linear: nn.Linear) -> tuple[int, int]:
+    return linear.out_features, linear.in_features
 
 
 # All-gather of float8 weights under FSDP2, in one byte per element.
@@ -115,17 +122,6 @@ def is_aligned(linear: nn.Linear) -> bool:
 # One all-reduce at the start of a forward pass reduces the maxima of all weights; parameters do not change before the
 # backward pass, which gathers them with the same scales. FSDP2 gathers bytes (uint8), since gloo has no float8.
 # Reference: torchao's WeightWithDynamicFloat8CastTensor, which is a tensor subclass of parameters.
-
-
-def gathers_float8(plan: Plan) -> bool:
-    """Return whether ranks gather float8 weights in 8 bits; otherwise FSDP2 gathers them in bf16.
-
-    Not with tp, whose scales span a second group of ranks, nor with the rowwise recipe, whose backward pass needs the
-    scales of columns, nor with offloaded parameters, which FSDP2 copies to tensors without the extension.
-    """
-    is_sharded = plan.zero >= 2 and plan.layout.folded.shard > 1
-    is_supported = plan.float8.recipe == "tensorwise" and plan.layout.tp == 1 and plan.offload.parameters == "none"
-    return plan.precision.compute == "float8" and is_sharded and is_supported
 
 
 def gather_in_float8(root: nn.Module) -> None:

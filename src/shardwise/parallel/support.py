@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.errors import MissingExtraError, PlanError
 from shardwise.hardware.probe import BF16_CAPABILITY, FLOAT8_CAPABILITY, package_version
-from shardwise.planner.cost.stages import uses_ddp
 from shardwise.plans.pipeline import check_pipeline
+from shardwise.plans.rules import accumulates_in_fp32, uses_ddp
 
 if TYPE_CHECKING:
     from shardwise.plans import Plan
-
-
-__all__ = ["accumulates_in_fp32", "check_device", "check_native", "uses_ddp"]
 
 
 def check_native(plan: Plan) -> None:
@@ -104,14 +101,6 @@ def _check_bf16_parameters(plan: Plan) -> None:
             fix='set precision.reduce = "bf16", or pass --plan zero2 or zero3, which reduce in fp32',
         )
     _check_mixed_optimizer(plan)
-
-
-def accumulates_in_fp32(plan: Plan) -> bool:
-    """Return whether backward accumulates gradients of bf16 parameters in fp32, which DDP does not support.
-
-    With zero = 2 and 3, FSDP2 accumulates in the dtype of the reduction.
-    """
-    return plan.precision.parameter == "bf16" and plan.accumulation > 1 and plan.zero < 2
 
 
 def _check_summed(plan: Plan) -> None:

@@ -21,9 +21,9 @@ from shardwise.launcher.local.attempts import launch as launch_local
 from shardwise.launcher.nodes.node import NodesSpec, join_run, node_facts
 from shardwise.launcher.nodes.rounds import launch_nodes
 from shardwise.monitor.sinks import SinkSpec, parse_sink
-from shardwise.parallel.support import uses_ddp
 from shardwise.planner.settle import check_model_fits, local_device, settle_in_world, settle_job_plan, split_settings
 from shardwise.plans import Plan
+from shardwise.plans.rules import uses_ddp
 from shardwise.plans.toml import plan_to_toml
 from shardwise.recorder.imports import be_deterministic
 from shardwise.runner.local import (

@@ -40,12 +40,12 @@ from shardwise.parallel.replicated import sync_by_rounds
 from shardwise.parallel.sharded import DTYPES, LOWER
 from shardwise.parallel.stage_gate import share_copies, tied_copies
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
-from shardwise.parallel.support import accumulates_in_fp32, uses_ddp
 from shardwise.parallel.tensor_gradients import reject_unequal, unequal_gradients
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, broadcast_values
 from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
+from shardwise.plans.rules import accumulates_in_fp32, compiles_head, uses_ddp
 from shardwise.training.loading import make_feed, token_shard
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
@@ -229,9 +229,11 @@ def _compiled_head(job: Job, plan: Plan, world: World) -> str:
 
     Ranks must agree, since the answer changes which parameters FSDP2 gathers in backward.
     """
-    if plan.compile != "blocks" or plan.zero < 2 or world.backend == "fake":
+    if not compiles_head(plan):
         return ""
     head = returned_head(job, plan, lambda: next(sampled_batches(job, 1, 1), None))
+    if world.backend == "fake":  # without other ranks, there is nothing to compare
+        return head
     return head if all(each == head for each in world.gather(head)) else ""
 
 

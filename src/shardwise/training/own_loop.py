@@ -72,7 +72,7 @@ def parallelize(
     """
     world = world or running_world()
     check_own_loop(model, plan)
-    check_precision_of(world.device, plan)
+    check_precision_of(world, plan)
     if plan.precision.parameter == "fp64":
         model = model.double()
     check_dtypes(model, plan, adapted=False)

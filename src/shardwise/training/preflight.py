@@ -38,9 +38,10 @@ from shardwise.parallel.parameter_rules import (
 )
 from shardwise.parallel.sharded import check_sharded
 from shardwise.parallel.stages import check_stages, count_layers, find_layers
-from shardwise.parallel.support import check_device, uses_ddp
+from shardwise.parallel.support import check_device
 from shardwise.parallel.tensor_rules import check_tensor, find_rules, split_dim, styles_by_name
 from shardwise.plans.pipeline import check_pipeline, split_layers
+from shardwise.plans.rules import accumulates_in_fp32
 from shardwise.torch_private.dispatch import tree_map_only
 from shardwise.training.step.captured import check_shapes, sampled_batches, sampled_forms
 from shardwise.training.step.pipeline import shapes_differ
@@ -215,9 +216,12 @@ def _needs_model(job: Job, plan: Plan) -> bool:
 
 
 def check_fit(job: Job, plan: Plan, world: World) -> None:
-    """Raise PlanError if the plan is not supported, or does not match the world size or the job's batch size."""
+    """Raise PlanError if the plan is not supported, or does not match the world size or the job's batch size.
+
+    Communicates over a world of GPUs; call on every rank.
+    """
     require_supported(plan)
-    check_precision_of(world.device, plan)
+    check_precision_of(world, plan)
     if plan.layout.pp > 1 and world.backend == "gloo" and world.device.type == "cuda":
         raise PlanError(
             f"plan {plan.layout} has pipeline stages on GPUs, but gloo cannot send GPU tensors",
@@ -240,10 +244,21 @@ def check_fit(job: Job, plan: Plan, world: World) -> None:
     check_job(job, plan)
 
 
-def check_precision_of(device: torch.device, plan: Plan) -> None:
-    """Raise PlanError if the GPU of this rank does not compute in the plan's precisions."""
-    if device.type == "cuda":
-        check_device(plan, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+def check_precision_of(world: World, plan: Plan) -> None:
+    """Raise PlanError on every rank if the GPU of any rank does not compute in the plan's precisions.
+
+    Communicates over a world of GPUs; call on every rank.
+    """
+    if world.device.type != "cuda":
+        return
+    refusal: PlanError | None = None
+    try:
+        check_device(plan, torch.cuda.get_device_name(world.device), torch.cuda.get_device_capability(world.device))
+    except PlanError as error:
+        refusal = error
+    refusals = [refusal] if world.size == 1 or world.backend == "fake" else world.gather(refusal)
+    for found in filter(None, refusals):
+        raise found
 
 
 def check_own_loop(model: nn.Module, plan: Plan) -> None:
@@ -267,7 +282,14 @@ def check_own_loop(model: nn.Module, plan: Plan) -> None:
             code="support.own-loop-zero1",
             fix="use build_step, or the plan zero2",
         )
-    if plan.layout.dp > 1 and plan.zero < 2 and not uses_ddp(plan):
+    if accumulates_in_fp32(plan) and plan.layout.dp > 1:
+        raise PlanError(
+            f"gradients of bf16 parameters are accumulated in fp32 over {plan.accumulation} micro-batches and summed"
+            " without DDP, which custom training loops do not support",
+            code="support.own-loop-bf16-accumulation",
+            fix="use build_step, set accumulation = 1, or use the plan zero2",
+        )
+    if plan.layout.dp > 1 and plan.zero < 2 and plan.layout.tp > 1:
         raise PlanError(
             f"plan {plan.layout} replicates tensor-parallel weights, which custom training loops do not support",
             code="support.own-loop-split-replicas",

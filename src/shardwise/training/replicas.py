@@ -13,7 +13,7 @@ from shardwise.data.rows import tensors
 from shardwise.errors import TrainingError
 from shardwise.layout import AXES
 from shardwise.parallel.gradsync import local
-from shardwise.parallel.support import uses_ddp
+from shardwise.plans.rules import uses_ddp
 from shardwise.recorder.fingerprint import combined, fingerprints, settings_print
 from shardwise.runs.drift import Copies, DriftEvidence, ReplicaSpec, find_drift
 from shardwise.training.step.module_step import on_host

@@ -79,6 +79,16 @@ def test_gains_and_hints_compare_predictions_with_predictions(report):
     assert hints(answer) == hints(report.answer)
 
 
+def test_a_hint_beside_corrected_times_says_that_its_own_are_not():
+    answer = plan("llama3-8b", cluster="48xH100", batch_size=500, history=False).answer
+    runs = (a_record(1.6, family=answer.best.family),) * 3
+    plain, marked = hints(answer), hints(corrected(answer, MachineHistory(records=runs)))
+    assert plain
+    assert [each.text for each in marked] == [
+        f"{each.text} (times without the correction by own runs)" for each in plain
+    ]
+
+
 def test_corrections_are_bounded_and_need_several_runs_of_the_same_kind(report):
     ratios = [1.0, 50.0, 60.0, 70.0]
     assert median_ratio(ratios, (0.5, 2.0)).value == 2.0

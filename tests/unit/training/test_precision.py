@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import random
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -433,14 +434,28 @@ def test_float8_without_torchao_names_the_extra(monkeypatch):
 def test_a_gpu_without_float8_or_bf16_is_refused_by_its_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
-    device = torch.device("cuda", 0)
+    device = SimpleNamespace(device=torch.device("cuda", 0), size=1, backend="nccl")
     with refuses("support.float8-device", "Tesla V100", "7.0"):
         check_precision_of(device, Plan(precision=FLOAT8))
     for precision in (MASTERS, Precision(compute="bf16"), BF16_STATES):
         with refuses("support.bf16-device", "Tesla V100", "7.0"):
             check_precision_of(device, Plan(precision=precision))
     check_precision_of(device, Plan(precision=Precision(compute="fp16", optimizer="int8")))
-    check_precision_of(torch.device("cpu"), Plan(precision=FLOAT8))
+    check_precision_of(SimpleNamespace(device=torch.device("cpu")), Plan(precision=FLOAT8))
+
+
+def on_mixed_gpus(world):
+    """Check the plan on rank 0 with a new GPU and rank 1 with an old one; gloo carries the answers."""
+    capability, name = ((9, 0), "H100") if world.rank == 0 else ((7, 0), "Tesla V100")
+    with mock.patch.multiple(torch.cuda, get_device_capability=lambda _: capability, get_device_name=lambda _: name):
+        on_gpu = dataclasses.replace(world, device=torch.device("cuda", 0))
+        with refuses("support.float8-device", "Tesla V100", "7.0"):
+            check_precision_of(on_gpu, Plan(precision=FLOAT8))
+    return True
+
+
+def test_all_ranks_refuse_a_precision_that_the_gpu_of_one_lacks():
+    assert run_ranks(on_mixed_gpus, 2) == [True, True]
 
 
 def test_small_layers_and_the_head_stay_in_bf16():

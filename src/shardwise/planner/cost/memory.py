@@ -124,6 +124,8 @@ def _moments(own: RankState, *, on_gpu: bool) -> list[tuple[str, dict[str, float
     """Return the candidates for peak memory: the phase of each, and its allocated bytes by kind."""
     rest = own.at_rest(on_gpu=on_gpu)
     found = [_update(own, rest)]
+    if own.sharded:
+        found.append(("backward", _reduced_root(own, rest)))
     for index, share in enumerate(own.shares):
         below = own.kept(index)
         before = below + own.saved[index] * (share.number - 1)
@@ -150,7 +152,7 @@ def _accumulated(own: RankState) -> float:
     if own.plan.accumulation == 1 or (own.uses_buckets and own.plan.gradient_sync == "every"):
         return 0.0
     if not own.sharded:
-        return own.parameter_bytes * own.total("trained")
+        return own.gradient_bytes * own.total("trained")
     if own.plan.gradient_sync == "last":
         return own.reduce_bytes * own.total("trained")
     return 0.0 if own.sheds_gradients else own.reduce_bytes * own.total("owned_trained")
@@ -174,11 +176,11 @@ def _gathered_forward(own: RankState, index: int) -> float:
     came = blocks[-1].unit if blocks else own.root
     if share.part.kind != "block":
         kept = add_up(blocks, "unit") if own.plan.zero == 2 else 0.0
-        return own.compute_bytes * (own.root + kept + came)
+        return own.root + kept + came
     if share.number > 1:
         came = share.unit
     kept = share.unit if own.plan.zero == 3 else add_up(blocks, "unit") + share.unit * share.number
-    return own.compute_bytes * (own.root + kept + share.unit + came)
+    return own.root + kept + share.unit + came
 
 
 def _backward(
@@ -221,7 +223,7 @@ def _done(own: RankState, index: int, position: int, name: str, *, blocks: bool 
 
 def _plain_gradients(own: RankState, index: int, position: int, moment: Moment) -> float:
     if own.plan.accumulation > 1:
-        return own.parameter_bytes * own.total("trained")
+        return own.gradient_bytes * own.total("trained")
     return own.parameter_bytes * (_done(own, index, position, "trained") + _fresh(own, index, moment))
 
 
@@ -251,19 +253,39 @@ def _add_sharded(own: RankState, now: dict[str, float], index: int, position: in
         now["gradients on their way"] = own.compute_bytes * (root_done + _fresh(own, index, moment))
     if own.plan.zero == 2:
         below = add_up([block for block in own.shares[:index] if block.part.kind == "block"], "unit")
-        now["gathered"] = own.compute_bytes * (own.root + below + unit * position)
-    elif share.part.kind == "last" and not moment.gradients and not own.plan.fused_loss:
-        now["gathered"] = 0.0  # backward of the loss: that of the model has not begun
+        now["gathered"] = own.root + below + unit * position
+    elif share.part.kind == "last" and not moment.gradients:
+        now["gathered"] = own.root if own.keeps_root else 0.0  # backward of the loss: that of the model has not begun
     elif share.part.kind == "last":
-        # The all-gather buffer and its copy; then the prefetch of the last block.
-        now["gathered"] = own.compute_bytes * (own.root + max(own.root, _gathered_next(own, index, position)))
+        # The all-gather buffer and its copy, unless the root stayed gathered; then the prefetch of the last block.
+        following = _gathered_next(own, index, position)
+        now["gathered"] = own.root + (following if own.keeps_root else max(own.root, following))
     else:
-        now["gathered"] = own.compute_bytes * (own.root + unit + _gathered_next(own, index, position))
+        now["gathered"] = own.root + unit + _gathered_next(own, index, position)
     now["reduce buffer"] = own.reduce_bytes * _sent_last(own, index, position)
 
 
+def _reduced_root(own: RankState, rest: Mapping[str, float]) -> dict[str, float]:
+    """Return the bytes at the end of backward, when FSDP copies the gradients of the root to reduce them."""
+    now = dict(rest)
+    root = [share for share in own.shares if share.part.kind != "block"]
+    if own.plan.accumulation > 1 and own.plan.gradient_sync == "last":
+        now["gradients"] = own.reduce_bytes * (add_up(root, "trained") + _owned_by_blocks(own))
+    else:
+        now["gradients"] = own.reduce_bytes * _owned_by_blocks(own)
+        now["gradients on their way"] = own.compute_bytes * add_up(root, "trained")
+    now["reduce buffer"] = own.reduce_bytes * add_up(root, "unit_trained")
+    return now
+
+
+def _owned_by_blocks(own: RankState) -> float:
+    """Return the elements of this rank's shards of the blocks' gradients, 0 if they are on the host."""
+    blocks = [share for share in own.shares if share.part.kind == "block"]
+    return 0.0 if own.sheds_gradients else add_up(blocks, "owned_trained")
+
+
 def _gathered_next(own: RankState, index: int, position: int) -> float:
-    """Return the elements of the block that backward reaches next, which is prefetched."""
+    """Return the bytes of the block that backward reaches next, which is prefetched."""
     share = own.shares[index]
     if share.part.kind == "block" and position > 1:
         return share.unit
@@ -282,7 +304,10 @@ def _sent_last(own: RankState, index: int, position: int) -> float:
 def _update(own: RankState, rest: Mapping[str, float]) -> tuple[str, dict[str, float]]:
     now = dict(rest)
     if not own.uses_buckets and not own.sheds_gradients:
-        now["gradients"] = own.parameter_bytes * own.total("owned_trained" if own.sharded else "trained")
+        if own.sharded:
+            now["gradients"] = own.parameter_bytes * own.total("owned_trained")
+        else:
+            now["gradients"] = own.gradient_bytes * own.total("trained")
     owned = own.total("owned_trained" if own.plan.zero else "trained")
     now["temporaries"] = own.parameter_bytes * own.optimizer.temporaries * owned + _orthogonalization(own)
     if own.plan.zero == 1:

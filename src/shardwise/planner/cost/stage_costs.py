@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwise.layout import Layout
 from shardwise.planner.cost.compute import PartCost, Seconds
 from shardwise.planner.cost.events import WorkUnit, bucket_reduces
-from shardwise.planner.cost.stages import uses_ddp
+from shardwise.planner.cost.stages import is_gathered_in_float8
 from shardwise.planner.cost.traffic import bus_bandwidth, collective, placement_of
+from shardwise.plans.rules import uses_ddp
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ def _sharded(
     sharded, index = list(units), 0
     rest = rest_trained = 0.0
     for part, count in stage.parts:
-        numel, trained = numel_of(part, plan.layout), numel_of(part, plan.layout, trained=True)
+        numel, trained = gathered_numel(part, plan), numel_of(part, plan.layout, trained=True)
         if part.kind == "block":
             own = _shard_times(numel, trained, plan, wires, compute)
             sharded[index : index + count] = [_with(unit, own) for unit in units[index : index + count]]
@@ -244,6 +245,12 @@ def _sharded(
     sharded[0] = _with(sharded[0], root | {"gather_again": 0.0})
     sharded[-1] = _with(sharded[-1], {"gather_again": root["gather_again"]})
     return sharded
+
+
+def gathered_numel(part: Part, plan: Plan) -> float:
+    """Return the parameters that FSDP gathers for one instance of a part; one in float8 counts as half of bf16's."""
+    halves = sum(weight.numel for weight in part.weights if is_gathered_in_float8(weight, part, plan))
+    return numel_of(part, plan.layout) - halves / 2
 
 
 def _with(unit: WorkUnit, times: Mapping[str, float]) -> WorkUnit:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.plans.pipeline import SCHEDULES, even_bounds, rank_of_stage, stages_per_rank
+from shardwise.plans.rules import accumulates_in_fp32, compiles_head, gains_from_float8, gathers_float8, uses_ddp
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class Share(NamedTuple):
     cast: float
     """Number of parameters that autocast copies to the compute dtype."""
     unit: float
-    """Number of elements in the output of an all-gather over the shard axis."""
+    """Bytes in the output of an all-gather over the shard axis."""
     unit_trained: float
     """Number of elements in the input of a reduce-scatter over the shard axis."""
     narrow: float
@@ -143,14 +144,15 @@ class Share(NamedTuple):
 
 
 def _share(part: Part, count: int, plan: Plan, optimizer: OptimizerShape) -> Share:
-    layout = plan.layout.folded
-    whole = trained = owned = owned_trained = cast = narrow = states = 0.0
+    layout, width = plan.layout.folded, ELEMENT_BYTES[plan.precision.activations]
+    whole = trained = owned = owned_trained = cast = narrow = states = gathered = 0.0
     for weight in part.weights:
         if weight.tied and plan.layout.pp == 1:
             continue
         numel, own = _numels(weight, layout.tp, layout.shard)
         whole += numel
         owned += own
+        gathered += own * (1 if is_gathered_in_float8(weight, part, plan) else width)
         if weight.trained:
             trained += numel
             owned_trained += own
@@ -167,7 +169,7 @@ def _share(part: Part, count: int, plan: Plan, optimizer: OptimizerShape) -> Sha
         owned=owned,
         owned_trained=owned_trained,
         cast=cast,
-        unit=owned * layout.shard,
+        unit=gathered * layout.shard,
         unit_trained=owned_trained * layout.shard,
         narrow=narrow,
         states=states,
@@ -180,6 +182,16 @@ def _numels(weight: Weight, tp: int, shard: int) -> tuple[float, float]:
     if weight.split:
         numel, rows = numel / tp, math.ceil(rows / tp)
     return numel, numel * math.ceil(rows / shard) / rows
+
+
+def is_gathered_in_float8(weight: Weight, part: Part, plan: Plan) -> bool:
+    """Return whether FSDP gathers a weight in one byte per element: those of the linear layers in float8."""
+    if not gathers_float8(plan):
+        return False
+    if plan.float8.modules:
+        return weight.name.removesuffix(".weight") in plan.float8.modules
+    is_chosen = part.kind == "block" or (part.kind == "last" and plan.float8.head)
+    return is_chosen and gains_from_float8(weight.rows, weight.numel // max(1, weight.rows), plan.float8.recipe)
 
 
 class RankState:
@@ -200,10 +212,14 @@ class RankState:
         self.compute_bytes = ELEMENT_BYTES[plan.precision.activations]
         self.parameter_bytes = ELEMENT_BYTES[plan.precision.parameter]
         self.reduce_bytes = ELEMENT_BYTES[plan.precision.reduce]
+        self.gradient_bytes = ELEMENT_BYTES["fp32"] if accumulates_in_fp32(plan) else self.parameter_bytes
+        """Bytes of an element of the gradients that replicated parameters accumulate."""
         self.sheds_gradients = self.sharded and plan.offload.parameters != "none"
         """Whether gradient shards are on the host: FSDP2 copies each there as soon as it is reduced."""
         self.root = sum(share.unit for share in self.shares if share.part.kind != "block")
-        """Parameters outside the blocks, which FSDP gathers as one unit."""
+        """Bytes of the parameters outside the blocks, which FSDP gathers as one unit."""
+        self.keeps_root = plan.fused_loss or (compiles_head(plan) and shape.head is not None)
+        """Whether FSDP keeps this unit gathered while the loss runs, which reads the head's weight."""
         self.saved = [self._saved(share.part) for share in self.shares]
         self.uses_buckets = uses_ddp(plan)
         """Whether DDP stores all gradients in its own buckets."""
@@ -235,8 +251,8 @@ class RankState:
     def at_rest(self, *, on_gpu: bool) -> dict[str, float]:
         """Return the bytes that are allocated on the device throughout a step, by kind."""
         plan = self.plan
-        # The feed copies all micro-batches of a step to a GPU during the step before it.
-        batches = 2 * plan.accumulation if on_gpu else min(2, plan.accumulation)
+        # The feed loads all micro-batches of a step to the device during the step before it.
+        batches = 2 * plan.accumulation
         batches += plan.accumulation if on_gpu and plan.is_captured else 0  # a CUDA graph reads its own copies
         rest = {"input": self.amount(self.shape.input) * batches}
         if plan.offload.parameters == "none":
@@ -290,12 +306,6 @@ def product_inputs(part: Part, tp: int) -> float:
     activated = sum(each.rows * each.inner for each in lasts[attended:])
     unneeded = lasts[-1].rows * lasts[-1].columns if tp == 1 else 0
     return len(lasts) * min(firsts) + activated / tp - unneeded
-
-
-def uses_ddp(plan: Plan) -> bool:
-    """Whether DDP reduces gradients in buckets: replicated parameters, no pp or tp, a sync in every step."""
-    layout = plan.layout.folded
-    return plan.communication.sync_every == 1 and plan.zero < 2 and layout.dp > 1 and layout.pp == layout.tp == 1
 
 
 def add_up(shares: Sequence[Share], name: str) -> float:

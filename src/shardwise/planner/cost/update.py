@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwise.planner.cost.memory import NS_BYTES
+from shardwise.plans.rules import uses_ddp
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def after_backward(
     else:
         parts["update"] += touched / calibration.optimizer_bandwidth.value
     # Tensors are copied into each bucket and back.
-    if plan.zero < 2 and layout.dp > 1 and layout.pp * layout.tp > 1:
+    if plan.zero < 2 and layout.dp > 1 and plan.communication.sync_every == 1 and not uses_ddp(plan):
         parts["sum"] = wires.in_buckets("all_reduce", width * trained, layout, "replicate", "shard")
         parts["sum"] += 4 * width * trained / bandwidth
     if plan.zero == 1:

@@ -60,13 +60,17 @@ class Hint:
 
 def hints(answer: Answer) -> list[Hint]:
     """Return the hints for a question whose batch does not divide, or whose cluster is too large for the model."""
-    answer = answer.uncorrected or answer
+    is_corrected, answer = answer.uncorrected is not None, answer.uncorrected or answer
     if answer.best is None:
         return []
     found = uneven_batch(answer, answer.best)
     # Ranks on a CPU share its cores, so that fewer of them are not smaller.
-    is_cpu = answer.question.cluster.device.kind == "cpu"
-    return found if is_cpu else [*found, *fewer_devices(answer, answer.best)]
+    if answer.question.cluster.device.kind != "cpu":
+        found = [*found, *fewer_devices(answer, answer.best)]
+    if not is_corrected:
+        return found
+    # Own runs are of this number of devices; a hint compares predictions with each other, and says so.
+    return [dataclasses.replace(hint, text=f"{hint.text} (times without the correction by own runs)") for hint in found]
 
 
 def rate_text(candidate: Candidate) -> str:

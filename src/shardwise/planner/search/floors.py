@@ -66,6 +66,8 @@ class Floors:
         self._context = question.context
         self._parameter_bytes = ELEMENT_BYTES[question.precision.parameter]
         self._compute_bytes = ELEMENT_BYTES[question.precision.activations]
+        self._is_float8 = question.precision.compute == "float8"
+        self._gathered_bytes = 1 if self._is_float8 else self._compute_bytes  # of most weights in float8
         self._reduce_bytes = ELEMENT_BYTES[question.precision.reduce]
         least = min(1.0, question.optimizer.states) if question.optimizer.matrices else question.optimizer.states
         self._states = least * ELEMENT_BYTES[question.precision.optimizer]
@@ -102,7 +104,7 @@ class Floors:
         if key not in self._times:
             again, once = [], []
             for part in shape.parts:
-                cost = self._time.compute(shape.compute).cost(
+                cost = self._time.compute(shape.compute, is_float8=self._is_float8).cost(
                     part,
                     group.micro_batch,
                     tp=group.tp,
@@ -144,7 +146,7 @@ class Floors:
         if group.accumulation > 1 or (not is_sharded and group.pp == group.tp == 1 and group.dp * group.cp > 1):
             whole = is_sharded and variant.gradient_sync == "last" and group.accumulation > 1
             stay = self._reduce_bytes * trained if whole else gradients
-        gathered = self._compute_bytes * numel if variant.zero == 2 else 0.0
+        gathered = self._gathered_bytes * numel if variant.zero == 2 else 0.0
         allocated = parameters + states + max(gradients, stay + gathered + self._activations(shape, group))
         return FRAGMENTED * allocated + self._context
 

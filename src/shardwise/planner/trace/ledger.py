@@ -251,7 +251,7 @@ class Ledger(TorchDispatchMode):
         self._count(key, -1)
         del self._sizes[key], self._tags[key], self._refs[key]
         self._frozen.discard(key)
-        if resident and self._turned:
+        if resident and self._turned and is_in_backward():  # after backward, with all gradients, no segment runs
             self.note()
 
     def _count(self, key: int, sign: int) -> None:

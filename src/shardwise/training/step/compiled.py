@@ -18,6 +18,7 @@ from torch import nn
 from shardwise.parallel.fused_loss import DeferredLogits, find_head
 from shardwise.parallel.recompute import block_of, find_blocks
 from shardwise.parallel.skeleton import skeleton
+from shardwise.plans.rules import compiles_head
 from shardwise.torch_private.dispatch import tree_map_only
 from shardwise.torch_private.distributed import compile_errors
 
@@ -106,9 +107,7 @@ def returned_head(job: Job, plan: Plan, sample: Callable[[], Any]) -> str:
     with a placeholder for the logits that raises if it is used. "" if this fails, as it does for a model whose forward
     reads values. May consume random numbers.
     """
-    layout = plan.layout
-    is_plain = layout.tp == layout.pp == layout.cp == 1 and job.lora is None and job.masks != "keyed"
-    if plan.compile != "blocks" or plan.zero < 2 or plan.fused_loss or not is_plain:
+    if not compiles_head(plan) or job.lora is not None or job.masks == "keyed":
         return ""
     try:  # ranks compare their answers next, so that none may raise here
         batch = sample()

@@ -1,0 +1,64 @@
+"""Which techniques of torch a plan uses for gradients and gathered weights; one answer for training and the planner."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.plans.plan import Plan
+
+FLOAT8_MULTIPLE = 16
+"""Both dimensions of a weight must be multiples of this number, the alignment of float8 kernels."""
+FLOAT8_LEAST_WIDTH = {"tensorwise": 1024, "rowwise": 2048}
+"""Smallest dimension of a weight in float8, by recipe: on an H200, whole steps were slower at width 768 and faster at
+2048 (rowwise: 5 % faster), and the limits between them are a judgement. benchmarks/float8.py measures single layers."""
+
+
+def uses_ddp(plan: Plan) -> bool:
+    """Return whether DDP reduces gradients in buckets during backward.
+
+    It does with replicated parameters, without pp and tp, if replicas synchronize in every step. Gradients that are
+    accumulated in fp32 are summed after the last backward instead.
+    """
+    layout = plan.layout.folded
+    is_plain = plan.zero < 2 and layout.dp > 1 and layout.pp == layout.tp == 1
+    return is_plain and plan.communication.sync_every == 1 and not accumulates_in_fp32(plan)
+
+
+def accumulates_in_fp32(plan: Plan) -> bool:
+    """Return whether backward accumulates gradients of bf16 parameters in fp32, which DDP does not support.
+
+    With zero = 2 and 3, FSDP2 accumulates in the dtype of the reduction.
+    """
+    return plan.precision.parameter == "bf16" and plan.accumulation > 1 and plan.zero < 2
+
+
+def compiles_head(plan: Plan) -> bool:
+    """Return whether FSDP2 keeps the root unit gathered until backward, to compile the output head with the loss.
+
+    Training does so if forward also returns the result of the head unchanged.
+    """
+    layout = plan.layout
+    is_plain = layout.tp == layout.pp == layout.cp == 1 and not plan.fused_loss
+    return plan.compile == "blocks" and plan.zero >= 2 and is_plain
+
+
+def gathers_float8(plan: Plan) -> bool:
+    """Return whether ranks gather float8 weights in 8 bits; otherwise FSDP2 gathers them in bf16.
+
+    Not with tp, whose scales span a second group of ranks, nor with the rowwise recipe, whose backward pass needs the
+    scales of columns, nor with offloaded parameters, which FSDP2 copies to tensors without the extension.
+    """
+    is_sharded = plan.zero >= 2 and plan.layout.folded.shard > 1
+    is_supported = plan.float8.recipe == "tensorwise" and plan.layout.tp == 1 and plan.offload.parameters == "none"
+    return plan.precision.compute == "float8" and is_sharded and is_supported
+
+
+def is_float8_size(rows: int, columns: int) -> bool:
+    """Return whether float8 kernels support a weight of this size."""
+    return rows % FLOAT8_MULTIPLE == 0 and columns % FLOAT8_MULTIPLE == 0
+
+
+def gains_from_float8(rows: int, columns: int, recipe: str) -> bool:
+    """Return whether a plan that names no layers computes a linear layer of this size in float8."""
+    return is_float8_size(rows, columns) and min(rows, columns) >= FLOAT8_LEAST_WIDTH[recipe]
