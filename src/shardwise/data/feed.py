@@ -123,8 +123,6 @@ class Feed:
         self._token_shard = token_shard
         self.position = position
         """Position of a corpus after the last step that was returned, which a checkpoint stores."""
-        self.is_packed: bool = getattr(loader, "is_packed", False)
-        """Whether rows consist of packed documents."""
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Yield the `StepBatch` of each step. Communicates over the feed's group; iterate on every rank."""
