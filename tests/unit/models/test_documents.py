@@ -4,7 +4,17 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
-from shardwise.models.documents import BLOCK, attend, document_blocks, document_mask, number_documents, restrict
+from shardwise.models.documents import (
+    BLOCK,
+    attend,
+    block_attention,
+    document_blocks,
+    document_mask,
+    number_documents,
+    restrict,
+)
+
+from shardwise.torch_private.distributed import graph_break
 
 
 def ids_of(lengths, total):
@@ -79,3 +89,24 @@ def test_mask_is_used_on_the_cpu_and_an_id_that_returns_is_a_new_document():
         [False, False, True, False],
         [False, False, False, True],
     ]
+
+
+def test_compiled_attention_has_one_graph_for_all_documents():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def attended(inputs, ids):
+        blocks = document_blocks(number_documents(ids))
+        graph_break()  # as in Decoder.forward, which a plan compiles whole
+        return block_attention(*inputs, blocks)
+
+    run = torch.compile(attended, backend=backend)
+    inputs = tuple(torch.randn(2, 2, 512, 16) for _ in range(3))
+    for documents in (1, 5, 500):
+        ids = torch.arange(512).expand(2, -1) * documents // 512
+        found = run(inputs, ids)
+        torch.testing.assert_close(found, attend(*inputs, document_mask(ids), enable_gqa=False))
+    assert len(graphs) == 2  # before and after the break
