@@ -13,7 +13,6 @@ from shardwise.models.documents import (
     number_documents,
     restrict,
 )
-
 from shardwise.torch_private.distributed import graph_break
 
 
