@@ -58,7 +58,6 @@ class CorpusLoader:
         self._corpus, self._slices, self._seed = corpus, slices, seed
         self._range = range(first_step, num_steps)
         self._position = position
-        self.is_packed = bool(corpus.packed)
         self._rows = CorpusRows(corpus, seed=seed, position=position)  # now, since it refuses a changed corpus
         self._planned: deque[_PlannedStep] = deque()
         """Steps whose rows were requested and not yet returned, since workers read ahead."""

@@ -126,8 +126,6 @@ class Feed:
         """Position of a corpus after the last step that was returned, which a checkpoint stores."""
         self.waited_s = 0.0
         """Seconds in which steps waited for the loader; on a GPU, only if it had no work left when they ended."""
-        self.is_packed: bool = getattr(loader, "is_packed", False)
-        """Whether rows consist of packed documents."""
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Yield the `StepBatch` of each step. Communicates over the feed's group; iterate on every rank."""

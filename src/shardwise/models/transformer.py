@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own custom
 from torch import Tensor, nn
 
 from shardwise.errors import JobError, MissingExtraError, nearest
+from shardwise.models.documents import attend, restrict
 from shardwise.plans.catalogue import (
     BYT5_COMMON,
     BYT5_SIZES,
@@ -22,6 +23,8 @@ from shardwise.torch_private.distributed import graph_break
 
 if TYPE_CHECKING:
     from transformers import T5ForConditionalGeneration
+
+    from shardwise.models.documents import Documents
 
 
 INIT_STD = 0.02
@@ -86,7 +89,8 @@ class Decoder(nn.Module):
 
         `position_ids`, int64 [1 or batch, tokens], are the positions of the tokens in the full sequence or in their
         document; None means 0 to tokens - 1. `document_ids`, int64 [batch, tokens], restrict attention in packed rows
-        to tokens of the same document.
+        to tokens of the same document, whose tokens are adjacent; under context parallelism they are those of all
+        slices.
         """
         num_tokens = tokens.shape[1]
         if num_tokens > self.config.context:
@@ -99,7 +103,7 @@ class Decoder(nn.Module):
         positions = torch.arange(num_tokens, device=x.device)
         if position_ids is not None:
             positions = position_ids[0] if position_ids.shape[0] == 1 else position_ids
-        mask = None if document_ids is None else document_mask(document_ids)
+        documents = None if document_ids is None else restrict(document_ids, x)
         rotary = None
         if self.positions is None:
             rotary = rotary_tables(self.config, positions, x)
@@ -110,7 +114,7 @@ class Decoder(nn.Module):
         else:
             x = x + self.positions(positions)
         for block in self.blocks:
-            x = block(x, rotary, mask)
+            x = block(x, rotary, documents)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -125,9 +129,9 @@ class Block(nn.Module):
         self.mlp_norm = _norm(config)
         self.mlp = Mlp(config)
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None = None, documents: Documents | None = None) -> Tensor:
         """Return the output of the block for x [batch, tokens, width], in the same shape."""
-        x = x + self.attn(self.attn_norm(x), rotary, mask)
+        x = x + self.attn(self.attn_norm(x), rotary, documents)
         residual: Tensor = self.mlp(self.mlp_norm(x))
         return x + residual
 
@@ -148,10 +152,10 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, rows, bias=bias)
         self.out = nn.Linear(config.width, config.width, bias=bias)
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None = None, documents: Documents | None = None) -> Tensor:
         """Return the attention output [batch, tokens, width] of x [batch, tokens, width].
 
-        `mask`, bool [batch, 1, tokens, tokens], is True where a query may attend to a key; None means causal.
+        `documents` restrict attention to pairs of tokens in the same document; None means that all tokens are one.
         """
         rows = self.qkv(x)
         groups = rows.view(*rows.shape[:-1], -1, self.queries_per_group + 2, self.head_width)
@@ -159,13 +163,8 @@ class Attention(nn.Module):
         k, v = groups[..., -2, :], groups[..., -1, :]
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        attended = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=self.queries_per_group > 1,
+        attended = attend(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents, enable_gqa=self.queries_per_group > 1
         )
         out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return out
@@ -187,14 +186,6 @@ class Mlp(nn.Module):
         hidden = F.gelu(up, approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * up
         out: Tensor = self.down(hidden)
         return out
-
-
-def document_mask(document_ids: Tensor) -> Tensor:
-    """Return the causal mask, bool [batch, 1, tokens, tokens], of rows in which documents must not attend to others."""
-    num_tokens = document_ids.shape[1]
-    is_before = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=document_ids.device).tril()
-    is_same = document_ids[:, :, None] == document_ids[:, None, :]
-    return (is_same & is_before)[:, None]
 
 
 def rotary_tables(config: DecoderConfig, positions: Tensor, like: Tensor) -> Rotary:

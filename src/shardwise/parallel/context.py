@@ -3,7 +3,8 @@
 Each rank runs the model on its slice of the tokens. Only attention reads other tokens. Before each call of
 scaled_dot_product_attention an all-to-all exchanges this rank's tokens of all heads for all tokens of some heads, and
 another all-to-all reverses the exchange (DeepSpeed-Ulysses, Jacobs et al. 2023). Parameters are replicated or sharded
-over these ranks as over data-parallel ranks.
+over these ranks as over data-parallel ranks. In packed rows, the ids or positions of all slices are gathered before the
+model runs, so that the model passes attention the mask of full sequences; the mask of a slice is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import JobError, PlanError
+from shardwise.models.documents import document_mask, number_documents
 from shardwise.parallel.collectives import exchanged
 from shardwise.parallel.recompute import find_blocks
 from shardwise.torch_private.dispatch import ConvolutionBase
@@ -45,9 +47,10 @@ def context_parallel(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     switch = AttentionSwitch()
     for name, block in (find_blocks(module) or {"": module}).items():
         block.forward = _attending(block.forward, name or type(module).__name__, group, switch)
-    unsliced, sliced = module.forward, _with_positions(module, group)
+    unsliced, sliced, named = module.forward, _with_positions(module, group), _named_arguments(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = named(args, kwargs)
         if switch.is_on:
             return sliced(*args, **kwargs)
         if kwargs.get("position_ids") is None:
@@ -58,6 +61,19 @@ def context_parallel(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     module.forward = forward
     module.context_switch = switch  # type: ignore[assignment]
     return module
+
+
+def _named_arguments(module: nn.Module) -> Callable[[Any, Any], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return a function that passes positional arguments of the module's forward by name, if they have names."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]  # tp replaces module.forward
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        names = []
+
+    def named(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args[len(names) :], {**dict(zip(names, args, strict=False)), **kwargs}
+
+    return named
 
 
 @dataclass
@@ -89,6 +105,7 @@ def _with_positions(module: nn.Module, group: dist.ProcessGroup) -> Callable[...
     inner, index, size = module.forward, dist.get_rank(group), dist.get_world_size(group)
     context = getattr(getattr(module, "config", None), "context", None)
     no_attention = _NoAttention(type(module).__name__)
+    gather = _document_gathering(module, group)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("position_ids") is None:
@@ -101,10 +118,42 @@ def _with_positions(module: nn.Module, group: dist.ProcessGroup) -> Callable[...
                     fix=f"set context={length * size}, or use shorter sequences",
                 )
             kwargs["position_ids"] = torch.arange(index * length, (index + 1) * length, device=tokens.device)[None]
+        else:
+            kwargs = gather(kwargs)
         with no_attention:
             return inner(*args, **kwargs)
 
     return forward
+
+
+def _document_gathering(module: nn.Module, group: dist.ProcessGroup) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a function that adds the documents of full sequences to the arguments of a model on packed rows.
+
+    A model with `document_ids` receives those of all slices. A decoder of transformers, which finds documents by
+    positions that start again, receives its 4-dimensional attention mask, which it passes on to attention unchanged.
+    Communicates over `group`.
+    """
+    parameters = inspect.signature(type(module).forward).parameters
+    is_decoder = "attention_mask" in parameters and getattr(module, "loss_type", None) == "ForCausalLM"
+
+    def gather(kwargs: dict[str, Any]) -> dict[str, Any]:
+        if kwargs.get("document_ids") is not None:
+            return kwargs | {"document_ids": _all_tokens(kwargs["document_ids"], group)}
+        if not is_decoder or kwargs.get("attention_mask") is not None:
+            return kwargs
+        positions = _all_tokens(kwargs["position_ids"], group)
+        places = torch.arange(positions.shape[1], device=positions.device)
+        # Inside of a document, the difference of position and place in the row is constant.
+        return kwargs | {"attention_mask": document_mask(number_documents(positions - places))}
+
+    return gather
+
+
+def _all_tokens(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return [rows, all tokens] from this rank's slice [rows, tokens]. Communicates over `group`."""
+    slices = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(slices, values.contiguous(), group=group)
+    return torch.cat(slices, dim=1)
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -165,12 +214,14 @@ def full_attention(  # noqa: PLR0917 - torch's signature
     """Compute attention over full sequences from this rank's slices [rows, heads, tokens, width].
 
     Communicates over `group` in forward and backward. Key and value heads are repeated until the group size divides
-    their number, which preserves the grouping of query heads.
+    their number, which preserves the grouping of query heads. A mask must be that of the full sequences and equal for
+    all heads, [rows, 1, all tokens, all tokens].
     """
     size = dist.get_world_size(group)
-    if attn_mask is not None:
+    num_tokens = size * query.shape[TOKENS]
+    if attn_mask is not None and attn_mask.shape[HEADS:] != (1, num_tokens, num_tokens):
         raise JobError(
-            "cp does not support attention masks, but the model passes one",
+            "cp does not support masks of a slice of the sequence, but the model passes one to attention",
             code="support.cp-attention-mask",
             fix="remove attention_mask from the batch, or set cp=1",
         )
@@ -193,6 +244,7 @@ def full_attention(  # noqa: PLR0917 - torch's signature
         query,
         key,
         value,
+        attn_mask,
         dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,

@@ -8,6 +8,8 @@ bf16. Without torch.compile, casts are separate kernels and cost more than the p
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +30,7 @@ from shardwise.torch_private.dispatch import maxima_of
 from shardwise.torch_private.distributed import extend_all_gather, modules_of, padded_shard, parameter_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from torch import Tensor
 
@@ -51,6 +53,20 @@ def float8_linears(module: nn.Module, names: Collection[str], plan: Plan, device
         module, config=recipe, module_filter_fn=lambda _, name: name in names
     )
     return converted
+
+
+@contextmanager
+def without_float8(module: nn.Module) -> Iterator[None]:
+    """Compute the products of float8 layers in the dtype of their inputs in this context."""
+    linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    changed = [each for each in linears if type(each).__name__ == "Float8Linear"]
+    for linear in changed:
+        linear.forward = partial(nn.Linear.forward, linear)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for linear in changed:
+            del linear.forward
 
 
 def float8_note(names: Collection[str], plan: Plan, device: torch.device) -> str:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 from shardwise.data.loaders import dataset_of
+from shardwise.data.packed_batches import packed_batch
 from shardwise.data.rows import settle_marks, tensors
 from shardwise.engines.engine import engine_named
 from shardwise.parallel.collectives import full_values
@@ -127,6 +128,8 @@ class Traced(msgspec.Struct, kw_only=True):
     optimized: int = 0
     """Number of parameter elements in the optimizer of this rank."""
     has_batch_norm: bool = False
+    is_packed: bool = False
+    """Whether the rows consist of packed documents."""
     loss_dtype: str = ""
     silenced: bool = False
     """Whether the model has dropout, which was set to 0."""
@@ -248,6 +251,8 @@ class _TrainingWatch:
         """Record the rows of a batch."""
         self._pulse.begin(batch.samples)  # a partial step may have different shapes than a full step
         self._batch = batch
+        packed = packed_batch(batch.micro_batches[0].batch)
+        self.seen.is_packed |= packed is not None and packed.has_documents
         self.seen.rows.append(row_digests(batch))
         self._streams = self._step.random_state()
 

@@ -16,6 +16,7 @@ from shardwise.job import Job
 from shardwise.launcher.local.function import run_forked
 from shardwise.measurement.specs import require_backend
 from shardwise.parity.compare import EXACT
+from shardwise.parity.documents import check_documents
 from shardwise.parity.investigate import Case, investigate
 from shardwise.parity.kill import choose_kills
 from shardwise.parity.masks import MaskReport
@@ -47,6 +48,7 @@ from shardwise.parity.spec import (
     in_precision,
     measured_in,
     named_plans,
+    one_process,
     settle_plan,
 )
 from shardwise.spec import signature_of
@@ -118,6 +120,9 @@ def verify_job(
         precision, notes = runner.exact(spec.precision)
         one = runner.one(precision).traced[0]
         preload(one.imported)
+        if one.is_packed:
+            verdicts.append(_verify_documents(runner, precision))
+            on_verdict(verdicts[-1])
         for name in names:
             began = time.perf_counter()
             verdict = verify_plan(runner, name, nproc, precision, resumed_as=names if spec.resume else None)
@@ -134,6 +139,15 @@ def verify_job(
         beside="an uninterrupted run" if spec.resume else "one process",
         notes=(_NOTES[masks], *_backend_notes(spec.backend), *notes, *_coverage(one, batch_size), *one.remarks),
     )
+
+
+def _verify_documents(runner: ParityRunner, precision: Exact) -> PlanVerdict:
+    """Return the verdict on the documents of packed rows in one process."""
+    began = time.perf_counter()
+    plan = one_process(runner.batch_size, dtype=precision, framework=runner.framework)
+    preparation, folder = runner.preparation, runner.folder
+    verdict = runner.on_ranks(lambda world: check_documents(world, preparation, plan), plan, folder)[0]
+    return msgspec.structs.replace(verdict, seconds=time.perf_counter() - began)
 
 
 def _coverage(one: Traced, batch_size: int) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from shardwise.parallel.collectives import parameters_of, stages_of
 from shardwise.parallel.context import check_context
 from shardwise.parallel.counter_dropout import replace_dropouts
 from shardwise.parallel.first_passes import watch_forward
-from shardwise.parallel.float8 import float8_note, select_linears
+from shardwise.parallel.float8 import float8_note, gathers_float8, select_linears
 from shardwise.parallel.gradsync import GradNorm
 from shardwise.parallel.lora import adapt_meta_model
 from shardwise.parallel.meta_model import job_meta_model
@@ -51,9 +51,10 @@ from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
 from shardwise.training.step.captured import plain_step, sampled_batches
 from shardwise.training.step.compiled import returned_head
-from shardwise.training.step.document_probe import DocumentProbe
+from shardwise.training.step.document_probe import DocumentProbe, ProbedModel
 from shardwise.training.step.first_step_checks import PeerBatches
 from shardwise.training.step.pipeline import PipelineStep
+from shardwise.training.step.pipeline_schedule import Relay
 from shardwise.training.step.step import (
     Autocast,
     LossReduction,
@@ -214,7 +215,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
         origin=meta_model.weights.description if meta_model.weights is not None else "",
         after_first_backward=_first_check(named, plan, world, context.note, sync),
         head=head,
-        batch_checks=_batch_checks(job, model, plan, world, context.note, is_packed=step_context.feed.is_packed),
+        batch_checks=_batch_checks(job, model, plan, world, context.note, relay=_relay(split, model, mesh_context)),
         **vars(step_context),
     )
     watch_forward(stages_of(model), plan, parts.optimized)
@@ -347,8 +348,16 @@ def _first_check(
     return check
 
 
+def _relay(split: StageSplit | None, model: nn.Module, mesh_context: MeshContext) -> Relay | None:
+    """Return the relay that runs forward passes through pipeline stages; None without pp."""
+    if split is None:
+        return None
+    group: dist.ProcessGroup = mesh_context.axis("pp").get_group()  # type: ignore[union-attr]
+    return Relay(stages_of(model), split, group, mesh_context.device)  # type: ignore[arg-type]
+
+
 def _batch_checks(
-    job: Job, model: nn.Module, plan: Plan, world: World, note: Callable[[str], None], *, is_packed: bool
+    job: Job, model: nn.Module, plan: Plan, world: World, note: Callable[[str], None], *, relay: Relay | None
 ) -> tuple[Callable[[StepBatch], None], ...]:
     """Return the checks of the first batches. Communicates to create the group of model-parallel ranks."""
     group = world.axis_group(plan.layout, ("pp", "cp", "tp"), on_host=True)
@@ -359,10 +368,10 @@ def _batch_checks(
         checks.append(PeerBatches(group, token_shard(job, plan, world)))
     if plan.layout.cp > 1:
         checks.append(TokenProbe(stages_of(model)[0], job.forward, world.host_group, note))
-    # The stages of a pipeline have no logits of a whole pass, and the scales of float8 depend on all tokens of a row.
-    if is_packed and plan.layout.pp == 1 and plan.precision.compute != "float8":
+    if not gathers_float8(plan):  # gathered weights have 8 bits, with a scale of the whole tensor
         autocast = Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.activations))
-        checks.append(DocumentProbe(model, job.forward, autocast, world, note))
+        run = (lambda program: program(model)) if relay is None else relay.run
+        checks.append(DocumentProbe(ProbedModel(model, job.forward, run, autocast), world, note))
     return tuple(checks)
 
 

@@ -15,7 +15,7 @@ from shardwise.data.cursor import Slices
 from shardwise.data.feed import Feed
 from shardwise.data.loaders import IndexLoader, StreamLoader, dataset_length, dataset_of
 from shardwise.data.rows import TokenShard
-from shardwise.errors import DataError, JobError, PlanError
+from shardwise.errors import DataError, JobError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,12 +100,6 @@ def make_loader(job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Le
 
 
 def _corpus_loader(corpus: Corpus, job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Length]:
-    if corpus.packed and plan.layout.cp > 1:
-        raise PlanError(
-            f"cp={plan.layout.cp} does not support packed rows, whose documents have attention masks of their own",
-            code="support.cp-packed",
-            fix="set cp=1, or packed=False in the corpus",
-        )
     if job.collate is not None:
         raise JobError(
             "Job.collate is set, but a corpus returns whole batches",

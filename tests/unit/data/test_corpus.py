@@ -1,5 +1,6 @@
 """A corpus as one stream of rows: every token once per epoch, the same rows from any position."""
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import shardwise as sw
 from jobs import FP64, SENTENCES, sentences_job
@@ -19,11 +21,12 @@ from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows, MixtureSta
 from shardwise.data.corpus_loader import CorpusLoader
 from shardwise.data.cursor import Slices
 from shardwise.data.mixture import Mixture, make_mixture
+from shardwise.data.packed_batches import packed_batch
 from shardwise.data.row_reads import BatchMemory
 from shardwise.data.sources.iterables import ShardedIterable
 from shardwise.errors import JobError
 from shardwise.planner.settle import LocalDevice, settle
-from shardwise.plans import Plan
+from shardwise.plans import Float8, Plan, Precision
 from shardwise.plans.catalogue import decoder_config
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
@@ -328,16 +331,10 @@ def test_packed_loss_is_the_sum_over_documents_alone_and_nothing_leaks(decoder):
         assert (model(tokens, None, documents) - logits_alone).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("size", "plan"), [(2, "ddp"), (2, "zero3"), (2, "tp"), (2, "pp"), (4, "shard2.tp2")])
+@pytest.mark.parametrize(("size", "plan"), [(2, "zero3"), (2, "tp"), (2, "pp"), (2, "cp"), (4, "cp2.tp2")])
 def test_packed_corpus_trains_as_in_one_process(size, plan):
     whole = run_ranks(losses_of, 1, "ddp", packed=True)[0]
     assert run_ranks(losses_of, size, plan, packed=True)[0] == pytest.approx(whole, rel=1e-9)
-
-
-def test_context_parallelism_refuses_packed_rows():
-    where = RankLoader(dp_rank=0, group=None, first_step=0, on_gpu=False)
-    with refuses("support.cp-packed", 2):
-        make_loader(corpus_job(packed=True), Plan.preset("cp", 2, batch_size=8), where)
 
 
 def test_corpus_refuses_a_collate_function_and_a_changed_file(tmp_path):
@@ -384,8 +381,8 @@ def packed_training(world, model, **changes):
 class Leaking(sw.models.Decoder):
     """A decoder with one of the mistakes that make packed documents influence each other."""
 
-    def __init__(self, leak):
-        super().__init__(decoder_config("gpt2-tiny", vocab_size=50, context=16))
+    def __init__(self, leak, config=None):
+        super().__init__(config or decoder_config("gpt2-tiny", vocab_size=50, context=16))
         self.leak = leak
 
     def forward(self, tokens, position_ids=None, document_ids=None):
@@ -430,13 +427,101 @@ def test_dropout_is_not_a_leak_and_stays_on():
         assert step.model.dropout.training
 
 
-def leaking_losses(world, plan_name):
-    return losses_of(world, plan_name, packed=True, model=lambda: Leaking("no mask"))
+def refused_code(world, plan_name, leak, **changes):
+    """Return the code with which a plan refuses a leaking model before its first update."""
+    with pytest.raises(JobError) as refused:
+        losses_of(world, plan_name, packed=True, model=lambda: Leaking(leak), **changes)
+    return refused.value.code
 
 
-def test_all_ranks_refuse_a_leak_together():
-    with pytest.raises(JobError, match="packed documents influence each other"):
-        run_ranks(leaking_losses, 2, "zero3")
+@pytest.mark.parametrize(
+    ("plan", "leak", "code"),
+    [
+        ("zero3", "no mask", "support.packed-attention"),
+        ("pp", "mask off by one", "support.packed-attention"),
+        ("pp", "positions", "support.packed-positions"),
+        ("cp", "no mask", "support.packed-attention"),
+    ],
+)
+def test_all_ranks_refuse_a_leak_together(plan, leak, code):
+    assert run_ranks(refused_code, 2, plan, leak) == [code, code]
+
+
+def test_leak_is_named_under_float8_and_in_rows_longer_than_the_probe():
+    pytest.importorskip("torchao")
+    config = decoder_config("gpt2-tiny", vocab_size=50, context=2048, width=64, num_heads=2)
+    plan = dataclasses.replace(
+        Plan.preset("ddp", 1, batch_size=1),
+        precision=Precision(compute="float8"),
+        float8=Float8(modules=("blocks.0.mlp.up", "blocks.0.attn.qkv")),
+    )
+    tokens = torch.randint(50, (2, 2048), generator=torch.Generator().manual_seed(0))
+    documents = torch.arange(2048)[None].expand(2, -1) // 700
+    positions = torch.arange(2048)[None].expand(2, -1) % 700
+    rows = TensorDataset(tokens, positions, documents, packed_targets(tokens, documents))
+    with sw.world() as world:
+        for leak, names in ((None, None), ("no mask", "support.packed-attention")):
+            job = sentences_job(
+                "llama-tiny",
+                model=partial(Leaking, leak, config),
+                data=lambda split: rows if split == "train" else None,
+                batch_size=1,
+                steps=1,
+            )
+            step = sw.build_step(job, plan, world)
+            with refuses(names) if names else contextlib.nullcontext():
+                step(next(iter(step.feed)))
+
+
+def packed_targets(tokens, documents):
+    """Return the next token of each token inside its document, and -100 at the end of documents."""
+    following, ends = tokens.roll(-1, dims=1), documents.roll(-1, dims=1) != documents
+    ends[:, -1] = True
+    return torch.where(ends, -100, following)
+
+
+def packed_rows(targets=packed_targets):
+    """Return 16 packed rows as the dataset of a user: documents of 5, 4 and 7 tokens."""
+    documents = torch.tensor([0] * 5 + [1] * 4 + [2] * 7).expand(16, -1)
+    positions = torch.tensor([*range(5), *range(4), *range(7)]).expand(16, -1)
+    tokens = torch.randint(50, (16, 16), generator=torch.Generator().manual_seed(0))
+    return TensorDataset(tokens, positions, documents, targets(tokens, documents))
+
+
+def user_job(rows, leak=None):
+    data = {"train": rows}.get
+    return sentences_job("llama-tiny", model=partial(Leaking, leak), data=data, steps=2)
+
+
+def test_packed_dataset_of_a_user_is_probed_like_a_corpus():
+    plan = dataclasses.replace(Plan.preset("ddp", 1, batch_size=8), precision=FP64)
+    with sw.world() as world:
+        for job, code in (
+            (user_job(packed_rows()), None),
+            (user_job(packed_rows(), "no mask"), "support.packed-attention"),
+            (user_job(packed_rows(lambda tokens, _: tokens.roll(-1, dims=1))), "data.packed-targets"),
+        ):
+            step = sw.build_step(job, plan, world)
+            with refuses(code) if code else contextlib.nullcontext():
+                step(next(iter(step.feed)))
+
+
+def test_other_integer_fields_are_not_packed_rows():
+    ones = torch.ones(2, 6, dtype=torch.int64)
+    kinds = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)
+    assert not packed_batch([ones, ones * 0, ones, ones]).has_documents
+    assert not packed_batch([ones, kinds, ones, ones]).has_documents
+    assert packed_batch([ones, torch.arange(6).expand(2, -1), ones, ones]).has_documents
+    assert packed_batch([ones, ones, ones]) is None
+    assert packed_batch([ones, ones, ones, ones.float()]) is None
+
+
+def test_target_in_another_row_is_not_one_of_the_next_document():
+    documents = torch.tensor([[0, 0, 1, 1, 2, 2]])
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    inside = packed_batch([tokens, tokens, documents, torch.tensor([[2, 3, 4, 9, 6, -100]])])
+    assert inside.num_crossing == 0  # of two targets at ends, one is another token
+    assert inside.crossing.tolist() == [[False, True, False, False, False, False]]
 
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "GPTNeoX", "Phi3", "Olmo2")
@@ -457,7 +542,7 @@ def make_transformer(family):
 def test_transformers_family_trains_on_packed_rows_alike_under_every_strategy(family):
     changes = {"packed": True, "model": partial(make_transformer, family), "forward": sw.losses.packed}
     whole = run_ranks(losses_of, 1, "ddp", **changes)[0]
-    for plan in ("ddp", "zero3", "tp", "pp"):
+    for plan in ("ddp", "zero3", "tp", "pp", "cp"):
         assert run_ranks(losses_of, 2, plan, **changes)[0] == pytest.approx(whole, rel=1e-9), plan
 
 

@@ -2,21 +2,26 @@
 
 A model that ignores document ids trains on packed rows without an error: its documents attend to each other, and its
 loss is only a little wrong. The probe runs the model on one packed row three times: as it is, with the tokens of the
-first document changed, and with the second document alone. Logits of the second document must be the same each time.
-The idea is that of causality tests of attention kernels: change an input and see which outputs change. All ranks probe
-the same row, so that they run the same collectives and raise together.
+first document changed, and with each document in a row of its own. Logits of the second document must be the same each
+time. The idea is that of causality tests of attention kernels: change an input and see which outputs change. All ranks
+probe the same row, so that they run the same collectives and raise together. `verify` has a stricter form of this check
+(parity/documents.py). Two things differ from a training step: under context parallelism the model runs on whole rows,
+and float8 layers compute in the dtype of their input, because the scales of a tensor depend on all of its tokens.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.errors import JobError
+from shardwise.data.packed_batches import PackedBatch, packed_batch, separate
+from shardwise.errors import DataError, JobError
 from shardwise.job.losses import IGNORE, logits_of
+from shardwise.parallel.collectives import stages_of
+from shardwise.parallel.float8 import without_float8
 from shardwise.parallel.fused_loss import DeferredLogits
 from shardwise.training.step.compiled import uncompiled_probe
 from shardwise.training.step.module_step import user_class
@@ -30,82 +35,107 @@ if TYPE_CHECKING:
     from shardwise.data.feed import StepBatch
     from shardwise.dist import World
 
+    Program = Callable[[nn.Module], None]
+
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Largest difference of logits, relative to the largest logit, between shapes whose kernels sum in another order."""
 _NUM_TRIED = 8
 """Steps in which a row with two documents is searched."""
+_LENGTH = 1024
+"""Longest row of the probe, which may materialize attention scores; longer rows are replaced by two documents."""
+_LEAST_CROSSING = 3
+"""Number of targets across documents that are no coincidence."""
 
-PackedRow = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Tokens, position ids, document ids and targets, each [1, length]."""
+
+class ProbedModel(NamedTuple):
+    """How the probe runs a model."""
+
+    model: nn.Module
+    forward: Callable[[Any, Any], Any]
+    run: Callable[[Program], None]
+    """Runs a program on the model, or on this rank's pipeline stages, of which the last one completes it."""
+    autocast: Callable[[], AbstractContextManager[Any]]
 
 
 class DocumentProbe:
-    """Rejects a model in which packed documents influence each other; for plans without pipeline stages."""
+    """Rejects a model in which packed documents influence each other, and targets across documents."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        forward: Callable[[Any, Any], Any],
-        autocast: Callable[[], AbstractContextManager[Any]],
-        world: World,
-        note: Callable[[str], None],
-    ) -> None:
-        """Create the probe of `model`; `note` receives a message if no row of the first steps can be probed."""
-        self._model, self._forward, self._autocast, self._world = model, forward, autocast, world
-        self._note = note
+    def __init__(self, probed: ProbedModel, world: World, note: Callable[[str], None]) -> None:
+        """Create the probe; `note` receives a message if no row of the first steps can be probed."""
+        self._probed, self._world, self._note = probed, world, note
         self._num_left = _NUM_TRIED
 
     def __call__(self, batch: StepBatch) -> None:
         """Probe the model on a row of this batch. Communicates over the world; call on every rank."""
-        if not self._num_left:
+        packed = packed_batch(batch.micro_batches[0].unsharded)
+        if packed is None:
+            self._num_left = 0
+        if not self._num_left or packed is None:
             return
         self._num_left -= 1
-        own = find_row(batch.micro_batches[0].batch)
-        rows = self._world.gather(None if own is None else [values.tolist() for values in own])
-        found = next((row for row in rows if row is not None), None)
-        if found is None:
-            if not self._num_left:
-                self._note(f"no row of the first {_NUM_TRIED} steps has two documents, so that leaks were not checked")
-            return
-        self._num_left = 0
-        device = batch.micro_batches[0].batch[0].device
-        tokens, positions, documents, targets = (torch.tensor(values, device=device) for values in found)
-        row = tokens, positions, documents, targets
-        codes = self._world.gather(self._find_leak(row))
-        code = next(filter(None, codes), "")
+        is_packed = packed.has_documents
+        own = find_row(packed) if is_packed else None
+        num_crossing = packed.num_crossing if is_packed else 0
+        mine = None if own is None else [values.tolist() for values in own]
+        gathered = self._world.gather((is_packed, num_crossing, mine))
+        if sum(num for _, num, _ in gathered) >= _LEAST_CROSSING:
+            raise targets_cross()
+        found = next((row for _, _, row in gathered if row is not None), None)
+        if found is not None:
+            self._num_left = 0
+            self._probe(found, batch.micro_batches[0].batch[0].device)
+        elif not self._num_left and any(is_packed for is_packed, _, _ in gathered):
+            self._note(f"no row of the first {_NUM_TRIED} steps has two documents, so that leaks were not checked")
+
+    def _probe(self, found: list[Any], device: torch.device) -> None:
+        """Raise JobError on all ranks if the documents of a row influence each other. Communicates over the world."""
+        row = PackedBatch(*(torch.tensor(values, device=device) for values in found))
+        code = next(filter(None, self._world.gather(self._find_leak(row))), "")
         if code:
-            raise _leak(code, user_class(self._model).__name__)
+            raise _leak(code, user_class(self._probed.model).__name__)
 
-    def _find_leak(self, row: PackedRow) -> str:
-        """Return the code of what is wrong, or an empty string."""
-        tokens, positions, documents, targets = row
-        first, second = documents == documents[0, 0], documents == documents[0, 0] + 1
-        packed = self._logits(row)[second]
-        changed = torch.where(first, tokens.roll(1, dims=1), tokens)
-        after_change = self._logits((changed, positions, documents, targets))[second]
-        alone, here = _moved_to_start(row, second)
-        moved = self._logits(alone)[here]
-        if not _is_close(after_change, packed):
+    def _find_leak(self, row: PackedBatch) -> str:
+        """Return the code of what is wrong, or an empty string; also without the last pipeline stage."""
+        first, second = row.numbers == 0, row.numbers == 1
+        changed = row.replaced(first)
+        only_second = PackedBatch(*(field[1:2] for field in separate(row).batch))
+        here = only_second.document_ids == 0
+        packed, after_change, moved = (self._logits(each) for each in (row, changed, only_second))
+        if packed is None or after_change is None or moved is None:
+            return ""
+        if not _is_close(after_change[second], packed[second]):
             return "support.packed-attention"
-        return "" if _is_close(moved, packed) else "support.packed-positions"
+        return "" if _is_close(moved[here], packed[second]) else "support.packed-positions"
 
-    def _logits(self, row: PackedRow) -> Tensor:
-        with _evaluation_mode(self._model), uncompiled_probe(self._model), self._autocast():
-            output = self._forward(self._model, list(row))
-        if isinstance(output, DeferredLogits):  # a fused loss returns the head's input
-            return output.hidden
-        logits: Tensor = logits_of(output)
+    def _logits(self, row: PackedBatch) -> Tensor | None:
+        """Return the logits of a row; None on a rank without the last pipeline stage. Communicates in the model."""
+        model, forward, run, autocast = self._probed
+        outputs: list[Any] = []
+        with ExitStack() as stack:
+            for context in (_evaluation_mode(model), uncompiled_probe(model), without_float8(model), autocast()):
+                stack.enter_context(context)
+            run(lambda module: outputs.append(forward(module, list(row))))
+        if not outputs:
+            return None
+        if isinstance(outputs[0], DeferredLogits):  # a fused loss returns the head's input
+            return outputs[0].hidden
+        logits: Tensor = logits_of(outputs[0])
         return logits
 
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Turn dropout off in this context, since its masks differ between positions."""
+    """Turn off dropout, whose masks differ between positions, and context parallelism in this context."""
     modes = [(module, module.training) for module in model.modules()]
+    switches = [stage.context_switch for stage in stages_of(model) if hasattr(stage, "context_switch")]
     model.eval()
+    for switch in switches:
+        switch.is_on = False  # type: ignore[union-attr]
     try:
         yield
     finally:
+        for switch in switches:
+            switch.is_on = True  # type: ignore[union-attr]
         for module, is_training in modes:
             module.training = is_training
 
@@ -125,30 +155,43 @@ def _leak(code: str, name: str) -> JobError:
     )
 
 
-def find_row(batch: Any) -> PackedRow | None:
+def targets_cross() -> DataError:
+    """Return the error for packed rows whose targets cross documents."""
+    return DataError(
+        "targets of packed rows cross documents: a document's last token has the next document's first token as target",
+        code="data.packed-targets",
+        fix=f"set the target of the last token of each document to {IGNORE}",
+    )
+
+
+def find_row(packed: PackedBatch) -> PackedBatch | None:
     """Return the first row whose first two documents have at least two tokens each and a change is visible; or None."""
-    tokens, _, documents, targets = batch
-    for index in range(len(tokens)):
-        ids = documents[index]
-        sizes = [int((ids == ids[0] + number).sum()) for number in (0, 1)]
-        has_targets = bool((targets[index][ids == ids[0] + 1] != IGNORE).any())  # padding has none
-        is_changed = bool((tokens[index].roll(1) != tokens[index])[ids == ids[0]].any())
-        if min(sizes) > 1 and has_targets and is_changed:
-            found = tuple(values[index : index + 1] for values in batch)
-            return found[0], found[1], found[2], found[3]
+    for index in range(len(packed.tokens)):
+        row = PackedBatch(*(field[index : index + 1] for field in packed))
+        first, second = row.numbers == 0, row.numbers == 1
+        has_targets = bool((row.targets[second] != IGNORE).any())  # padding has none
+        is_changed = bool(row.tokens.min() != row.tokens.max())
+        if min(int(first.sum()), int(second.sum())) > 1 and has_targets and is_changed:
+            return row if row.tokens.shape[1] <= _LENGTH else _shortened(row)
     return None
 
 
-def _moved_to_start(row: PackedRow, wanted: Tensor) -> tuple[PackedRow, Tensor]:
-    """Return a row of the same length that has only the wanted document, at its start, and where its tokens are."""
-    tokens, positions, documents, targets = row
-    size, length = int(wanted.sum()), tokens.shape[1]
-    place = torch.arange(length, device=tokens.device)[None]
-    here = place < size
-    moved = torch.zeros_like(tokens)
-    moved[here] = tokens[wanted]
-    restarted = torch.where(here, place, place - size)
-    return (moved, restarted.to(positions.dtype), (~here).to(documents.dtype), targets), here
+def _shortened(row: PackedBatch) -> PackedBatch:
+    """Return a row of `_LENGTH` tokens with the beginnings of the first two documents of a longer row."""
+    size = _LENGTH // 2
+    starts = [int((row.numbers == number).nonzero()[0, 1]) for number in (0, 1)]
+    stops = [min(starts[0] + size, starts[1]), starts[1] + size]
+    stops[1] = min(stops[1], int((row.numbers == 1).nonzero()[-1, 1]) + 1)
+    kept = torch.cat([torch.arange(start, stop) for start, stop in zip(starts, stops, strict=True)])
+    num_missing = _LENGTH - len(kept)
+    tokens, positions, numbers, targets = (field[:, kept] for field in (*row[:2], row.numbers, row.targets))
+    padding = torch.arange(num_missing)[None]
+    return PackedBatch(
+        torch.cat([tokens, torch.zeros_like(padding)], dim=1),
+        torch.cat([positions, padding], dim=1),
+        torch.cat([numbers, torch.full_like(padding, 2)], dim=1),
+        torch.cat([targets, torch.full_like(padding, IGNORE)], dim=1),
+    )
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:

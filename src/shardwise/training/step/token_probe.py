@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.data.rows import map_tensors, tensors
 from shardwise.errors import JobError
+from shardwise.models.documents import block_attention
 from shardwise.torch_private.dispatch import tree_leaves
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class _SelfAttention(TorchFunctionMode):
     """Replaces attention by one in which every token attends only to itself."""
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not functional.scaled_dot_product_attention:
+        if function not in {functional.scaled_dot_product_attention, block_attention}:
             return function(*args, **(kwargs or {}))
         given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
         query, value = given["query"], given["value"]
