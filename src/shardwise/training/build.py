@@ -45,7 +45,7 @@ from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, broadcast_values
 from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
-from shardwise.plans.rules import accumulates_in_fp32, compiles_head, uses_ddp
+from shardwise.plans.rules import accumulates_in_fp32, compiles_head, gathers_float8, uses_ddp
 from shardwise.training.loading import make_feed, token_shard
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
