@@ -48,10 +48,10 @@ def restrict(document_ids: Tensor, like: Tensor) -> Documents:
 
 def uses_blocks(like: Tensor) -> bool:
     """Return whether attention to activations as `like` uses blocks: on a GPU in bf16 or fp16, with Triton."""
-    dtype = like.dtype
-    if torch.is_autocast_enabled(like.device.type):
-        dtype = torch.get_autocast_dtype(like.device.type)
-    return like.is_cuda and dtype in _LOWER and _HAS_TRITON
+    if not like.is_cuda or not _HAS_TRITON:
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else like.dtype
+    return dtype in _LOWER
 
 
 def number_documents(document_ids: Tensor) -> Tensor:

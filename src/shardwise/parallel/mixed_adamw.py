@@ -249,8 +249,9 @@ def random_bits(shape: torch.Size, counter: Counter) -> Tensor:
     """
     key, place, step = counter
     last = len(shape) - 1
-    # 64-bit products take several instructions on a GPU, and their upper half is discarded below.
-    dtype = torch.int32 if max(shape) <= _LARGEST_INT32 else torch.int64
+    # 64-bit products take several instructions on a GPU, and their upper half is discarded below. With several dims,
+    # inductor (torch 2.11) computes a dynamic int32 index in 64 bits without a cast back.
+    dtype = torch.int32 if last == 0 and shape[0] <= _LARGEST_INT32 else torch.int64
     place = place.to(dtype)
     index = torch.arange(shape[last], device=key.device, dtype=dtype) + place[0, last]
     for dim in range(last):

@@ -25,6 +25,7 @@ from shardwise.data.packed_batches import packed_batch
 from shardwise.data.row_reads import BatchMemory
 from shardwise.data.sources.iterables import ShardedIterable
 from shardwise.errors import JobError
+from shardwise.planner.search.subject import search_plan
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Float8, Plan, Precision
 from shardwise.plans.catalogue import decoder_config
@@ -204,6 +205,13 @@ def losses_of(world, plan_name, folder=None, *, every=0, resume=None, **changes)
     events = EventLog(None, lambda event: losses.update(enumerate(event.get("losses", []), event.get("first", 0))))
     run_loop(job, plan, world, events, Timeline(), checkpoints=folder, save=SaveSpec(every=every, resume=resume))
     return losses
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_auto_plans_a_job_whose_corpus_has_no_length(packed):
+    plan, why = search_plan(corpus_job(packed=packed), 2)
+    assert plan is not None, why
+    assert plan.layout.world_size == 2
 
 
 def test_corpus_trains_alike_on_any_ranks_and_after_a_resume(tmp_path):

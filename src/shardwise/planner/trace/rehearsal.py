@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from shardwise.data.loaders import dataset_of
 from shardwise.errors import JobError, PlanError
@@ -63,14 +64,13 @@ class TracedModel:
         narrow = frozenset(name for name, value in model.named_parameters() if value.dtype == dtype != torch.float32)
         if gathered or compute == "fp64":
             model.to(dtype) if compute == "fp64" else _lower_parameters(model, dtype)
-        dataset = dataset_of(job, "train")
-        if dataset is None or len(dataset) == 0:
+        samples = _samples(dataset_of(job, "train"))
+        if not samples:
             raise JobError(
                 "tracing the model requires a training sample, but the job has no training data",
                 code="data.no-train-split",
                 fix='return a dataset for "train" from Job.data',
             )
-        size = len(dataset)
         styles, degrees = _tensor_styles(model, job)
         return cls(
             job=job,
@@ -81,7 +81,7 @@ class TracedModel:
             styles=styles,
             tp_degrees=degrees,
             narrow=narrow if compute in {"bf16", "fp16"} else frozenset(),
-            samples=[dataset[index % size] for index in range(max(SAMPLES))],
+            samples=samples,
         )
 
     def rules(self) -> CudaRules:
@@ -99,6 +99,16 @@ class TracedModel:
             parameter.grad = None
         for buffer in self.model.buffers():
             ledger.tag(buffer, "weight")
+
+
+def _samples(dataset: Any) -> list[Any]:
+    """Return the samples of the largest traced batch; a small dataset repeats its samples, an empty one has none."""
+    number = max(SAMPLES)
+    if isinstance(dataset, IterableDataset):
+        found = list(itertools.islice(dataset, number))
+    else:
+        found = [] if dataset is None else [dataset[index] for index in range(min(number, len(dataset)))]
+    return [found[index % len(found)] for index in range(number)] if found else []
 
 
 def _lower_parameters(model: nn.Module, dtype: torch.dtype) -> None:
