@@ -66,6 +66,11 @@ def make_call(layer: nn.Module, tokens: int, inputs: int, outputs: int, device: 
     def call() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(run(x), [x, *layer.parameters()], slope)
 
+    return captured(call, device)
+
+
+def captured(call: Callable, device: torch.device) -> Callable:
+    """Return a function that replays a call as a CUDA graph; the call itself without a GPU."""
     if device.type != "cuda":
         return call
     side = torch.cuda.Stream()
@@ -77,7 +82,7 @@ def make_call(layer: nn.Module, tokens: int, inputs: int, outputs: int, device: 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = call()
-    kept = (x, slope, layer, results)  # the graph has their addresses only
+    kept = call, results  # the graph has their addresses only
 
     def replay() -> tuple:
         graph.replay()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from figures import figure
-from float8 import call_seconds
+from float8 import call_seconds, captured
 from shardwise.models.documents import BlockMask, attend, document_blocks, document_mask, number_documents
 
 if TYPE_CHECKING:
@@ -31,28 +31,6 @@ def make_ids(length: int, document: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     sizes = (torch.randn(length, generator=generator).mul(0.8).exp() * document).long().clamp(min=1)
     return torch.arange(length).repeat_interleave(sizes)[:length][None].to(device)
-
-
-def captured(call: Callable, device: torch.device) -> Callable:
-    """Return a function that replays a call as a CUDA graph; the call itself without a GPU."""
-    if device.type != "cuda":
-        return call
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
-    kept = call, results  # the graph has their addresses only
-
-    def replay() -> tuple:
-        graph.replay()
-        return kept
-
-    return replay
 
 
 def make_call(documents: torch.Tensor | BlockMask | None, length: int, device: torch.device) -> Callable:
