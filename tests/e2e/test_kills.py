@@ -305,7 +305,7 @@ def test_three_kills_lose_and_repeat_no_row(make_data, tmp_path):
 @pytest.mark.prove
 @pytest.mark.timeout(1800)
 def test_two_hundred_kills_lose_and_repeat_no_row(make_data, tmp_path):
-    summary, firsts = check_exactly_once(make_data, tmp_path, num_kills=200, num_steps=1000, most_steps=10, seed=0)
+    summary, firsts = check_exactly_once(make_data, tmp_path, num_kills=200, num_steps=700, most_steps=10, seed=0)
     print(summary, f"resumed at {len(set(firsts))} different steps: {firsts}")
     assert summary.num_kills == 200
     assert summary.num_saving >= 20

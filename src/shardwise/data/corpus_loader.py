@@ -13,10 +13,13 @@ from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows, Row
 from shardwise.data.cursor import Cursor
 from shardwise.data.feed import LoadedStep
 from shardwise.data.loaders import worker_generator
+from shardwise.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
     from shardwise.data.cursor import Slices
@@ -61,7 +64,7 @@ class CorpusLoader:
         self._rows = CorpusRows(corpus, seed=seed, position=position)  # now, since it refuses a changed corpus
         self._planned: deque[_PlannedStep] = deque()
         """Steps whose rows were requested and not yet returned, since workers read ahead."""
-        reads = _RowReads(corpus)
+        self._reads = reads = _RowReads(corpus)
         self._batches: Iterable[Batch]
         if num_workers == 0 and not pin_memory:
             self._batches = _InProcessReads(self, reads)
@@ -74,6 +77,22 @@ class CorpusLoader:
                 pin_memory=pin_memory,
                 generator=worker_generator(seed, slices.dp_rank, first_step),
             )
+
+    def limit_ids(self, vocab_size: int) -> None:
+        """Raise DataError if the vocabulary of a source is larger than `vocab_size`; else check ids when they are read.
+
+        Only sources that do not know their vocabulary are checked again.
+        """
+        for name, source in self._corpus.sources.items():
+            size = getattr(source, "vocab_size", None)
+            if size is not None and size > vocab_size:
+                raise DataError(
+                    f"source {name} has a vocabulary of {size} ids, but the model has {vocab_size}",
+                    code="data.vocabulary-too-large",
+                    fix=f"set the vocabulary size of the model to {size} or more, or use another tokenizer",
+                )
+            if size is None:
+                self._reads.vocab_size = vocab_size
 
     def steps(self) -> Iterator[LoadedStep]:
         """Yield the steps of this rank in order, each with the position after it."""
@@ -115,10 +134,23 @@ class _RowReads(Dataset[Any]):
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
+        self.vocab_size: int | None = None
+        """Vocabulary size of the model, if a source does not know the ids that occur in it."""
 
     def __getitems__(self, rows: list[Row]) -> Batch:
         """Return the fields of these rows as tensors."""
-        return [torch.from_numpy(values) for values in self._corpus.read(rows)]
+        fields = self._corpus.read(rows)
+        if self.vocab_size is not None and fields[0].max(initial=0) >= self.vocab_size:
+            raise self._outside(rows, fields[0].max(axis=1), self.vocab_size)
+        return [torch.from_numpy(values) for values in fields]
+
+    def _outside(self, rows: list[Row], highest: npt.NDArray[np.int64], vocab_size: int) -> DataError:
+        row = int(highest.argmax())
+        return DataError(
+            f"source {rows[row].source} has the token id {highest[row]}, but the model has {vocab_size}",
+            code="data.token-outside-vocabulary",
+            fix=f"set the vocabulary size of the model to {highest[row] + 1} or more, or use its tokenizer",
+        )
 
 
 class _InProcessReads:
