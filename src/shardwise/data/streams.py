@@ -143,7 +143,9 @@ class StreamLoader:
                 expected = None
             if done >= self._first_step:
                 position = StreamPosition(epoch=epoch, index=index, digest=digest, state=state)
-                padding = _first_row(self._collate(samples[:1])[0])
+                padding = None
+                if len(loaded) < self._accumulation:  # the stream ended
+                    padding = _first_row(self._collate(samples[:1])[0])
                 yield self._loaded_step(loaded, padding, len(samples), position)
             index, done, state = index + len(samples), done + 1, _encoded(dataset)
 
