@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import shardwise as sw
+from shardwise.data.sources.iterables import ShardedIterable
 from shardwise.data.sources.open import open_source
 
 folder = Path(tempfile.mkdtemp())
@@ -49,3 +50,17 @@ job = sw.Job(
 # </train>
 with sw.world() as world:
     sw.train(job, sw.Plan.preset("ddp", world.size, batch_size=8), world)
+
+# <documents>
+data = sw.datasets.tokens(
+    {
+        "web": folder / "corpus",
+        "notes": sw.datasets.documents(folder / "books.jsonl", tokenizer="bytes"),  # tokenized during training
+        "rows": ShardedIterable("rows", lambda shard: [[shard, 1, 2], [3, 4]], num_shards=8, vocab_size=257),
+    },
+    length=128,
+    proportions={"web": 2, "notes": 1, "rows": 1},  # required: the number of tokens is not known in advance
+)
+# </documents>
+tokens, targets = next(iter(data("train")))
+print(tokens.shape, targets.shape)

@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset
 from shardwise.data.cursor import sample_ids
 from shardwise.data.row_groups import join_rows, make_group
 from shardwise.data.row_reads import BatchMemory, RowRequest, read_packed, read_windows
+from shardwise.data.sources.iterables import ShardedIterable, shard_changed
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class SourcePosition(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     group: int = 0
     row: int = 0
+    digest: int = 0
+    """Checksum of the group's documents if the source is read again from its start (ShardedIterable) and row > 0."""
 
 
 class CorpusForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,6 +189,10 @@ class _SourceRows:
         self._num_groups = -(-self._source.num_chunks // corpus.chunks_per_group)
         self.position = position
         self._group: RowGroup | None = None
+        self._digest = 0
+        """Checksum of the group."""
+        if position.digest:
+            self._load()  # now, since it refuses documents that changed since the checkpoint
 
     def take(self, count: int, wanted: range) -> list[RowPieces]:
         """Advance by `count` rows and return those with an index in `wanted`, by group."""
@@ -206,21 +213,25 @@ class _SourceRows:
         if self._group is not None and row == self._group.num_rows:
             self._next_group()
         else:
-            self.position = SourcePosition(epoch=epoch, group=group, row=row)
+            self.position = SourcePosition(epoch=epoch, group=group, row=row, digest=self._digest)
 
     def _load(self) -> RowGroup:
         """Return the group of the position; groups without tokens are skipped."""
         num_tried = 0
         while self._group is None:
             place = self.position
+            chunks = self._chunks(place.epoch, place.group)
             group = make_group(
                 self._source,
-                self._chunks(place.epoch, place.group),
+                chunks,
                 length=self._corpus.length,
                 packed=self.name in self._corpus.packed,
                 seed=self._seed,
                 number=place.epoch * self._num_groups + place.group,
             )
+            self._digest = self._checksum(chunks)
+            if place.digest and place.digest != self._digest:
+                raise shard_changed(f"group {place.group} of source {self.name}", "before the checkpoint")
             if group.num_rows:
                 self._group = group
                 break
@@ -233,6 +244,13 @@ class _SourceRows:
                 )
             self._next_group()
         return self._group
+
+    def _checksum(self, chunks: npt.NDArray[np.int64]) -> int:
+        """Return a checksum of the documents of chunks; 0 if the identity of the source covers its documents."""
+        if not isinstance(self._source, ShardedIterable):
+            return 0
+        digests = [self._source.digest(chunk) for chunk in chunks.tolist()]
+        return zlib.crc32(np.array(digests, dtype=np.int64).tobytes()) or 1
 
     def _next_group(self) -> None:
         self._group = None

@@ -13,6 +13,7 @@ from shardwise.data.cursor import Cursor
 from shardwise.data.feed import LoadedStep
 from shardwise.data.loaders import worker_generator
 from shardwise.data.row_reads import BatchMemory
+from shardwise.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -61,18 +62,35 @@ class CorpusLoader:
         self._rows = CorpusRows(corpus, seed=seed, position=position)  # now, since it refuses a changed corpus
         self._planned: deque[_PlannedStep] = deque()
         """Steps whose rows were requested and not yet returned, since workers read ahead."""
+        self._reads = _RowReads(corpus)
         self._batches: Iterable[Batch]
         if num_workers == 0:  # a batch of 64 x 1,024 tokens is read in 0.25 ms, less than a worker needs to send it
-            self._batches = _InProcessReads(self, corpus, pin_memory=pin_memory)
+            self._batches = _InProcessReads(self, self._reads, pin_memory=pin_memory)
         else:
             self._batches = DataLoader(
-                _RowReads(corpus),
+                self._reads,
                 batch_sampler=_RowRequests(self),  # type: ignore[arg-type]
                 collate_fn=_already_collated,
                 num_workers=num_workers,
                 pin_memory=pin_memory,
                 generator=worker_generator(seed, slices.dp_rank, first_step),
             )
+
+    def limit_ids(self, vocab_size: int) -> None:
+        """Raise DataError if the vocabulary of a source is larger than `vocab_size`; else check ids when they are read.
+
+        Only sources that do not know their vocabulary are checked again.
+        """
+        for name, source in self._corpus.sources.items():
+            size = getattr(source, "vocab_size", None)
+            if size is not None and size > vocab_size:
+                raise DataError(
+                    f"source {name} has a vocabulary of {size} ids, but the model has {vocab_size}",
+                    code="data.vocabulary-too-large",
+                    fix=f"set the vocabulary size of the model to {size} or more, or use another tokenizer",
+                )
+            if size is None:
+                self._reads.vocab_size = vocab_size
 
     def steps(self) -> Iterator[LoadedStep]:
         """Yield the steps of this rank in order, each with the position after it."""
@@ -110,26 +128,44 @@ class CorpusLoader:
 
 
 class _RowReads(Dataset[Any]):
-    """Reads the rows of one micro-batch in a DataLoader worker."""
+    """Reads the rows of one micro-batch, in this process or in a DataLoader worker."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
+        self.vocab_size: int | None = None
+        """Vocabulary size of the model, if a source does not know the ids that occur in it."""
 
     def __getitems__(self, request: RowRequest) -> Batch:
-        """Return the fields of these rows as tensors."""
-        return self._corpus.read(request)
+        """Return the fields of these rows in new tensors."""
+        return self.read(request, BatchMemory())
+
+    def read(self, request: RowRequest, memory: BatchMemory) -> Batch:
+        """Return the fields of these rows; raises DataError if a token id is outside the model's vocabulary."""
+        fields = self._corpus.read(request, memory)
+        if self.vocab_size is not None and int(fields[0].max()) >= self.vocab_size:
+            raise self._outside(request, fields[0].amax(dim=1), self.vocab_size)
+        return fields
+
+    def _outside(self, request: RowRequest, highest: Tensor, vocab_size: int) -> DataError:
+        row = int(highest.argmax())
+        name = list(self._corpus.sources)[int(request.sources[row])]
+        return DataError(
+            f"source {name} has the token id {int(highest[row])}, but the model has {vocab_size}",
+            code="data.token-outside-vocabulary",
+            fix=f"set the vocabulary size of the model to {int(highest[row]) + 1} or more, or use its tokenizer",
+        )
 
 
 class _InProcessReads:
     """Batches read in this process, into pinned memory if a GPU will copy them."""
 
-    def __init__(self, loader: CorpusLoader, corpus: Corpus, *, pin_memory: bool) -> None:
-        self._loader, self._corpus = loader, corpus
+    def __init__(self, loader: CorpusLoader, reads: _RowReads, *, pin_memory: bool) -> None:
+        self._loader, self._reads = loader, reads
         self._memory = BatchMemory(pin_memory=pin_memory)
 
     def __iter__(self) -> Iterator[Batch]:
         for request in self._loader.requests():
-            yield self._corpus.read(request, self._memory)
+            yield self._reads.read(request, self._memory)
 
 
 class _RowRequests:

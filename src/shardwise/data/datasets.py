@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from shardwise.data.documents import documents
 from shardwise.data.token_datasets import tokens
 from shardwise.errors import DataError, nearest
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ("digits", "fashion_mnist", "idx_folder", "mnist", "text", "tokens")
+__all__ = ("digits", "documents", "fashion_mnist", "idx_folder", "mnist", "text", "tokens")
 
 DIGITS = Path(__file__).parent / "files" / "digits"
 WHITE = 255

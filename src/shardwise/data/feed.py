@@ -9,13 +9,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from shardwise.data.corpus import CorpusPosition
 from shardwise.data.cursor import SamplePositions
 from shardwise.data.rows import RowMarks, drop_padding_rows, fill_rows, move, non_tensors, settle_marks, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from shardwise.data.corpus import CorpusPosition
     from shardwise.data.cursor import Cursor
     from shardwise.job import Loss
 
@@ -63,6 +63,22 @@ class StepBatch(msgspec.Struct, frozen=True, gc=False):
     """Position of the step's first sample in the sample stream."""
 
 
+class StreamPosition(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The position of an IterableDataset after a step; equal on all ranks."""
+
+    epoch: int
+    """Epoch and sample index at the beginning of the step."""
+    index: int
+    digest: int
+    """Checksum of the samples from the start of the stream to the end of the step or, with a state, of the step."""
+    state: str = ""
+    """State of the dataset at the beginning of the step, as JSON; empty if the stream is read from its start."""
+
+
+DataPosition = CorpusPosition | StreamPosition
+"""The position of the training data after a step, which a checkpoint stores; a dataset with a length has none."""
+
+
 class LoadedStep(msgspec.Struct, frozen=True, gc=False):
     """The micro-batches of one step as a loader returns them: on the host, without padding."""
 
@@ -77,8 +93,8 @@ class LoadedStep(msgspec.Struct, frozen=True, gc=False):
     """Position in the epoch of the first sample of each batch; None if the loader does not provide it."""
     marks: RowMarks | None = None
     """Which tensors of a batch contain rows; None if they are identified by their length."""
-    position: CorpusPosition | None = None
-    """Position of a corpus after this step, for checkpoints; None if the number of the step determines it."""
+    position: DataPosition | None = None
+    """Position of the data after this step, for checkpoints; None if the number of the step determines it."""
 
 
 class StepLoader(Protocol):
@@ -103,7 +119,7 @@ class Feed:
         group: dist.ProcessGroup | None = None,
         replicas: int = 1,
         token_shard: Callable[[Any], Any] | None = None,
-        position: CorpusPosition | None = None,
+        position: DataPosition | None = None,
     ) -> None:
         """Create a feed over `loader`.
 
@@ -111,7 +127,7 @@ class Feed:
         rank. It contains all data-parallel ranks, or those of one of `replicas`, which are assumed to have equal
         counts. `token_shard` slices this rank's tokens from a batch, while the loss normalizer is computed on the whole
         batch. `fill` pads short micro-batches to the full shape, which requires a loss with `by_row`. `position` is the
-        position of a corpus at the first step.
+        position of the data at the first step.
         """
         self._loader = loader
         self._loss = loss
@@ -123,9 +139,15 @@ class Feed:
         self._replicas = replicas
         self._token_shard = token_shard
         self.position = position
-        """Position of a corpus after the last step that was returned, which a checkpoint stores."""
+        """Position of the data after the last step that was returned, which a checkpoint stores."""
         self.waited_s = 0.0
         """Seconds in which steps waited for the loader; on a GPU, only if it had no work left when they ended."""
+
+    def limit_ids(self, vocab_size: int) -> None:
+        """Refuse token ids of a corpus from `vocab_size` on; other datasets are not checked."""
+        limit = getattr(self._loader, "limit_ids", None)
+        if limit is not None:
+            limit(vocab_size)
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Yield the `StepBatch` of each step. Communicates over the feed's group; iterate on every rank."""

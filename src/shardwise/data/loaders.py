@@ -1,4 +1,4 @@
-"""Loaders of one data-parallel rank for map-style and iterable datasets, with reproducible random transforms."""
+"""The loader of one data-parallel rank for map-style datasets, with reproducible random transforms."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from shardwise.data.cursor import Cursor, SamplePositions, sample_ids
 from shardwise.data.feed import LoadedStep
-from shardwise.data.rows import Collated, CountedCollate, drop_padding_rows
+from shardwise.data.rows import Collated, CountedCollate
 from shardwise.errors import DataError
 from shardwise.job.generators import (
     KINDS,
@@ -22,7 +21,6 @@ from shardwise.job.generators import (
     seeded_generators,
     untouched_host_generators,
 )
-from shardwise.torch_private.distributed import no_worker_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -143,138 +141,12 @@ class _BatchRequests:
         return self._loader.requests()
 
 
-class StreamLoader:
-    """Loader of an IterableDataset, split once over data-parallel ranks and their DataLoader workers.
-
-    A step contains the next `batch_size` samples of the stream, for any number of ranks, workers and micro-batches.
-    Limitations: every process iterates over the whole stream and selects its share; samples are not shuffled; a stream
-    has no length, so the training length is set in steps; and a resumed run reads the stream from its start.
-    """
-
-    def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        *,
-        dp_rank: int,
-        dp_size: int,
-        micro_batch: int,
-        accumulation: int,
-        num_steps: int,
-        seed: int,
-        first_step: int = 0,
-        group: dist.ProcessGroup | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
-    ) -> None:
-        self._loader = DataLoader(
-            StreamShare(dataset, dp_rank=dp_rank, dp_size=dp_size, micro_batch=micro_batch),
-            batch_size=micro_batch,
-            collate_fn=CountedCollate(collate),
-            num_workers=num_workers,
-            generator=worker_generator(seed, dp_rank, first_step),
-        )
-        self._accumulation = accumulation
-        self._first_step = first_step
-        self._num_steps = num_steps
-        self._seed = seed
-        self._group = group
-
-    def steps(self) -> Iterator[LoadedStep]:
-        """Yield the steps of this rank; the stream restarts after it ends on all ranks. Communicates over the group."""
-        epoch, index, done = 0, 0, 0
-        batches, padding = iter(self._loader), None
-        while done < self._num_steps:
-            loaded: list[Collated] = list(islice(batches, self._accumulation))
-            rows = [each.rows for each in loaded]
-            samples = self._sum(sum(rows))
-            if samples == 0:
-                if index == 0:
-                    raise DataError(
-                        "the training IterableDataset yielded no samples",
-                        code="data.no-samples",
-                        fix="return a dataset that yields at least one sample per data-parallel rank",
-                    )
-                epoch, index, batches = epoch + 1, 0, iter(self._loader)
-                continue
-            marks = None
-            if loaded:
-                padding, marks = _first_row(loaded[0]), loaded[0].marks
-            if padding is None:
-                raise DataError(
-                    "the training IterableDataset yielded fewer samples than the number of data-parallel ranks",
-                    code="data.too-few-samples",
-                    fix="use fewer data-parallel ranks, or a larger dataset",
-                )
-            missing = self._accumulation - len(loaded)
-            if done >= self._first_step:  # a resumed run reads the earlier samples again without using them
-                yield LoadedStep(
-                    [each.batch for each in loaded] + [padding] * missing,
-                    rows + [0] * missing,
-                    samples,
-                    Cursor(seed=self._seed, epoch=epoch, index=index),
-                    marks=marks,
-                )
-            index, done = index + samples, done + 1
-
-    def _sum(self, value: int) -> int:
-        """Return the sum of `value` over data-parallel ranks. Communicates over the group."""
-        if self._group is None:
-            return value
-        total = torch.tensor(value)
-        dist.all_reduce(total, group=self._group)
-        return int(total)
-
-
 def worker_generator(seed: int, dp_rank: int, first_step: int) -> torch.Generator:
     """Return the generator that seeds torch, Python and NumPy in DataLoader workers.
 
     Seeds differ between data-parallel ranks and after a resume; the ranks of a model-parallel group use equal seeds.
     """
     return torch.Generator().manual_seed(hash((seed, dp_rank, first_step)) & (2**62 - 1))
-
-
-class StreamShare(IterableDataset[Any]):
-    """The samples of an IterableDataset that one data-parallel rank reads, or one of its DataLoader workers.
-
-    The stream must be identical in every process, so `get_worker_info()` returns None inside the dataset: samples are
-    split only here. Workers read whole micro-batches in round-robin order, as DataLoader collects them, so batches do
-    not depend on the number of workers.
-    """
-
-    def __init__(self, dataset: IterableDataset[Any], *, dp_rank: int, dp_size: int, micro_batch: int) -> None:
-        self._dataset = dataset
-        self._dp_rank = dp_rank
-        self._dp_size = dp_size
-        self._micro_batch = micro_batch
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        samples = islice(_whole_stream(self._dataset), self._dp_rank, None, self._dp_size)
-        if worker is None:
-            return samples
-        return self._micro_batches_of(samples, worker.id, worker.num_workers)
-
-    def _micro_batches_of(self, samples: Iterator[Any], worker: int, num_workers: int) -> Iterator[Any]:
-        for number, sample in enumerate(samples):
-            if number // self._micro_batch % num_workers == worker:
-                yield sample
-
-
-def _whole_stream(dataset: IterableDataset[Any]) -> Iterator[Any]:
-    """Iterate over a dataset as if outside a DataLoader worker."""
-    with no_worker_info():
-        samples = iter(dataset)
-    while True:
-        with no_worker_info():  # a generator function runs when its first sample is requested
-            try:
-                sample = next(samples)
-            except StopIteration:
-                return
-        yield sample
-
-
-def _first_row(collated: Collated) -> Any:
-    return drop_padding_rows(collated.batch, 1, collated.rows, collated.marks)
 
 
 def dataset_of(job: Job, split: str) -> Any:

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from shardwise.data.cursor import Cursor, Slices
-from shardwise.data.loaders import IndexLoader, Request, SeededReads, StreamLoader, already_collated, dataset_length
+from shardwise.data.feed import StreamPosition
+from shardwise.data.loaders import IndexLoader, Request, SeededReads, already_collated, dataset_length
 from shardwise.data.rows import CountedCollate, move
+from shardwise.data.streams import StreamLoader
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
@@ -129,6 +131,8 @@ class ShardedLoader:
         self._length = 0 if self._is_stream else dataset_length(dataset)
         self._position = Cursor(seed=options.seed)
         self._is_resumed = False
+        self._stream: StreamPosition | None = None
+        """Position of an IterableDataset after the last update."""
         if rank.size > 1 and options.drop_last is None and options.accumulation == 1:
             self._check_last_batch()
 
@@ -156,8 +160,10 @@ class ShardedLoader:
             self._position = Cursor(seed=first.seed, epoch=first.epoch, index=step.cursor.index + step.samples)
             self.scale = step.rows[0] * self._rank.size / samples
             self.is_update = is_update
+            if is_update and isinstance(step.position, StreamPosition):
+                self._stream = step.position
             yield self._rank.to_device(step.batches[0])
-        self._position = Cursor(seed=first.seed, epoch=first.epoch + 1)
+        self._position, self._stream = Cursor(seed=first.seed, epoch=first.epoch + 1), None
 
     def sum(self, value: float | torch.Tensor) -> float:
         """Return the sum of `value` over the data-parallel ranks. Communicates; call on every rank."""
@@ -180,7 +186,10 @@ class ShardedLoader:
             index -= index % (self._options.batch_size * self._options.accumulation)
         elif not self._is_stream and index >= self._num_samples():
             epoch, index = epoch + 1, 0
-        return {**self._identity(), "epoch": epoch, "index": index}
+        state = {**self._identity(), "epoch": epoch, "index": index}
+        if self._stream is not None:
+            state["samples_checksum"] = self._stream.digest
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state saved with any number of ranks; raise DataError if samples would differ."""
@@ -194,6 +203,9 @@ class ShardedLoader:
                 )
         self._position = Cursor(seed=self._options.seed, epoch=state["epoch"], index=state["index"])
         self._is_resumed = self.is_update = True
+        self._stream = None
+        if "samples_checksum" in state:
+            self._stream = StreamPosition(epoch=0, index=state["index"], digest=state["samples_checksum"])
 
     def _num_samples(self) -> int:
         """Return the number of samples of an epoch, without those that `drop_last` drops."""
@@ -243,6 +255,8 @@ class ShardedLoader:
                 group=rank.group,
                 collate=options.collate,
                 num_workers=options.num_workers,
+                position=self._stream,
+                use_state=False,
             )
         else:
             slices = Slices(

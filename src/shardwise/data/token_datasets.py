@@ -1,9 +1,10 @@
-"""Datasets of token files: a corpus of mixed sources to train on, and the rows of one source to evaluate on."""
+"""Datasets of tokens: a corpus of mixed sources to train on, and the rows of one source to evaluate on."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,19 +12,21 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shardwise.data.corpus import Corpus, MixtureStage
+from shardwise.data.documents import Documents
 from shardwise.data.mixture import make_mixture
 from shardwise.data.row_groups import make_group
 from shardwise.data.row_reads import BatchMemory, RowRequest, read_packed, read_windows
+from shardwise.data.sources.iterables import ShardedIterable
 from shardwise.data.sources.open import open_source
 from shardwise.errors import DataError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from shardwise.data.sources.source import TokenSource
 
-    Paths = str | Path | Mapping[str, str | Path]
+    Given = str | Path | Documents | TokenSource
+    """A path for `open_source`, documents that are tokenized during training, or a source."""
     Proportions = Mapping[str, float]
 
 _ONLY = "tokens"
@@ -62,20 +65,21 @@ class TokenRows(Dataset[tuple[Tensor, ...]]):
 
 
 def tokens(
-    train: Paths,
+    train: Given | Mapping[str, Given],
     *,
     length: int,
-    test: str | Path | None = None,
+    test: Given | None = None,
     proportions: Proportions | Mapping[int, Proportions] | None = None,
     packed: bool | Collection[str] = False,
 ) -> Callable[[str], Dataset[tuple[Tensor, ...]] | None]:
-    """Return a factory of datasets from token files: a corpus of `shardwise data prepare`, or files of other tools.
+    """Return a factory of datasets from a corpus of `shardwise data prepare`, token files of other tools, or documents.
 
-    `train` is one path, or a mapping from names of sources to their paths. `proportions` are the relative numbers of
-    rows of each source, which default to their numbers of tokens, or a curriculum: a mapping from the first step of a
-    stage to its proportions. Rows have `length` tokens: windows over concatenated documents or, for all sources or
-    those in `packed`, packed documents, which need a model that restricts attention to `document_ids`. The training
-    split has no end, so the job's length is in steps or tokens. `test` is the path of the test split.
+    `train` is a path, the result of `documents`, or a TokenSource; or a mapping from names of sources to these.
+    `proportions` are the relative numbers of rows of each source, which default to their numbers of tokens if these are
+    stored, or a curriculum: a mapping from the first step of a stage to its proportions. Rows have `length` tokens:
+    windows over concatenated documents or, for all sources or those in `packed`, packed documents, which need a model
+    that restricts attention to `document_ids`. The training split has no end, so the job's length is in steps or
+    tokens. `test` is the test split.
     """
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise DataError(
@@ -83,12 +87,12 @@ def tokens(
             code="data.window-length-invalid",
             fix="pass length=1 or more",
         )
-    paths = dict(train) if isinstance(train, Mapping) else {_ONLY: train}
-    chosen = frozenset(paths if packed is True else packed or ())
-    for name in chosen - set(paths):
-        raise _unknown_source("packed", name, paths)
-    stages = None if proportions is None else _stages(proportions, paths)
-    return _TokenData(paths=paths, test=test, length=length, stages=stages, packed=chosen)
+    given = dict(train) if isinstance(train, Mapping) else {_ONLY: train}
+    chosen = frozenset(given if packed is True else packed or ())
+    for name in chosen - set(given):
+        raise _unknown_source("packed", name, given)
+    stages = None if proportions is None else _stages(proportions, given)
+    return _TokenData(given=given, test=test, length=length, stages=stages, packed=chosen)
 
 
 def _stages(given: Proportions | Mapping[int, Proportions], names: Collection[str]) -> tuple[MixtureStage, ...]:
@@ -122,8 +126,8 @@ def _unknown_source(what: str, name: str, names: Collection[str]) -> DataError:
 class _TokenData:
     """Maps a split to its dataset; the arguments of `tokens`."""
 
-    paths: Mapping[str, str | Path]
-    test: str | Path | None
+    given: Mapping[str, Given]
+    test: Given | None
     length: int
     stages: tuple[MixtureStage, ...] | None
     """None for proportions by the number of tokens."""
@@ -132,12 +136,39 @@ class _TokenData:
     def __call__(self, split: str) -> Dataset[tuple[Tensor, ...]] | None:
         if split == "train":
             return self._corpus()
-        return None if self.test is None else TokenRows(open_source(self.test), self.length, packed=bool(self.packed))
+        if self.test is None:
+            return None
+        return TokenRows(_open("test", self.test), self.length, packed=bool(self.packed))
 
     def _corpus(self) -> Corpus:
-        sources = {name: open_source(path) for name, path in self.paths.items()}
-        stages = self.stages
-        if stages is None:
-            shares = {name: float(source.num_tokens) for name, source in sources.items()}
-            stages = (MixtureStage(mixture=make_mixture(shares)),)
+        sources = {name: _open(name, given) for name, given in self.given.items()}
+        stages = self.stages or (MixtureStage(mixture=make_mixture(_shares(sources))),)
         return Corpus(sources=sources, stages=stages, length=self.length, packed=self.packed)
+
+
+def _open(name: str, given: Given) -> TokenSource:
+    if isinstance(given, str | Path):
+        return open_source(given)
+    if isinstance(given, Documents):
+        return given.open(name)
+    if not (callable(getattr(given, "lengths", None)) and callable(getattr(given, "tokens", None))):
+        raise DataError(
+            f"source {name} is a {type(given).__name__}, which is not a source of tokens",
+            code="data.source-invalid",
+            fix="pass a path, sw.datasets.documents(...) for text or a dataset, or a ShardedIterable",
+        )
+    return given
+
+
+def _shares(sources: Mapping[str, TokenSource]) -> dict[str, float]:
+    """Return the number of tokens of each source; raise DataError if a source would be read to count them."""
+    if len(sources) == 1:
+        return dict.fromkeys(sources, 1.0)
+    for name, source in sources.items():
+        if isinstance(source, ShardedIterable):
+            raise DataError(
+                f"the number of tokens of source {name} is unknown before it is read",
+                code="data.proportions-missing",
+                fix="pass proportions=, the relative numbers of rows of each source",
+            )
+    return {name: float(source.num_tokens) for name, source in sources.items()}

@@ -46,7 +46,7 @@ from shardwise.parallel.weights import BuiltWeights, broadcast_values
 from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
 from shardwise.plans.rules import accumulates_in_fp32, compiles_head, gathers_float8, uses_ddp
-from shardwise.training.loading import make_feed, token_shard
+from shardwise.training.loading import check_vocabulary, make_feed, token_shard
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
 from shardwise.training.step.captured import plain_step, sampled_batches
@@ -72,8 +72,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from shardwise.data.corpus import CorpusPosition
-    from shardwise.data.feed import StepBatch
+    from shardwise.data.feed import DataPosition, StepBatch
     from shardwise.dist import World
     from shardwise.job import Job
     from shardwise.parallel.gradsync import GradSync
@@ -95,17 +94,17 @@ def build_step(
     mark: Mark | None = None,
     report_loss: bool = True,
     resume: Path | str | None = None,
-    position: CorpusPosition | None = None,
+    position: DataPosition | None = None,
 ) -> Step:
     """Build the Step that trains `job` under `plan`. Communicates over the world; call on every rank.
 
     `note` receives messages for the user. `before_update` is called in each step after gradients are reduced and
-    before they are clipped. `first_step` is the step at which the data starts, and `position` its position in a corpus,
-    which is computed from `first_step` if it is None. `mark(phase, step)` is called on the
-    host at the start of data, forward, backward and optimizer. Without `report_loss`, steps do not reduce the loss, and
-    a report contains only this rank's share. `resume` is a run directory, a directory of checkpoints or one checkpoint:
-    the step resumes from the newest intact one, saved at any world size under any strategy, or starts from scratch if
-    there is none.
+    before they are clipped. `first_step` is the step at which the data starts, and `position` its position in a corpus
+    or a stream, which is computed from `first_step` if it is None. `mark(phase, step)` is called on the host at the
+    start of data, forward, backward and optimizer. Without `report_loss`, steps do not reduce the loss, and a report
+    contains only this rank's share. `resume` is a run directory, a directory of checkpoints or one checkpoint: the step
+    resumes from the newest intact one, saved at any world size under any strategy, or starts from scratch if there is
+    none.
     """
     plan = with_engine(plan, job.engine)
     engine = engine_for(job, plan)
@@ -140,8 +139,8 @@ class BuildContext:
     """The arguments of `build_step`, other than job, plan and world, that every engine receives."""
 
     first_step: int
-    position: CorpusPosition | None = None
-    """Position of a corpus at `first_step`, from a checkpoint."""
+    position: DataPosition | None = None
+    """Position of a corpus or a stream at `first_step`, from a checkpoint."""
     before_update: Callable[[], None] | None
     mark: Mark | None
     note: Callable[[str], None]
@@ -187,6 +186,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
         meta_model = replace(meta_model, float8=select_linears(meta_model.module, plan))
         context.note(float8_note(meta_model.float8 or (), plan, world.device))
     step_context = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))
+    check_vocabulary(step_context.feed, meta_model.module)
     make = for_model(job.optimizer, meta_model.module)  # the full model, which a pipeline splits
     split, model = _apply_plan(job, meta_model, plan, mesh_context)
     # Data-parallel ranks sample different dropout masks, independent of the model's initialization.

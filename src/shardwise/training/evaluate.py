@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from shardwise.checkpoint.convert.hugging_face import write_adapters
 from shardwise.checkpoint.disk import no_results, remove_atomically, run_collectively
 from shardwise.data.feed import MicroBatch
-from shardwise.data.loaders import StreamShare, dataset_length, dataset_of
+from shardwise.data.loaders import dataset_length, dataset_of
 from shardwise.data.rows import Collated, CountedCollate, fill_rows, move
+from shardwise.data.streams import StreamShare
 from shardwise.errors import JobError
 from shardwise.job.generators import untouched_generators
 from shardwise.job.lora import is_adapter

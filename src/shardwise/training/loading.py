@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from shardwise.data.corpus import Corpus
+from shardwise.data.corpus import Corpus, CorpusPosition
 from shardwise.data.corpus_loader import CorpusLoader
 from shardwise.data.cursor import Slices
-from shardwise.data.feed import Feed
-from shardwise.data.loaders import IndexLoader, StreamLoader, dataset_length, dataset_of
+from shardwise.data.feed import Feed, StreamPosition
+from shardwise.data.loaders import IndexLoader, dataset_length, dataset_of
 from shardwise.data.rows import TokenShard
+from shardwise.data.streams import StreamLoader
 from shardwise.errors import DataError, JobError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch.distributed as dist
+    from torch import nn
 
-    from shardwise.data.corpus import CorpusPosition
-    from shardwise.data.feed import StepLoader
+    from shardwise.data.feed import DataPosition, StepLoader
     from shardwise.dist import World
     from shardwise.job import Job, Metric
     from shardwise.plans import Plan
@@ -39,8 +40,8 @@ class RankLoader:
     """Host process group of the data-parallel ranks; None if there is only one."""
     first_step: int
     on_gpu: bool
-    position: CorpusPosition | None = None
-    """Position of a corpus at `first_step`, from a checkpoint."""
+    position: DataPosition | None = None
+    """Position of a corpus or a stream at `first_step`, from a checkpoint."""
 
 
 def token_shard(job: Job, plan: Plan, world: World, metrics: Mapping[str, Metric] | None = None) -> TokenShard | None:
@@ -64,6 +65,8 @@ def make_loader(job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Le
         return _corpus_loader(dataset, job, plan, where)
     if isinstance(dataset, IterableDataset):
         length = training_length(job, dataset, None, sync_every=plan.communication.sync_every)
+        if isinstance(where.position, CorpusPosition):
+            raise _other_data("a corpus", "an IterableDataset")
         stream = StreamLoader(
             dataset,
             dp_rank=where.dp_rank,
@@ -76,6 +79,7 @@ def make_loader(job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Le
             group=where.group,
             collate=job.collate,
             num_workers=job.num_workers,
+            position=where.position,
         )
         return stream, length
     slices = Slices(
@@ -106,6 +110,8 @@ def _corpus_loader(corpus: Corpus, job: Job, plan: Plan, where: RankLoader) -> t
             code="data.corpus-collate",
             fix="remove collate=, or change batches in Job.forward",
         )
+    if isinstance(where.position, StreamPosition):
+        raise _other_data("an IterableDataset", "a corpus")
     length = training_length(job, corpus, None, sync_every=plan.communication.sync_every)
     slices = Slices(
         batch_size=job.batch_size,
@@ -127,6 +133,14 @@ def _corpus_loader(corpus: Corpus, job: Job, plan: Plan, where: RankLoader) -> t
     return loader, length
 
 
+def _other_data(before: str, now: str) -> DataError:
+    return DataError(
+        f"the data was {before} in the checkpoint and is {now} now",
+        code="data.corpus-changed",
+        fix="resume with the data of the run, or start a new run from these weights",
+    )
+
+
 def make_feed(
     job: Job,
     plan: Plan,
@@ -135,7 +149,7 @@ def make_feed(
     first_step: int,
     *,
     fill: bool,
-    position: CorpusPosition | None = None,
+    position: DataPosition | None = None,
 ) -> tuple[Feed, Length]:
     """Return the feed of this rank's batches and the training length; `group` contains the data-parallel ranks."""
     dp_rank = plan.layout.data_index(world.rank)
@@ -155,6 +169,16 @@ def make_feed(
         position=position,
     )
     return feed, length
+
+
+def check_vocabulary(feed: Feed, model: nn.Module) -> None:
+    """Raise DataError if a corpus may have ids outside the vocabulary of a model, now or when such an id is read.
+
+    The vocabulary size is that of the model's `config`, which the decoders of `sw.models` and of transformers have.
+    """
+    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if isinstance(vocab_size, int):
+        feed.limit_ids(vocab_size)
 
 
 # The length of a training: epochs, steps or tokens, converted to optimizer steps before the first step.

@@ -22,7 +22,7 @@ from shardwise.checkpoint import (
 )
 from shardwise.checkpoint.convert.contents import MODEL
 from shardwise.checkpoint.manifest import DTYPES
-from shardwise.data.corpus import CorpusPosition  # noqa: TC001 - read at run time by msgspec
+from shardwise.data.feed import DataPosition  # noqa: TC001 - read at run time by msgspec
 from shardwise.errors import InputError, ShardwiseError, nearest
 from shardwise.parallel.gradsync import local
 from shardwise.runs.console import PREEMPTED
@@ -224,10 +224,10 @@ _CONVERTIBLE = {torch.float32, torch.bfloat16}
 
 
 class StartPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a training starts: at a step and, if its data is a corpus, at a position in it."""
+    """Where a training starts: at a step and, if its data is a corpus or a stream, at a position in it."""
 
     step: int
-    position: CorpusPosition | None = None
+    position: DataPosition | None = None
 
 
 class Resuming:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.convert.contents import MODEL, OPTIMIZER
 from shardwise.data.corpus import CorpusPosition
+from shardwise.data.feed import DataPosition, StreamPosition
 from shardwise.errors import JobError, some_of
 from shardwise.job.lora import facts_of
 from shardwise.plans.toml import plan_to_toml
@@ -98,13 +99,18 @@ def state_facts(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any
 
 
 def _position(step: Step) -> dict[str, Any]:
-    """Return the position of a corpus after the last step; empty for other data, where the number of steps has it."""
+    """Return the position of a corpus or a stream after the last step; empty for other data, where the step has it."""
     position = step.feed.position
-    return {} if position is None else {"data": msgspec.to_builtins(position)}
+    if position is None:
+        return {}
+    key = "stream" if isinstance(position, StreamPosition) else "data"
+    return {key: msgspec.to_builtins(position)}
 
 
-def saved_position(facts: Mapping[str, Any]) -> CorpusPosition | None:
-    """Return the position of a corpus that a checkpoint contains, or None."""
+def saved_position(facts: Mapping[str, Any]) -> DataPosition | None:
+    """Return the position of a corpus or a stream that a checkpoint contains, or None."""
+    if "stream" in facts:
+        return msgspec.convert(facts["stream"], StreamPosition)
     return msgspec.convert(facts["data"], CorpusPosition) if "data" in facts else None
 
 

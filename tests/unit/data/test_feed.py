@@ -6,8 +6,9 @@ import shardwise as sw
 from refusals import refuses
 from shardwise.data.cursor import Slices
 from shardwise.data.feed import Feed
-from shardwise.data.loaders import IndexLoader, StreamLoader
+from shardwise.data.loaders import IndexLoader
 from shardwise.data.rows import CountedCollate, drop_padding_rows, fill_rows, stack_samples
+from shardwise.data.streams import StreamLoader
 from shardwise.testing import run_ranks
 
 CPU = torch.device("cpu")

@@ -212,3 +212,20 @@ def test_loaders_that_cannot_be_divided_are_refused():
         assert len(sw.dataloader(Numbers(), sw.Plan.preset("ddp", 1, batch_size=4), world)) == 6
 
     run_ranks(body, 1)
+
+
+def test_a_resumed_stream_with_other_samples_is_refused():
+    (loader,) = loaders(1, Stream(), batch_size=2)
+    batches = iter(loader)
+    next(batches)
+    next(batches)
+    state = loader.state_dict()
+    (resumed,) = loaders(1, Stream(), batch_size=2)
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in batches]
+    changed = Stream()
+    changed.__class__ = type("Changed", (Stream,), {"__iter__": lambda _: iter(torch.arange(1, 12))})
+    (other,) = loaders(1, changed, batch_size=2)
+    other.load_state_dict(state)
+    with refuses("data.stream-changed", "Changed"):
+        next(iter(other))
