@@ -131,7 +131,7 @@ def test_two_processes_equal_one(prepared):
 @pytest.mark.prove
 def test_the_step_is_explained(tmp_path):
     [line] = CHAPTER.commands("bench comm")
-    assert "all_reduce" in CHAPTER.run(line, tmp_path)
+    assert "buckets" in CHAPTER.run(line, tmp_path)
 
 
 def test_every_command_of_the_readme_is_run_here():

@@ -58,6 +58,7 @@ class CorpusLoader:
         self._range = range(first_step, num_steps)
         self._position = position
         self.is_packed = bool(corpus.packed)
+        self.vocab_sizes = {name: source.vocab_size for name, source in corpus.sources.items()}
         self._rows = CorpusRows(corpus, seed=seed, position=position)  # now, since it refuses a changed corpus
         self._planned: deque[_PlannedStep] = deque()
         """Steps whose rows were requested and not yet returned, since workers read ahead."""

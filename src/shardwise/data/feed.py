@@ -125,6 +125,8 @@ class Feed:
         """Position of a corpus after the last step that was returned, which a checkpoint stores."""
         self.is_packed: bool = getattr(loader, "is_packed", False)
         """Whether rows consist of packed documents."""
+        self.vocab_sizes: dict[str, int | None] = getattr(loader, "vocab_sizes", {})
+        """Vocabulary size of each source of a corpus, None if unknown."""
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Yield the `StepBatch` of each step. Communicates over the feed's group; iterate on every rank."""

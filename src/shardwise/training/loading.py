@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch.distributed as dist
+    from torch import nn
 
     from shardwise.data.corpus import CorpusPosition
     from shardwise.data.feed import StepLoader
@@ -236,3 +237,25 @@ def _count_steps(job: Job, dataset: Dataset[Any], steps_per_epoch: int | None) -
         )
     source = f"{job.tokens} tokens / ({per_sample} in the first sample x batch_size {job.batch_size})"
     return math.ceil((job.tokens or 0) / (per_sample * job.batch_size)), source
+
+
+def check_vocabulary(model: nn.Module, vocab_sizes: Mapping[str, int | None]) -> None:
+    """Raise DataError if a source of a corpus has token ids that the model has no embedding for."""
+    available = _vocabulary_of(model)
+    for name, size in vocab_sizes.items():
+        if available is not None and size is not None and size > available:
+            raise DataError(
+                f"source {name} has a vocabulary of {size} ids, but the model has {available}",
+                code="data.tokenizer-too-large",
+                fix=f"set the vocabulary size of the model to {size} or more, or prepare the corpus with another"
+                " tokenizer",
+            )
+
+
+def _vocabulary_of(model: nn.Module) -> int | None:
+    """Return the vocabulary size of a model's config, else the size of its largest embedding; None without both."""
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if isinstance(size, int):
+        return size
+    # An embedding of positions may be larger than that of tokens; then ids that are too large are not detected here.
+    return max((each.num_embeddings for each in model.modules() if isinstance(each, torch.nn.Embedding)), default=None)
