@@ -12,6 +12,6 @@ until [[ -e $file ]]; do
   kill -0 "$pid" || exit 1  # the command has ended without the file
   sleep 0.05
 done
-# SIGKILL cannot be handled: nothing is saved, and no rank says goodbye to the others.
+# SIGKILL cannot be handled: nothing is saved, and no process group is destroyed.
 kill -KILL "$pid" $(pgrep -P "$pid")
 wait "$pid" 2>/dev/null || echo "killed when $file was written"

@@ -117,9 +117,11 @@ def test_a_killed_run_resumes_on_three_processes_to_the_losses_of_a_whole_run(pr
     assert "killed when" in outputs[1]
     assert "killed when" in outputs[5]
     assert "resumed at step" in outputs[6]
-    for index, steps in {3: 40, 7: 24, 8: 40}.items():
+    # A kill that comes late leaves a later checkpoint, and fewer steps.
+    for index, steps in {3: [40], 7: [8, 16, 24, 32], 8: [40]}.items():
         found = re.search(r"(\d+) steps in common, losses differ by at most (\S+)", outputs[index])
-        assert (int(found[1]), float(found[2]) < 1e-5) == (steps, True)
+        assert int(found[1]) in steps
+        assert float(found[2]) < 1e-5
 
 
 @pytest.mark.prove
