@@ -24,6 +24,7 @@ ALONE = {
     "04b-parallel-by-hand": "torchrun --nproc_per_node=2 tensor_parallel.py --steps 1",
     "05-advanced": "torchrun --nproc_per_node=2 gradient_accumulation.py",
     "06-mlx": "python plain_mlx.py",
+    "07-language-models": f"{FORKED}python documents.py",
     "benchmarks": "torchrun --nproc_per_node=2 distributed_benchmarks.py --steps 1 --layers 1",
 }
 

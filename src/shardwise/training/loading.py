@@ -172,13 +172,19 @@ def make_feed(
 
 
 def check_vocabulary(feed: Feed, model: nn.Module) -> None:
-    """Raise DataError if a corpus may have ids outside the vocabulary of a model, now or when such an id is read.
-
-    The vocabulary size is that of the model's `config`, which the decoders of `sw.models` and of transformers have.
-    """
-    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
-    if isinstance(vocab_size, int):
+    """Raise DataError if a corpus may have ids outside the vocabulary of a model, now or when such an id is read."""
+    vocab_size = _vocabulary_of(model)
+    if vocab_size is not None:
         feed.limit_ids(vocab_size)
+
+
+def _vocabulary_of(model: nn.Module) -> int | None:
+    """Return the vocabulary size of a model's config, else the size of its largest embedding; None without both."""
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if isinstance(size, int):
+        return size
+    # An embedding of positions may be larger than that of tokens; then ids that are too large are not detected here.
+    return max((each.num_embeddings for each in model.modules() if isinstance(each, torch.nn.Embedding)), default=None)
 
 
 # The length of a training: epochs, steps or tokens, converted to optimizer steps before the first step.

@@ -40,6 +40,8 @@ from shardwise.training.spec import SaveSpec
 class ListedSource:
     """Documents of random lengths; token k of the source is `first` + k, so that tokens name themselves."""
 
+    vocab_size = None
+
     def __init__(self, name, num_chunks, first=0, seed=0, longest=40):
         self.name, self.num_chunks = name, num_chunks
         generator = np.random.default_rng(seed)
@@ -149,6 +151,8 @@ def test_changed_corpus_and_empty_source_are_refused():
 
 class VirtualSource:
     """A million chunks of a thousand documents with a thousand tokens: 10^12 tokens that are never stored."""
+
+    vocab_size = None
 
     name, num_chunks, identity = "virtual", 10**6, "a million chunks"
 
