@@ -15,6 +15,7 @@ from shardwise.data.corpus import Corpus, MixtureStage
 from shardwise.data.mixture import make_mixture
 from shardwise.data.row_groups import make_group, read_packed, read_windows
 from shardwise.data.sources.open import open_source
+from shardwise.data.storage.locations import locate
 from shardwise.errors import DataError, nearest
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def tokens(
 ) -> Callable[[str], Dataset[tuple[Tensor, ...]] | None]:
     """Return a factory of datasets from token files: a corpus of `shardwise data prepare`, or files of other tools.
 
-    `train` is one path, or a mapping from names of sources to their paths. `proportions` are the relative numbers of
+    `train` is one path or URL, or a mapping from names of sources to them. `proportions` are the relative numbers of
     rows of each source, which default to their numbers of tokens, or a curriculum: a mapping from the first step of a
     stage to its proportions. Rows have `length` tokens: windows over concatenated documents or, for all sources or
     those in `packed`, packed documents, which need a model that restricts attention to `document_ids`. The training
@@ -86,6 +87,8 @@ def tokens(
     chosen = frozenset(paths if packed is True else packed or ())
     for name in chosen - set(paths):
         raise _unknown_source("packed", name, paths)
+    for path in (*paths.values(), *([] if test is None else [test])):
+        locate(path)  # refuses a URL with a secret, before a run directory exists
     stages = None if proportions is None else _stages(proportions, paths)
     return _TokenData(paths=paths, test=test, length=length, stages=stages, packed=chosen)
 
