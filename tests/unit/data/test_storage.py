@@ -210,7 +210,7 @@ def make_corpus(path):
 
 
 def test_loader_workers_read_the_rows_of_the_local_corpus(s3, files):
-    slices = Slices(batch_size=4, micro_batch=2, dp_rank=0, dp_size=1)
+    slices = Slices(batch_size=4, accumulation=2, dp_rank=0, dp_size=1, length=10**9)
     steps = {}
     for path in (files / "corpus", f"s3://{BUCKET}/corpus"):
         loader = CorpusLoader(make_corpus(path), slices, seed=0, first_step=0, num_steps=12, num_workers=2)
@@ -249,7 +249,7 @@ WEB_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", WEB_FAULTS)
-def test_lasting_faults_are_named_soon(fault, web, quick, monkeypatch):
+def test_lasting_faults_are_named_soon(fault, web, quick, tiny_blocks, monkeypatch):
     changes, code = WEB_FAULTS[fault]
     for name, value in changes.items():
         monkeypatch.setattr(web, name, value)

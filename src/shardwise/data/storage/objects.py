@@ -182,7 +182,9 @@ def _transient_problem(path: RemotePath, error: Exception) -> str:
     """Return the text of an error that may pass; raises FileNotFoundError or DataError for others."""
     cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ is not None else error
     names = {kind.__name__ for kind in type(cause).__mro__}
-    status = getattr(cause, "status", None)  # of HTTP
+    status = getattr(cause, "status", None)  # of aiohttp
+    if status is None and "ClientError" in names:  # of botocore
+        status = getattr(cause, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode")
     if names & {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound"}:
         raise DataError(
             f"there are no credentials for {path} ({_redacted(cause)})",
