@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from data.s3_server import SECRET, s3_server, upload
+
 from e2e.processes import Command
 from e2e.test_resume import losses
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".bin", ".npy")
 MAX_CHECKED = 10_000
-"""Shards whose sizes are compared with the index when a corpus is opened: 20,000 files take 0.1 s."""
+"""Shards whose sizes are compared with the index when a corpus is opened: those of a million shards took 39 s."""
 
 
 def open_source(
