@@ -1,4 +1,4 @@
-"""Training from object storage: a killed run continues on a local copy with equal losses, and no file has the secret."""
+"""Training from object storage: a killed run continues on a local copy with equal losses; no file has the secret."""
 
 import json
 from pathlib import Path

@@ -60,7 +60,7 @@ def open_source(
 
 
 def _open_file(path: Location, *, end_id: int | None, dtype: str, chunk_tokens: int) -> FileSource | None:
-    """Return the source of a token file; None if there is no such file."""
+    """Return the source of a token file; None if it does not exist."""
     index = path.with_suffix(".idx")
     if path.suffix in {".bin", ".idx"} and is_megatron(index):
         return open_megatron(path.with_suffix(".bin"), index, chunk_tokens=chunk_tokens)

@@ -6,7 +6,6 @@ Local files are memory-mapped. Remote ones are read by ranges of bytes through a
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 FileArray = np.ndarray[Any, np.dtype[Any]] | RemoteArray
 """The content of a file: an array in memory, or one whose slices are read from an object."""
-_STREAM_BYTES = 2**20
 
 
 def open_bytes(path: Location) -> FileArray:
@@ -57,7 +55,7 @@ def open_stream(path: Location) -> BinaryIO:
     """Return a file for reading; OSErrors of local files are the caller's."""
     if isinstance(path, Path):
         return path.open("rb")
-    return cast("BinaryIO", io.BufferedReader(RemoteStream(_open_remote(path)), _STREAM_BYTES))
+    return cast("BinaryIO", RemoteStream(_open_remote(path)))
 
 
 def read_file(path: Location) -> bytes:

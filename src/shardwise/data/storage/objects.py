@@ -140,7 +140,9 @@ class ObjectStore:
 def _file_system_class(scheme: str) -> Any:
     try:
         import fsspec
-
+    except ImportError:
+        raise MissingExtraError.of(f"reading {scheme}:// URLs", "storage") from None
+    try:
         return fsspec.get_filesystem_class(scheme)
     except ImportError:
         raise MissingExtraError.of(f"reading {scheme}:// URLs", "storage") from None

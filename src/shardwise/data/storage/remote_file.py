@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 2**19
 """A chunk of 2 MiB and the end of its last document are 5 blocks, so a quarter more is read than it has."""
+_PEEK_BYTES = 2**12
 MAX_BLOCKS = 16
 """Blocks of one request."""
 
@@ -48,8 +49,9 @@ class RemoteFile:
         if start >= stop:
             return np.empty(0, np.uint8)
         first, last = start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
-        if first == last == self._last[0]:
-            blocks = [self._last[1]]
+        recent, block = self._last
+        if first == last == recent:
+            blocks = [block]
         else:
             blocks = self._blocks(first, last + 1)
             self._last = (last, blocks[-1])
@@ -163,7 +165,7 @@ class RemoteArray:
 
 
 class RemoteStream(io.RawIOBase):
-    """An object as a binary file that can seek; wrap it in io.BufferedReader."""
+    """An object as a binary file that can seek; each read returns all bytes that it requests."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file, self._position = file, 0
@@ -181,6 +183,11 @@ class RemoteStream(io.RawIOBase):
         origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
         self._position = max(0, origin + offset)
         return self._position
+
+    def peek(self, _size: int = 0) -> bytes:
+        """Return the next bytes of a block without moving, so that `readline` finds the end of a line."""
+        stop = min((self._position // BLOCK_BYTES + 1) * BLOCK_BYTES, self._position + _PEEK_BYTES, self._file.size)
+        return self._file.read(self._position, stop).tobytes()
 
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer from the position, and return the number of bytes."""
