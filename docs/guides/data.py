@@ -4,6 +4,8 @@ import json
 import tempfile
 from pathlib import Path
 
+import fsspec
+
 import shardwise as sw
 from shardwise.data.sources.iterables import ShardedIterable
 from shardwise.data.sources.open import open_source
@@ -24,6 +26,12 @@ source = open_source(folder / "corpus")
 lengths = source.lengths(0)  # tokens of each document of chunk 0
 print(lengths, source.read(0, 0, lengths[0]))  # the first document: int64 ids
 # </prepare>
+
+# <storage>
+fsspec.filesystem("memory").put(f"{folder / 'corpus'}/", "memory://bucket/corpus/", recursive=True)
+source = open_source("memory://bucket/corpus")  # as s3://bucket/corpus
+print(source.identity == open_source(folder / "corpus").identity)
+# </storage>
 
 sw.data_prepare([folder / "books.jsonl"], out=folder / "books")
 

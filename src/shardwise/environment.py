@@ -31,6 +31,8 @@ _LOOPBACK = "127.0.0.1"
 _LAUNCHED = "SHARDWISE_LAUNCHED"
 """Variable that is set for ranks started by shardwise."""
 _NOTHING: Mapping[str, str] = MappingProxyType({})
+_CACHE_GB = 16
+_LEAST_CACHE_GB = 1
 
 _STALE = re.compile(
     r"SHARDWISE_(LAUNCHED|SECRET)|TORCHELASTIC_.*|PMI_.*|PMIX_.*|OMPI_COMM_WORLD_.*|MPI_LOCAL(RANKID|NRANKS)|LOCAL_SIZE|CROSS_(RANK|SIZE)"
@@ -181,6 +183,20 @@ def config_directory(environ: Mapping[str, str] | None = None) -> Path:
 def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
     """Return the user's cache directory, which need not exist."""
     return _user_directory("XDG_CACHE_HOME", ".cache", os.environ if environ is None else environ)
+
+
+def storage_cache(environ: Mapping[str, str] | None = None) -> tuple[Path, int]:
+    """Return the folder of the cache of object storage and its limit in bytes."""
+    environ = os.environ if environ is None else environ
+    size = number(environ, "SHARDWISE_STORAGE_CACHE_GB")
+    if size is not None and size < _LEAST_CACHE_GB:
+        raise EnvironmentVariablesError(
+            f"SHARDWISE_STORAGE_CACHE_GB={size} is too small",
+            code="env.storage-cache-too-small",
+            fix=f"use {_LEAST_CACHE_GB} or more",
+        )
+    folder = environ.get("SHARDWISE_STORAGE_CACHE")
+    return Path(folder) if folder else cache_directory(environ) / "storage", (size or _CACHE_GB) * 10**9
 
 
 def adopt(environ: Mapping[str, str]) -> None:

@@ -23,6 +23,7 @@ from shardwise.data.cursor import sample_ids
 from shardwise.data.row_groups import join_rows, make_group
 from shardwise.data.row_reads import BatchMemory, RowRequest, read_packed, read_windows
 from shardwise.data.sources.iterables import ShardedIterable, shard_changed
+from shardwise.data.sources.source import ReadsAhead
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
@@ -189,6 +190,8 @@ class _SourceRows:
         self._num_groups = -(-self._source.num_chunks // corpus.chunks_per_group)
         self.position = position
         self._group: RowGroup | None = None
+        self._requested: set[tuple[int, int]] = set()
+        """Epoch and number of the groups that are downloaded, if the source is remote: this one and the next."""
         self._digest = 0
         """Checksum of the group."""
         if position.digest:
@@ -220,6 +223,7 @@ class _SourceRows:
         num_tried = 0
         while self._group is None:
             place = self.position
+            self._read_ahead(place)
             chunks = self._chunks(place.epoch, place.group)
             group = make_group(
                 self._source,
@@ -252,12 +256,26 @@ class _SourceRows:
         digests = [self._source.digest(chunk) for chunk in chunks.tolist()]
         return zlib.crc32(np.array(digests, dtype=np.int64).tobytes()) or 1
 
+    def _read_ahead(self, place: SourcePosition) -> None:
+        """Begin to download this group and the next one."""
+        if not isinstance(self._source, ReadsAhead):
+            return
+        following = self._after(place)
+        groups = {(place.epoch, place.group): place, (following.epoch, following.group): following}
+        for key, each in groups.items():
+            if key not in self._requested:
+                self._source.prefetch(self._chunks(each.epoch, each.group).tolist())
+        self._requested = set(groups)
+
     def _next_group(self) -> None:
         self._group = None
-        epoch, group = self.position.epoch, self.position.group + 1
-        if group == self._num_groups:
-            epoch, group = epoch + 1, 0
-        self.position = SourcePosition(epoch=epoch, group=group)
+        self.position = self._after(self.position)
+
+    def _after(self, position: SourcePosition) -> SourcePosition:
+        """Return the position at the start of the next group."""
+        if position.group + 1 == self._num_groups:
+            return SourcePosition(epoch=position.epoch + 1)
+        return SourcePosition(epoch=position.epoch, group=position.group + 1)
 
     def _chunks(self, epoch: int, group: int) -> npt.NDArray[np.int64]:
         """Return the chunks of a group: the next ones of the epoch's permutation."""

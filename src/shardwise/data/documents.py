@@ -21,6 +21,7 @@ import numpy as np
 
 from shardwise.data.prepare.inputs import InputFile, InputPiece, find_inputs, list_pieces, read_texts
 from shardwise.data.sources.iterables import ShardedIterable
+from shardwise.data.storage.locations import Location, locate, locate_all
 from shardwise.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from shardwise.errors import DataError, nearest
 
@@ -87,8 +88,8 @@ class Documents:
                 fix='pass tokenizer="bytes", or the path of a tokenizer.json',
             )
         paths = [self.data] if isinstance(self.data, str | Path) else self.data
-        shards: list[tuple[InputFile, InputPiece]] = []
-        files = find_inputs([Path(path) for path in paths])
+        shards: list[tuple[InputFile, Location, InputPiece]] = []
+        files = find_inputs(locate_all(paths))
         for file in files:
             if file.kind == "jsonl.gz":
                 raise DataError(
@@ -96,7 +97,8 @@ class Documents:
                     code="data.documents-compressed",
                     fix="decompress it, or write a corpus with `shardwise data prepare`",
                 )
-            shards += [(file, piece) for piece in list_pieces(file)]
+            path = locate(file.path)
+            shards += [(file, path, piece) for piece in list_pieces(file, path)]
         if not shards:
             raise _no_documents(name)
         identity = [(file.size, file.ends_crc32) for file in files]  # not their times: a copy is the same data
@@ -211,7 +213,7 @@ class _Encoder:
 
 
 def _read_piece(
-    shards: Sequence[tuple[InputFile, InputPiece]], encoder: _Encoder, number: int
+    shards: Sequence[tuple[InputFile, Location, InputPiece]], encoder: _Encoder, number: int
 ) -> Iterable[NDArray[Any]]:
     return encoder.encode(read_texts(*shards[number], encoder.text_field))
 

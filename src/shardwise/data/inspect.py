@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
 from shardwise.data.sources.open import open_source
 from shardwise.data.sources.shards import INDEX, TOKENIZER, TokenizerName, open_corpus
+from shardwise.data.sources.source import ReadsAhead
+from shardwise.data.storage.files import is_file
+from shardwise.data.storage.locations import locate
 from shardwise.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from shardwise.errors import DataError
 from shardwise.spec import NonNegativeInt, Report, Spec, argument, option, spec_function
@@ -19,10 +22,13 @@ from shardwise.spec import NonNegativeInt, Report, Spec, argument, option, spec_
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from shardwise.data.sources.shards import TokenShards
     from shardwise.data.sources.source import TokenSource
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 _BAR_COLUMNS = 40
+_AHEAD = 4
+"""Chunks of a remote source that are downloaded ahead."""
 _SAMPLE_TOKENS = 200
 """Tokens of a document that a sample shows."""
 
@@ -30,8 +36,8 @@ _SAMPLE_TOKENS = 200
 class DataInspectSpec(Spec, frozen=True, kw_only=True):
     """The request to describe a corpus or a token file."""
 
-    path: Annotated[Path, argument("PATH")]
-    """A folder of `data prepare`, a .bin or .npy file, or a folder of such files."""
+    path: Annotated[str, argument("PATH")]
+    """A folder of `data prepare`, a .bin or .npy file, or a folder of such files; or the URL of one."""
     tokenizer: Annotated[str | None, option("--tokenizer", metavar="NAME")] = None
     """Tokenizer that decodes samples: bytes, or the path of a tokenizer.json; by default that of the corpus."""
     end_id: NonNegativeInt | None = None
@@ -44,6 +50,13 @@ class DataInspectSpec(Spec, frozen=True, kw_only=True):
     """Count documents that occur more than once, which reads every token; --no-duplicates skips it."""
     verify: bool = False
     """Verify the checksums of the shards, and that every id is in the vocabulary."""
+
+    def __post_init__(self) -> None:
+        """Accept a Path, as a caller in Python may pass it."""
+        path: Any = self.path
+        if isinstance(path, Path):
+            msgspec.structs.force_setattr(self, "path", str(path))
+        super().__post_init__()
 
 
 class LengthBin(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +82,7 @@ class DataSample(msgspec.Struct, frozen=True, kw_only=True):
 class DataInspectReport(Report, frozen=True, kw_only=True):
     """The facts of a corpus or a token file."""
 
-    path: Path
+    path: str
     tokenizer: TokenizerName | None
     vocab_size: int | None
     num_chunks: int
@@ -126,9 +139,11 @@ def _without_controls(text: str) -> str:
 def data_inspect(spec: DataInspectSpec) -> DataInspectReport:
     """Describe a corpus of `data prepare` or a token file: counts, document lengths, samples and duplicates."""
     source: TokenSource = open_source(spec.path, end_id=spec.end_id, dtype=spec.dtype)
-    tokenizer = _find_tokenizer(spec)
-    if spec.verify and (spec.path / INDEX).is_file():
-        open_corpus(spec.path).check_checksums()
+    location = locate(spec.path)
+    shards = open_corpus(location) if is_file(location / INDEX) else None
+    tokenizer = _find_tokenizer(spec, shards)
+    if spec.verify and shards is not None:
+        shards.check_checksums()
     scan = _Scan(source, reads_tokens=spec.duplicates or spec.verify, hashes_documents=spec.duplicates)
     if spec.verify and source.vocab_size is not None and scan.largest_id is not None:
         _check_ids(spec.path, scan.largest_id, source.vocab_size)
@@ -149,28 +164,28 @@ def data_inspect(spec: DataInspectSpec) -> DataInspectReport:
     )
 
 
-def _find_tokenizer(spec: DataInspectSpec) -> Tokenizer | None:
+def _find_tokenizer(spec: DataInspectSpec, shards: TokenShards | None) -> Tokenizer | None:
     """Return the requested tokenizer, that of the corpus, or None if the path has none."""
     if spec.tokenizer is not None:
-        path = None if spec.tokenizer == BYTES else Path(spec.tokenizer)
+        path = None if spec.tokenizer == BYTES else locate(spec.tokenizer)
         return load_tokenizer(path.name if path else BYTES, path, end_id=spec.end_id or 0)  # decoding needs no end id
-    if not (spec.path / INDEX).is_file():
+    if shards is None:
         return None
-    index = open_corpus(spec.path).index
+    index = shards.index
     if index.tokenizer.name == BYTES:
         return load_tokenizer(BYTES, None)
-    tokenizer = load_tokenizer(index.tokenizer.name, spec.path / TOKENIZER, end_id=index.end_id)
+    path = shards.folder / TOKENIZER
+    tokenizer = load_tokenizer(index.tokenizer.name, path, end_id=index.end_id)
     if tokenizer.name != index.tokenizer:
         raise DataError(
-            f"the SHA-256 of {spec.path / TOKENIZER} is {tokenizer.name.sha256}, but {INDEX} specifies"
-            f" {index.tokenizer.sha256}",
+            f"the SHA-256 of {path} is {tokenizer.name.sha256}, but {INDEX} specifies {index.tokenizer.sha256}",
             code="data.tokenizer-changed",
             fix="restore the file, or prepare the corpus again",
         )
     return tokenizer
 
 
-def _check_ids(path: Path, largest_id: int, vocab_size: int) -> None:
+def _check_ids(path: str, largest_id: int, vocab_size: int) -> None:
     if largest_id >= vocab_size:
         raise DataError(
             f"{path} contains id {largest_id}, but its vocabulary has {vocab_size} ids",
@@ -188,6 +203,8 @@ class _Scan:
         self.largest_id: int | None = None
         self._hashes: list[NDArray[np.uint64]] = []
         for chunk in range(source.num_chunks):
+            if reads_tokens and isinstance(source, ReadsAhead):
+                source.prefetch(range(chunk + _AHEAD, min(chunk + _AHEAD + 1, source.num_chunks)))
             lengths = source.lengths(chunk)
             values, counts = np.unique(lengths, return_counts=True)
             self.lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -111,7 +110,7 @@ def data_mix(spec: DataMixSpec) -> DataMixReport:
         shares.append(
             SourceShare(
                 name=name,
-                path=str(path),
+                path=path,
                 num_tokens=size,
                 proportion=proportions[name] / total,
                 rows_per_period=per_period,
@@ -125,7 +124,7 @@ def data_mix(spec: DataMixSpec) -> DataMixReport:
     )
 
 
-def _parse(text: str) -> tuple[str, Path, float | None]:
+def _parse(text: str) -> tuple[str, str, float | None]:
     """Return name, path and proportion of NAME=PATH[:PROPORTION]."""
     name, separator, rest = text.partition("=")
     path, _, proportion = rest.rpartition(":")
@@ -136,14 +135,14 @@ def _parse(text: str) -> tuple[str, Path, float | None]:
             fix="pass for example web=corpora/web:0.7",
         )
     if not path:
-        return name, Path(rest), None
+        return name, rest, None
     try:
-        return name, Path(path), float(proportion)
+        return name, path, float(proportion)
     except ValueError:
-        return name, Path(rest), None  # a colon of the path
+        return name, rest, None  # a colon of the path
 
 
-def _proportions(given: list[tuple[str, Path, float | None]], sources: dict[str, TokenSource]) -> dict[str, float]:
+def _proportions(given: list[tuple[str, str, float | None]], sources: dict[str, TokenSource]) -> dict[str, float]:
     """Return the proportions; those of all sources or of none must be given."""
     missing = [name for name, _, proportion in given if proportion is None]
     if len(missing) == len(given):

@@ -18,6 +18,7 @@ from shardwise.data.row_groups import make_group
 from shardwise.data.row_reads import BatchMemory, RowRequest, read_packed, read_windows
 from shardwise.data.sources.iterables import ShardedIterable
 from shardwise.data.sources.open import open_source
+from shardwise.data.storage.locations import locate
 from shardwise.errors import DataError, nearest
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def tokens(
 ) -> Callable[[str], Dataset[tuple[Tensor, ...]] | None]:
     """Return a factory of datasets from a corpus of `shardwise data prepare`, token files of other tools, or documents.
 
-    `train` is a path, the result of `documents`, or a TokenSource; or a mapping from names of sources to these.
+    `train` is a path or URL, the result of `documents`, or a TokenSource; or a mapping from names of sources to these.
     `proportions` are the relative numbers of rows of each source, which default to their numbers of tokens if these are
     stored, or a curriculum: a mapping from the first step of a stage to its proportions. Rows have `length` tokens:
     windows over concatenated documents or, for all sources or those in `packed`, packed documents, which need a model
@@ -91,6 +92,9 @@ def tokens(
     chosen = frozenset(given if packed is True else packed or ())
     for name in chosen - set(given):
         raise _unknown_source("packed", name, given)
+    for each in (*given.values(), test):
+        if isinstance(each, str | Path):
+            locate(each)  # refuses a URL with a secret, before a run directory exists
     stages = None if proportions is None else _stages(proportions, given)
     return _TokenData(given=given, test=test, length=length, stages=stages, packed=chosen)
 

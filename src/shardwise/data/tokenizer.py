@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from shardwise.data.sources.shards import TokenizerName, smallest_dtype, token_dtype
-from shardwise.data.sources.source import unreadable
+from shardwise.data.storage.files import read_file
 from shardwise.errors import DataError, MissingExtraError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from shardwise.data.storage.locations import Location
 
 BYTES = "bytes"
 _BYTES_NAME = TokenizerName(name=BYTES)
@@ -64,7 +65,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(
-    name: str, path: Path | None, *, end_token: str | None = None, end_id: int | None = None
+    name: str, path: Location | None, *, end_token: str | None = None, end_id: int | None = None
 ) -> Tokenizer:
     """Return the tokenizer "bytes" if `path` is None, else that of a tokenizer.json, recorded as `name`.
 
@@ -74,15 +75,13 @@ def load_tokenizer(
     if path is None:
         return ByteTokenizer()
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except FileNotFoundError:
         raise DataError(
             f"tokenizer {path} does not exist",
             code="data.tokenizer-missing",
             fix="pass the path of a tokenizer.json, or bytes",
         ) from None
-    except OSError as error:
-        raise unreadable(path, error) from error
     try:
         import tokenizers
     except ImportError:
@@ -106,7 +105,7 @@ def load_tokenizer(
     )
 
 
-def _find_end_id(path: Path, model: Any, end_token: str | None) -> int:
+def _find_end_id(path: Location, model: Any, end_token: str | None) -> int:
     candidates = _END_TOKENS if end_token is None else (end_token,)
     for token in candidates:
         found = model.token_to_id(token)

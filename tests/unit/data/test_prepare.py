@@ -176,7 +176,7 @@ def test_a_killed_run_continues_after_its_last_complete_shard_with_the_same_byte
     path = INPUTS[name](tmp_path / name, make_texts(60))
     spec = DataPrepareSpec(inputs=(path,), out=tmp_path / "whole", processes=1, shard_tokens=1500)
     expected = prepare_corpus(spec)
-    total = len(list(prepare_inputs.list_pieces(prepare_inputs.find_inputs([path])[0])))
+    total = len(list(prepare_inputs.list_pieces(prepare_inputs.find_inputs([path])[0], path)))
     kept = []
     for num_pieces in (1, total // 2, total - 1):
         out = tmp_path / f"out-{num_pieces}"
@@ -234,7 +234,8 @@ def test_complete_shards_are_kept_only_if_inputs_and_settings_are_unchanged(chan
         write_jsonl(tmp_path / f"{name}.jsonl", make_texts(40, seed=seed))
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     spec = DataPrepareSpec(inputs=tuple(paths), out=tmp_path / "out", processes=1, shard_tokens=1500)
-    num_pieces = sum(len(list(prepare_inputs.list_pieces(file))) for file in prepare_inputs.find_inputs(paths))
+    files = zip(prepare_inputs.find_inputs(paths), paths, strict=True)
+    num_pieces = sum(len(list(prepare_inputs.list_pieces(*each))) for each in files)
     assert kill_after(spec, num_pieces)
     num_complete = len(list((tmp_path / "out").glob("shard-*.bin")))
     act(tmp_path / "out")
@@ -292,10 +293,10 @@ def test_a_tokenizer_file_encodes_whole_documents_and_is_copied_into_the_corpus(
 
 
 def test_a_dead_worker_ends_the_command_and_leaves_complete_shards(tmp_path, small_pieces, monkeypatch):
-    def read_or_die(file, piece, text_field, read=prepare_inputs.read_texts):
+    def read_or_die(file, path, piece, text_field, read=prepare_inputs.read_texts):
         if piece.start > 6000:
             os.kill(os.getpid(), signal.SIGKILL)
-        return read(file, piece, text_field)
+        return read(file, path, piece, text_field)
 
     path = write_jsonl(tmp_path / "a.jsonl", make_texts())
     spec = DataPrepareSpec(inputs=(path,), out=tmp_path / "out", processes=2, shard_tokens=1500)

@@ -1,18 +1,31 @@
 """Token sources: every format returns each token of each document once, by random access, and refuses damaged files."""
 
 import itertools
+import os
 import pickle
 import struct
+import time
 import tracemalloc
+import zlib
 
 import msgspec
 import numpy as np
 import pytest
 
 from refusals import refuses
+from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows, MixtureStage, SourcePosition
+from shardwise.data.mixture import make_mixture
 from shardwise.data.sources import source as sources
 from shardwise.data.sources.open import open_source
-from shardwise.data.sources.shards import ShardWriter, TokenizerName, open_corpus, shard_paths, write_index
+from shardwise.data.sources.shards import (
+    ShardFacts,
+    ShardWriter,
+    TokenizerName,
+    TokenShards,
+    open_corpus,
+    shard_paths,
+    write_index,
+)
 from shardwise.errors import DataError
 
 END = 99
@@ -183,6 +196,48 @@ def test_an_index_of_a_million_shards_costs_neither_files_nor_objects(tmp_path):
     assert peak < 150 * count
     with refuses("data.file-missing", shard_paths(tmp_path, 777_777)[0].name, kind=DataError):
         source.lengths(777_777)
+
+
+@pytest.mark.prove
+def test_a_corpus_of_a_million_shards_is_opened_and_resumed_in_one_second(tmp_path, monkeypatch):
+    """10^12 tokens in 10^6 shards, of which only those of the groups that are read exist."""
+    count, starts = 10**6, (np.arange(1001) * 1000).astype("<i8").tobytes()
+    facts = ShardFacts(tokens=10**6, documents=1000, tokens_crc32=1, starts_crc32=zlib.crc32(starts))
+    names = {"dtype": "uint16", "tokenizer": TokenizerName(name="bytes"), "vocab_size": 257, "end_id": 256}
+    write_index(tmp_path, [facts] * count, num_empty=0, **names)
+    open_shard = TokenShards.open_shard
+
+    def make_and_open(shards, number):
+        tokens, offsets = shards.paths(number)
+        tokens.touch()
+        os.truncate(tokens, 2 * 10**6)
+        offsets.write_bytes(starts)
+        return open_shard(shards, number)
+
+    monkeypatch.setattr(TokenShards, "open_shard", make_and_open)
+
+    def resume():
+        source = open_source(tmp_path)
+        stages = (MixtureStage(mixture=make_mixture({"web": 7, "code": 3})),)
+        corpus = Corpus(sources={"web": source, "code": source}, stages=stages, length=2048)
+        places = (SourcePosition(epoch=3, group=41_234, row=77), SourcePosition(group=9, row=5000))
+        position = CorpusPosition(row=10**9, sources=places, form=corpus.form)
+        rows = CorpusRows(corpus, seed=0, position=position).take(corpus.order(10**6, 1000))
+        corpus.read(rows.span(0, 8))
+        return source, rows
+
+    started = time.process_time()  # the files are in memory, so waiting is that for other processes
+    source, rows = resume()
+    assert time.process_time() - started < 1
+    assert source.num_tokens == 10**12
+    assert abs(int((rows.sources == 0).sum()) - 700) <= 1
+    assert len(list(tmp_path.glob("*.bin"))) == 32
+    del source, rows
+    tracemalloc.start()
+    resume()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 200 * 10**6
 
 
 def shorten(path):

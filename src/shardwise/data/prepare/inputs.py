@@ -18,11 +18,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from shardwise.data.sources.shards import INDEX
-from shardwise.data.sources.source import unreadable
+from shardwise.data.storage.files import (
+    is_file,
+    is_folder,
+    list_files,
+    missing,
+    open_stream,
+    read_file,
+    size_and_version,
+    unreadable,
+)
 from shardwise.errors import DataError, MissingExtraError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from shardwise.data.storage.locations import Location
 
 PIECE_BYTES = 2**20
 """Bytes of text in a piece: enough for a batch of documents, small enough to balance workers."""
@@ -49,6 +60,7 @@ class InputFile(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     size: int
     modified_ns: int
+    """Time of the last change; of an object, a hash of its version."""
     ends_crc32: int
     """CRC-32 of the first and the last 64 KiB."""
 
@@ -64,9 +76,9 @@ class InputPiece(msgspec.Struct, frozen=True, kw_only=True):
     """Decompressed lines of a gzipped file."""
 
 
-def find_inputs(paths: Iterable[Path]) -> list[InputFile]:
+def find_inputs(paths: Iterable[Location]) -> list[InputFile]:
     """Return the files of the paths, in the order of the paths, files of a folder by name; raises DataError if none."""
-    files: list[Path] = []
+    files: list[Location] = []
     for path in paths:
         files += _files_of(path)
     if not files:
@@ -74,30 +86,27 @@ def find_inputs(paths: Iterable[Path]) -> list[InputFile]:
     return [_describe(file) for file in files]
 
 
-def _files_of(path: Path) -> list[Path]:
-    if not path.exists():
+def _files_of(path: Location) -> list[Location]:
+    if is_file(path):
+        return [path]
+    if not is_folder(path):
         raise DataError(
             f"input {path} does not exist", code="data.path-not-found", fix="pass an existing file or folder"
         )
-    if not path.is_dir():
-        return [path]
-    if (path / INDEX).is_file():
+    if is_file(path / INDEX):
         raise DataError(
             f"input {path} is a corpus, which is tokenized already", code="data.input-is-corpus", fix="pass documents"
         )
-    try:
-        if (path / DATASET_STATE).is_file():
-            return _dataset_files(path)
-        if (path / "dataset_dict.json").is_file():
-            splits = sorted(each.parent.name for each in path.glob(f"*/{DATASET_STATE}"))
-            raise DataError(
-                f"{path} is a dataset with the splits {', '.join(splits)}",
-                code="data.several-splits",
-                fix=f"pass one of them, such as {path / splits[0]}" if splits else "pass the folder of one split",
-            )
-        found = sorted(each for each in path.iterdir() if _kind_of(each) is not None)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    if is_file(path / DATASET_STATE):
+        return _dataset_files(path)
+    if is_file(path / "dataset_dict.json"):
+        splits = sorted(each.parent.name for each in path.glob(f"*/{DATASET_STATE}")) if isinstance(path, Path) else []
+        raise DataError(
+            f"{path} is a dataset with the splits {', '.join(splits)}",
+            code="data.several-splits",
+            fix=f"pass one of them, such as {path / splits[0]}" if splits else "pass the folder of one split",
+        )
+    found = [path / name for name in list_files(path, tuple(_SUFFIXES))]
     if not found:
         raise DataError(
             f"folder {path} has no file of a supported format",
@@ -107,10 +116,10 @@ def _files_of(path: Path) -> list[Path]:
     return found
 
 
-def _dataset_files(folder: Path) -> list[Path]:
+def _dataset_files(folder: Location) -> list[Location]:
     """Return the Arrow files of a dataset that Hugging Face datasets saved with save_to_disk."""
     try:
-        state = msgspec.json.decode((folder / DATASET_STATE).read_bytes(), type=dict)
+        state = msgspec.json.decode(read_file(folder / DATASET_STATE), type=dict)
         names = [entry["filename"] for entry in state["_data_files"]]
     except (msgspec.MsgspecError, KeyError, TypeError):
         raise DataError(
@@ -127,12 +136,12 @@ def _dataset_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _kind_of(path: Path) -> Kind | None:
+def _kind_of(path: Location) -> Kind | None:
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     return _SUFFIXES.get(suffix)
 
 
-def _describe(path: Path) -> InputFile:
+def _describe(path: Location) -> InputFile:
     kind = _kind_of(path)
     if kind is None:
         raise DataError(
@@ -140,43 +149,46 @@ def _describe(path: Path) -> InputFile:
             code="data.unknown-format",
             fix=f"pass files with one of the suffixes {', '.join(_SUFFIXES)}",
         )
+    found = size_and_version(path)
+    if found is None:
+        raise missing(path)
+    size, version = found
     try:
-        status = path.stat()
-        with path.open("rb") as file:
+        with open_stream(path) as file:
             crc32 = zlib.crc32(file.read(_ENDS_BYTES))
-            file.seek(max(0, status.st_size - _ENDS_BYTES))
+            file.seek(max(0, size - _ENDS_BYTES))
             crc32 = zlib.crc32(file.read(_ENDS_BYTES), crc32)
     except OSError as error:
         raise unreadable(path, error) from error
-    return InputFile(path=str(path), kind=kind, size=status.st_size, modified_ns=status.st_mtime_ns, ends_crc32=crc32)
+    return InputFile(path=str(path), kind=kind, size=size, modified_ns=version, ends_crc32=crc32)
 
 
 # The pieces of an input, listed by the parent process.
 
 
-def list_pieces(file: InputFile) -> Iterator[InputPiece]:
-    """Yield the pieces of an input in order; the same ones for the same content."""
+def list_pieces(file: InputFile, path: Location) -> Iterator[InputPiece]:
+    """Yield the pieces of an input in order; the same ones for the same content. `path` is its location."""
     if file.kind == "jsonl":
         for start in range(0, file.size, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, file.size)
             yield InputPiece(start=start, stop=stop, num_bytes=stop - start)
     elif file.kind == "jsonl.gz":
-        yield from _gzip_pieces(Path(file.path))
+        yield from _gzip_pieces(path)
     elif file.kind == "parquet":
-        metadata = _open_parquet(file.path).metadata
+        metadata = _open_parquet(path).metadata
         for group in range(metadata.num_row_groups):
             yield InputPiece(start=group, stop=group + 1, num_bytes=file.size // metadata.num_row_groups)
     elif file.kind == "arrow":
-        yield from _arrow_pieces(file)
+        yield from _arrow_pieces(path)
     else:
         yield InputPiece(start=0, stop=file.size, num_bytes=file.size)
 
 
-def _gzip_pieces(path: Path) -> Iterator[InputPiece]:
+def _gzip_pieces(path: Location) -> Iterator[InputPiece]:
     """Yield the lines of a gzipped file in blocks; `start` counts the lines before the block."""
     num_lines, consumed = 0, 0
     try:
-        with path.open("rb") as raw, gzip.GzipFile(fileobj=raw) as file:
+        with open_stream(path) as raw, gzip.GzipFile(fileobj=raw) as file:
             while lines := file.readlines(PIECE_BYTES):
                 position = raw.seek(0, os.SEEK_CUR)
                 yield InputPiece(
@@ -193,11 +205,11 @@ def _gzip_pieces(path: Path) -> Iterator[InputPiece]:
         ) from None
 
 
-def _arrow_pieces(file: InputFile) -> Iterator[InputPiece]:
+def _arrow_pieces(path: Location) -> Iterator[InputPiece]:
     """Yield groups of record batches with at least PIECE_BYTES each."""
     start, num_bytes = 0, 0
     number = -1
-    for number, batch in enumerate(_record_batches(file.path)):
+    for number, batch in enumerate(_record_batches(path)):
         num_bytes += batch.nbytes
         if num_bytes >= PIECE_BYTES:
             yield InputPiece(start=start, stop=number + 1, num_bytes=num_bytes)
@@ -209,16 +221,15 @@ def _arrow_pieces(file: InputFile) -> Iterator[InputPiece]:
 # The texts of a piece, read by a worker.
 
 
-def read_texts(file: InputFile, piece: InputPiece, text_field: str) -> list[str]:
+def read_texts(file: InputFile, path: Location, piece: InputPiece, text_field: str) -> list[str]:
     """Return the texts of the documents of a piece; empty ones included."""
-    path = Path(file.path)
     try:
         if file.kind == "jsonl":
             return _decode_lines(_read_lines(path, piece), path, piece, text_field)
         if file.kind == "jsonl.gz":
             return _decode_lines(piece.data or b"", path, piece, text_field)
         if file.kind == "text":
-            return [path.read_bytes().decode()]
+            return [read_file(path).decode()]
     except OSError as error:
         raise unreadable(path, error) from error
     except UnicodeDecodeError as error:
@@ -226,19 +237,19 @@ def read_texts(file: InputFile, piece: InputPiece, text_field: str) -> list[str]
             f"{path} is not UTF-8 (byte {error.start})", code="data.text-not-utf8", fix="convert it to UTF-8"
         ) from None
     if file.kind == "parquet":
-        parquet = _open_parquet(file.path)
+        parquet = _open_parquet(path)
         _check_column(path, parquet.schema_arrow, text_field)
         return _column_texts(parquet.read_row_group(piece.start, columns=[text_field]).column(0), path, text_field)
     texts: list[str] = []
-    for batch in itertools.islice(_record_batches(file.path), piece.start, piece.stop):
+    for batch in itertools.islice(_record_batches(path), piece.start, piece.stop):
         _check_column(path, batch.schema, text_field)
         texts += _column_texts(batch.column(text_field), path, text_field)
     return texts
 
 
-def _read_lines(path: Path, piece: InputPiece) -> bytes:
+def _read_lines(path: Location, piece: InputPiece) -> bytes:
     """Return the lines that start in a range of bytes; the last of them may end after it."""
-    with path.open("rb") as file:
+    with open_stream(path) as file:
         file.seek(max(0, piece.start - 1))
         if piece.start:
             file.readline()  # belongs to the piece before, unless the byte before this piece ends a line
@@ -251,7 +262,7 @@ def _read_lines(path: Path, piece: InputPiece) -> bytes:
         return content
 
 
-def _decode_lines(content: bytes, path: Path, piece: InputPiece, text_field: str) -> list[str]:
+def _decode_lines(content: bytes, path: Location, piece: InputPiece, text_field: str) -> list[str]:
     """Return the text field of each JSON line; other fields are skipped without creating objects."""
     row_type = msgspec.defstruct(
         "TextRow", [("text", str | msgspec.UnsetType, msgspec.UNSET)], rename={"text": text_field}
@@ -269,7 +280,7 @@ def _decode_lines(content: bytes, path: Path, piece: InputPiece, text_field: str
     return texts
 
 
-def _first_mistake(lines: list[bytes], decoder: Any, path: Path, piece: InputPiece, text_field: str) -> DataError:
+def _first_mistake(lines: list[bytes], decoder: Any, path: Location, piece: InputPiece, text_field: str) -> DataError:
     """Return the error for the first line that is not a JSON object with the text field."""
     problem = ""
     number = 0
@@ -291,13 +302,13 @@ def _first_mistake(lines: list[bytes], decoder: Any, path: Path, piece: InputPie
     )
 
 
-def _lines_before(path: Path, piece: InputPiece) -> int:
+def _lines_before(path: Location, piece: InputPiece) -> int:
     """Return the number of lines before a piece; reads the file up to it, which only an error message needs."""
     if piece.data is not None:
         return piece.start
     count, left = 0, piece.start
     last = b"\n"
-    with path.open("rb") as file:
+    with open_stream(path) as file:
         while left and (block := file.read(min(left, 2**24))):
             count += block.count(b"\n")
             left -= len(block)
@@ -314,28 +325,31 @@ def _field_missing(place: str, text_field: str) -> DataError:
 # Parquet and Arrow, through pyarrow.
 
 
-def _open_parquet(path: str) -> Any:
+def _open_parquet(path: Location) -> Any:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise MissingExtraError.of(f"reading {path}", "data") from None
     try:
-        return parquet.ParquetFile(path, memory_map=True)
+        if isinstance(path, Path):
+            return parquet.ParquetFile(path, memory_map=True)
+        return parquet.ParquetFile(open_stream(path), pre_buffer=True)
     except (OSError, ArrowException) as error:
         raise _damaged(path, error) from None
 
 
-def _record_batches(path: str) -> Iterator[Any]:
+def _record_batches(path: Location) -> Iterator[Any]:
     """Yield the record batches of an Arrow file, memory-mapped; both formats, that of streams and that of files."""
     try:
         import pyarrow as pa
     except ImportError:
         raise MissingExtraError.of(f"reading {path}", "data") from None
     try:
-        with pa.memory_map(path) as source:
+        file = pa.memory_map(str(path)) if isinstance(path, Path) else pa.PythonFile(open_stream(path), "r")
+        with file as source:
             if source.read(len(_ARROW_FILE)) == _ARROW_FILE:
-                file = pa.ipc.open_file(source)
-                yield from map(file.get_batch, range(file.num_record_batches))
+                batches = pa.ipc.open_file(source)
+                yield from map(batches.get_batch, range(batches.num_record_batches))
             else:
                 source.seek(0)
                 yield from pa.ipc.open_stream(source)
@@ -343,18 +357,18 @@ def _record_batches(path: str) -> Iterator[Any]:
         raise _damaged(path, error) from None
 
 
-def _damaged(path: str, error: Exception) -> DataError:
+def _damaged(path: Location, error: Exception) -> DataError:
     return DataError(
         f"{path} cannot be read ({' '.join(str(error).split())})", code="data.read-failed", fix="download it again"
     )
 
 
-def _check_column(path: Path, schema: Any, text_field: str) -> None:
+def _check_column(path: Location, schema: Any, text_field: str) -> None:
     if text_field not in schema.names:
         raise _field_missing(f"{path} (columns {', '.join(schema.names)})", text_field)
 
 
-def _column_texts(column: Any, path: Path, text_field: str) -> list[str]:
+def _column_texts(column: Any, path: Location, text_field: str) -> list[str]:
     """Return the values of a column as texts; null counts as an empty document."""
     texts = [value or "" for value in column.to_pylist()]
     if not all(isinstance(text, str) for text in texts):

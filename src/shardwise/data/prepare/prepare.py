@@ -11,7 +11,6 @@ import itertools
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,7 +40,8 @@ from shardwise.data.sources.shards import (
     token_dtype,
     write_index,
 )
-from shardwise.data.sources.source import unreadable
+from shardwise.data.storage.files import unreadable
+from shardwise.data.storage.locations import locate, locate_all
 from shardwise.data.tokenizer import BYTES, EncodedTexts, Tokenizer, load_tokenizer
 from shardwise.errors import DataError
 from shardwise.hardware.probe import usable_cores
@@ -49,6 +49,7 @@ from shardwise.spec import spec_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 
 @spec_function(DataPrepareSpec)
@@ -71,7 +72,7 @@ def prepare_corpus(
             shard_tokens=spec.shard_tokens,
             piece_bytes=PIECE_BYTES,
         ),
-        inputs=tuple(find_inputs(spec.inputs)),
+        inputs=tuple(find_inputs(locate_all(spec.inputs))),
     )
     if _is_complete(spec.out, header):
         index = open_corpus(spec.out).index
@@ -102,7 +103,7 @@ def prepare_corpus(
 
 
 def _load(spec: DataPrepareSpec) -> Tokenizer:
-    path = None if spec.tokenizer == BYTES else Path(spec.tokenizer)
+    path = None if spec.tokenizer == BYTES else locate(spec.tokenizer)
     tokenizer = load_tokenizer(path.name if path else BYTES, path, end_token=spec.end_token)
     if spec.vocab_size is not None and tokenizer.vocab_size > spec.vocab_size:
         raise DataError(
@@ -169,6 +170,7 @@ class _Preparation:
         self._spec = spec
         self._tokenizer = tokenizer
         self._inputs = inputs
+        self._paths = locate_all(file.path for file in inputs)
         self._journal = journal
         self._dtype = smallest_dtype(tokenizer.vocab_size)
         self._writer: ShardWriter | None = None
@@ -202,14 +204,15 @@ class _Preparation:
     def _tasks(self) -> Iterator[_Task]:
         """Yield the pieces of all inputs from the start position."""
         for file in range(self._start.file, len(self._inputs)):
-            pieces = enumerate(list_pieces(self._inputs[file]))
+            pieces = enumerate(list_pieces(self._inputs[file], self._paths[file]))
             first = self._start.piece if file == self._start.file else 0
             for number, piece in itertools.islice(pieces, first, None):
                 yield _Task(file, number, piece)
 
     def _encode(self, task: _Task) -> EncodedTexts:
         """Read and tokenize a piece; runs in a worker."""
-        return self._tokenizer.encode(read_texts(self._inputs[task.file], task.piece, self._spec.text_field))
+        file, path = self._inputs[task.file], self._paths[task.file]
+        return self._tokenizer.encode(read_texts(file, path, task.piece, self._spec.text_field))
 
     def _add(self, task: _Task, encoded: EncodedTexts, flusher: ThreadPoolExecutor) -> None:
         """Append the documents of a piece to the open shard, and to new ones where it is full."""

@@ -18,8 +18,8 @@ SHARD_TOKENS = 2**27
 class DataPrepareSpec(Spec, frozen=True, kw_only=True):
     """The request to tokenize documents into a corpus of token shards."""
 
-    inputs: Annotated[tuple[Path, ...], argument("INPUT...")]
-    """Files or folders with documents: .jsonl, .jsonl.gz, .parquet, .arrow, .txt, or datasets saved to disk."""
+    inputs: Annotated[tuple[str, ...], argument("INPUT...")]
+    """Files, folders or URLs with documents: .jsonl, .jsonl.gz, .parquet, .arrow, .txt, or datasets saved to disk."""
     out: Annotated[Path, option("--out", metavar="FOLDER")]
     """Folder of the corpus; it must be empty, or contain an interrupted corpus of the same inputs and settings."""
     tokenizer: Annotated[str, option("--tokenizer", metavar="NAME")] = "bytes"
@@ -36,10 +36,13 @@ class DataPrepareSpec(Spec, frozen=True, kw_only=True):
     """Maximum number of tokens in a shard; only a single longer document exceeds it."""
 
     def __post_init__(self) -> None:
-        """Accept a single input without a tuple, as a caller in Python may pass it."""
+        """Accept a single input without a tuple, and Paths, as a caller in Python may pass them."""
         inputs: Any = self.inputs
         if isinstance(inputs, str | Path):
-            msgspec.structs.force_setattr(self, "inputs", (inputs,))
+            inputs = (inputs,)
+        if isinstance(inputs, list | tuple):
+            inputs = tuple(str(each) if isinstance(each, Path) else each for each in inputs)
+        msgspec.structs.force_setattr(self, "inputs", inputs)
         super().__post_init__()
 
 

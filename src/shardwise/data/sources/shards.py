@@ -16,28 +16,34 @@ import os
 import secrets
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 from zlib_ng import zlib_ng
 
-from shardwise.data.sources.source import (
-    CHUNK_TOKENS,
-    FileSource,
-    MappedFile,
-    StoredStarts,
+from shardwise.data.sources.source import CHUNK_TOKENS, FileSource, MappedFile, StoredStarts
+from shardwise.data.storage.files import (
+    FileArray,
+    in_memory,
+    list_files,
     open_bytes,
+    read_file,
+    size_and_version,
     truncated,
+    typed,
     unreadable,
 )
+from shardwise.data.storage.read_ahead import ReadAhead
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from shardwise.data.storage.locations import Location
 
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
@@ -96,21 +102,28 @@ class ShardFacts(msgspec.Struct, frozen=True, kw_only=True):
 class TokenShards:
     """A corpus in the format of this module, opened by its index; the shards are opened on access."""
 
-    folder: Path
+    folder: Location
     index: CorpusIndex
     columns: dict[str, NDArray[np.int64]]
     """Name of a field of ShardFacts -> its value for each shard."""
 
-    def paths(self, number: int) -> tuple[Path, Path]:
+    def paths(self, number: int) -> tuple[Location, Location]:
         """Return the files of a shard: tokens and document starts."""
-        return shard_paths(self.folder, number)
+        tokens, starts = _shard_names(number)
+        return self.folder / tokens, self.folder / starts
 
     def open_shard(self, number: int) -> MappedFile:
-        """Map a shard; raises DataError if a file is missing or its size differs from the index."""
+        """Map a shard; raises DataError if a file is missing or its size differs from the index.
+
+        The document starts of a remote shard are downloaded as a whole, and their checksum is verified.
+        """
         tokens_path, starts_path = self.paths(number)
         tokens = _sized(tokens_path, int(self.columns["tokens"][number]), token_dtype(self.index.dtype))
         starts = _sized(starts_path, int(self.columns["documents"][number]) + 1, _STARTS_DTYPE)
-        return MappedFile(tokens, StoredStarts(starts))
+        content = in_memory(starts)
+        if not isinstance(self.folder, Path):
+            _compare(starts_path, zlib_ng.crc32(content), int(self.columns["starts_crc32"][number]))
+        return MappedFile(tokens, StoredStarts(content))
 
     def source(self) -> FileSource:
         """Return the corpus as a TokenSource."""
@@ -121,15 +134,19 @@ class TokenShards:
             vocab_size=self.index.vocab_size,
             chunk_tokens=self.index.chunk_tokens,
             checksum=zlib.crc32(np.ascontiguousarray(self.columns["tokens_crc32"]).tobytes()),
+            read_ahead=None if isinstance(self.folder, Path) else ReadAhead(),
         )
 
     def check_sizes(self) -> None:
         """Raise DataError if a file of a shard is missing or has another size than the index specifies."""
         itemsize = token_dtype(self.index.dtype).itemsize
+        sizes = None  # one request lists a thousand objects
+        if not isinstance(self.folder, Path) and self.folder.can_list:
+            sizes = list_files(self.folder, (".bin", ".idx"))
         for number in range(self.index.num_shards):
             tokens_path, starts_path = self.paths(number)
-            _check_size(tokens_path, int(self.columns["tokens"][number]) * itemsize)
-            _check_size(starts_path, (int(self.columns["documents"][number]) + 1) * _STARTS_DTYPE.itemsize)
+            _check_size(tokens_path, int(self.columns["tokens"][number]) * itemsize, sizes)
+            _check_size(starts_path, (int(self.columns["documents"][number]) + 1) * _STARTS_DTYPE.itemsize, sizes)
 
     def check_checksums(self) -> None:
         """Read every byte of the shards and raise DataError if a checksum differs from the index."""
@@ -141,7 +158,12 @@ class TokenShards:
 
 def shard_paths(folder: Path, number: int) -> tuple[Path, Path]:
     """Return the files of a shard: tokens and document starts."""
-    return folder / f"shard-{number:05d}.bin", folder / f"shard-{number:05d}.idx"
+    tokens, starts = _shard_names(number)
+    return folder / tokens, folder / starts
+
+
+def _shard_names(number: int) -> tuple[str, str]:
+    return f"shard-{number:05d}.bin", f"shard-{number:05d}.idx"
 
 
 def token_dtype(name: str) -> np.dtype[Any]:
@@ -154,11 +176,11 @@ def smallest_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def open_corpus(folder: Path) -> TokenShards:
+def open_corpus(folder: Location) -> TokenShards:
     """Read the index of a corpus; no shard is opened."""
     path = folder / INDEX
     try:
-        index = msgspec.json.decode(path.read_bytes(), type=CorpusIndex)
+        index = msgspec.json.decode(read_file(path), type=CorpusIndex)
     except OSError as error:
         raise unreadable(path, error) from error
     except msgspec.MsgspecError as error:
@@ -178,7 +200,7 @@ def open_corpus(folder: Path) -> TokenShards:
     return TokenShards(folder, index, columns)
 
 
-def _column(path: Path, name: str, raw: msgspec.Raw, num_shards: int) -> NDArray[np.int64]:
+def _column(path: Location, name: str, raw: msgspec.Raw, num_shards: int) -> NDArray[np.int64]:
     """Parse a JSON array of integers without a Python object per number."""
     text = bytes(raw).strip(b"[] \r\n\t")
     if text.strip(b"0123456789, \r\n\t"):
@@ -189,7 +211,7 @@ def _column(path: Path, name: str, raw: msgspec.Raw, num_shards: int) -> NDArray
     return values
 
 
-def _invalid(path: Path, problem: str) -> DataError:
+def _invalid(path: Location, problem: str) -> DataError:
     return DataError(
         f"{path} is not a valid index ({problem})",
         code="data.index-invalid",
@@ -197,32 +219,36 @@ def _invalid(path: Path, problem: str) -> DataError:
     )
 
 
-def _sized(path: Path, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+def _sized(path: Location, count: int, dtype: np.dtype[Any]) -> FileArray:
     content = open_bytes(path)
     if len(content) != count * dtype.itemsize:
         raise truncated(path, len(content), count * dtype.itemsize)
-    return content.view(dtype)
+    return typed(content, dtype)
 
 
-def _check_size(path: Path, expected: int) -> None:
-    try:
-        found = path.stat().st_size
-    except FileNotFoundError:
+def _check_size(path: Location, expected: int, sizes: dict[str, int] | None) -> None:
+    if sizes is None:
+        found, _ = size_and_version(path) or (None, 0)
+    else:
+        found = sizes.get(path.name)
+    if found is None:
         raise DataError(
             f"shard {path} does not exist", code="data.shard-missing", fix="restore it, or prepare the corpus again"
-        ) from None
-    except OSError as error:
-        raise unreadable(path, error) from error
+        )
     if found != expected:
         raise truncated(path, found, expected)
 
 
-def check_checksum(path: Path, expected: int) -> None:
+def check_checksum(path: Location, expected: int) -> None:
     """Read a file and raise DataError if its CRC-32 differs from `expected`."""
     content = open_bytes(path)
     found = 0
     for start in range(0, len(content), _CRC_BLOCK):
         found = zlib_ng.crc32(content[start : start + _CRC_BLOCK], found)
+    _compare(path, found, expected)
+
+
+def _compare(path: Location, found: int, expected: int) -> None:
     if found != expected:
         raise DataError(
             f"the CRC-32 of {path} is {found:08x}, but the index specifies {expected:08x}",

@@ -1,4 +1,4 @@
-"""TokenSource: documents of token ids in chunks, and its implementation over memory-mapped files of any format.
+"""TokenSource: documents of token ids in chunks, and its implementation over files of any format.
 
 The idea: a file is one array of tokens in which documents follow each other, and a chunk is the documents that start
 in one window of `chunk_tokens` tokens of a file. So the chunks of a file follow from its size alone: no format needs a
@@ -7,29 +7,37 @@ inside a long document has no start, so its chunk is empty.
 
 The invariant: the chunks of a source, one after the other, contain each token of each file exactly once, in order.
 Opening a source costs eight bytes per file; files are mapped at their first read, and at most MAX_MAPPED stay mapped.
+The chunks of objects on object storage are read into memory, and downloaded ahead if `prefetch` names them.
 """
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from shardwise.errors import DataError
+from shardwise.data.storage.remote_file import RemoteArray
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
+
+    from shardwise.data.storage.files import FileArray
+    from shardwise.data.storage.read_ahead import ReadAhead
 
 CHUNK_TOKENS = 2**20
 """Tokens of a window: 2 MiB of uint16, large enough for sequential reads and small enough to shuffle in memory."""
 MAX_MAPPED = 64
 """Files of a source that stay mapped; Linux limits the maps of a process to 65,530 by default."""
+MAX_IN_MEMORY = 32
+"""Chunks of a remote source in memory: two shuffle groups, 64 MiB of uint16."""
+_TAIL_TOKENS = 2**15
+"""Tokens after a window that are downloaded with it, since its last document may end there."""
 _SCAN_TOKENS = 2**16
 """Tokens that are compared at once in the search for the end of a document."""
 
@@ -64,6 +72,14 @@ class TokenSource(Protocol):
         """Return the tokens of a chunk, in which documents follow each other, without a copy; any integer type."""
 
 
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A TokenSource that can download chunks before they are read."""
+
+    def prefetch(self, chunks: Iterable[int]) -> None:
+        """Begin to download chunks, in this order, and return at once."""
+
+
 class DocumentStarts(Protocol):
     """The positions in a file at which documents start."""
 
@@ -76,9 +92,9 @@ class DocumentStarts(Protocol):
 
 @dataclass(frozen=True)
 class MappedFile:
-    """A file of tokens in memory, read on access, with the starts of its documents."""
+    """A file of tokens, read on access, with the starts of its documents."""
 
-    tokens: NDArray[Any]
+    tokens: FileArray
     starts: DocumentStarts
 
 
@@ -94,10 +110,12 @@ class FileSource:
         vocab_size: int | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
         checksum: int = 0,
+        read_ahead: ReadAhead | None = None,
     ) -> None:
         """Create a source; `open_file` maps the file with a number from 0 to len(tokens_per_file) - 1.
 
-        `checksum` is that of the content, if it is known without reading it.
+        `checksum` is that of the content, if it is known without reading it. `read_ahead` downloads remote files, so
+        `open_file` must be safe to call from its threads.
         """
         self.name = name
         sizes = zlib.crc32(np.ascontiguousarray(tokens_per_file, dtype=np.int64).tobytes(), checksum)
@@ -113,6 +131,9 @@ class FileSource:
         self._mapped: OrderedDict[int, MappedFile] = OrderedDict()
         self._views: OrderedDict[int, NDArray[Any]] = OrderedDict()
         """Chunks that were read last, since the rows of a group lie in a few chunks."""
+        self._read_ahead = read_ahead
+        self._opened: dict[int, MappedFile] = {}
+        """Files that a thread has opened ahead, until they are mapped."""
 
     def lengths(self, chunk: int) -> NDArray[np.int64]:
         """Return the number of tokens of each document of a chunk; documents without tokens are left out."""
@@ -122,12 +143,12 @@ class FileSource:
         return lengths[lengths > 0].astype(np.int64, copy=False)
 
     def tokens(self, chunk: int) -> NDArray[Any]:
-        """Return a view of the mapped file."""
+        """Return a view of the mapped file, or the tokens that were read from an object."""
         view = self._views.get(chunk)
         if view is None:
             file, low, high = self._window(chunk)
             view = file.tokens[file.starts.first_from(low) : file.starts.first_from(high)]
-            if len(self._views) >= MAX_MAPPED:
+            if len(self._views) >= (MAX_IN_MEMORY if isinstance(file.tokens, RemoteArray) else MAX_MAPPED):
                 self._views.popitem(last=False)
             self._views[chunk] = view
         return view
@@ -139,23 +160,46 @@ class FileSource:
             raise IndexError(f"tokens [{start}, {stop}) are outside chunk {chunk}, which has {len(view)} tokens")
         return view[start:stop].astype(np.int64)
 
+    def prefetch(self, chunks: Iterable[int]) -> None:
+        """Begin to download chunks of remote files; does nothing for local ones."""
+        if self._read_ahead is not None:
+            for chunk in chunks:
+                self._read_ahead.submit(functools.partial(self._download, chunk))
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without maps, which pickle would copy; the receiver maps the files again."""
-        return {**self.__dict__, "_mapped": OrderedDict(), "_views": OrderedDict()}
+        return {**self.__dict__, "_mapped": OrderedDict(), "_views": OrderedDict(), "_opened": {}}
+
+    def _download(self, chunk: int) -> None:
+        """Download the documents of a chunk into the cache; called from a thread."""
+        number, low, high = self._place(chunk)
+        file = self._mapped.get(number) or self._opened.get(number)
+        if file is None:
+            file = self._open_file(number)
+            if len(self._opened) < MAX_MAPPED:
+                self._opened[number] = file
+        if isinstance(file.tokens, RemoteArray):
+            file.tokens.prefetch(low, high + _TAIL_TOKENS)
 
     def _window(self, chunk: int) -> tuple[MappedFile, int, int]:
         """Return the file of a chunk and the positions between which the chunk's documents start."""
+        number, low, high = self._place(chunk)
+        return self._map(number), low, high
+
+    def _place(self, chunk: int) -> tuple[int, int, int]:
+        """Return the number of the file of a chunk and the positions between which the chunk's documents start."""
         if not 0 <= chunk < self.num_chunks:
             raise IndexError(f"chunk {chunk} is outside {self.name}, which has {self.num_chunks} chunks")
         number = int(np.searchsorted(self._first_chunk, chunk, side="right")) - 1
         low = (chunk - int(self._first_chunk[number])) * self._chunk_tokens
-        return self._map(number), low, min(low + self._chunk_tokens, int(self._tokens_per_file[number]))
+        return number, low, min(low + self._chunk_tokens, int(self._tokens_per_file[number]))
 
     def _map(self, number: int) -> MappedFile:
         if number not in self._mapped:
             if len(self._mapped) >= MAX_MAPPED:
                 self._mapped.popitem(last=False)
-            self._mapped[number] = self._open_file(number)
+            opened = self._opened.pop(number) if number in self._opened else self._open_file(number)
+            self._mapped[number] = opened
         self._mapped.move_to_end(number)
         return self._mapped[number]
 
@@ -180,7 +224,7 @@ class StoredStarts:
 class StartsAfter:
     """Starts found by scanning tokens: position 0, and each position after an end-of-document id."""
 
-    tokens: NDArray[Any]
+    tokens: FileArray
     end_id: int
 
     def between(self, low: int, high: int) -> NDArray[np.int64]:
@@ -216,38 +260,3 @@ class EvenStarts:
     def first_from(self, position: int) -> int:
         """Return the first multiple of `length` from `position`."""
         return min(-(-position // self.length) * self.length, self.num_tokens)
-
-
-# Access to storage: the only functions of the sources that open a file.
-
-
-def open_bytes(path: Path) -> NDArray[np.uint8]:
-    """Return the content of a file as a read-only array that is memory-mapped, so that only accessed parts are read."""
-    try:
-        if path.stat().st_size == 0:
-            return np.empty(0, dtype=np.uint8)
-        return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))  # slices of a memmap object cost more
-    except FileNotFoundError:
-        raise DataError(
-            f"file {path} does not exist", code="data.file-missing", fix="restore it, or prepare the corpus again"
-        ) from None
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: OSError) -> DataError:
-    """Return the error for a path that the operating system does not let us read."""
-    return DataError(
-        f"{path} cannot be read ({error.strerror or error})",
-        code="data.read-failed",
-        fix="pass a readable path, or change its permissions",
-    )
-
-
-def truncated(path: Path, found: int, expected: int) -> DataError:
-    """Return the error for a file with fewer or more bytes than its index or header specifies."""
-    return DataError(
-        f"{path} has {found} bytes, but its index or header specifies {expected}",
-        code="data.size-mismatch",
-        fix="copy the file again, or prepare the corpus again",
-    )

@@ -13,6 +13,7 @@ import io
 import os
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,17 +25,17 @@ from shardwise.data.sources.source import (
     FileSource,
     MappedFile,
     StartsAfter,
-    open_bytes,
-    truncated,
-    unreadable,
 )
+from shardwise.data.storage.files import FileArray, is_file, open_bytes, truncated, typed
+from shardwise.data.storage.read_ahead import ReadAhead
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
+
+    from shardwise.data.storage.locations import Location
 
 _LLM_C_HEADER = 256 * 4
 _LLM_C = {20240520: ("<u2", 50_257), 20240801: ("<u4", 128_256)}
@@ -57,14 +58,14 @@ class TokenStream:
 class StreamFiles:
     """Files of one folder that have the same format and no documents."""
 
-    folder: Path
+    folder: Location
     names: NDArray[np.bytes_]
     """File names as bytes: a tenth of the memory of Path objects."""
     stream: TokenStream
     end_id: int | None
     chunk_tokens: int
 
-    def path(self, number: int) -> Path:
+    def path(self, number: int) -> Location:
         """Return the path of a file."""
         return self.folder / os.fsdecode(self.names[number])
 
@@ -79,7 +80,7 @@ class StreamFiles:
                 code="data.formats-differ",
                 fix="keep files of one format in a folder",
             )
-        tokens = content[stream.header_bytes :].view(stream.dtype)
+        tokens = typed(content, stream.dtype, stream.header_bytes)
         starts: DocumentStarts = EvenStarts(len(tokens), self.chunk_tokens)
         if self.end_id is not None:
             starts = StartsAfter(tokens, self.end_id)
@@ -87,28 +88,29 @@ class StreamFiles:
 
 
 def open_streams(
-    folder: Path, names: Sequence[str], *, end_id: int | None, dtype: str, chunk_tokens: int = CHUNK_TOKENS
+    folder: Location, sizes: Mapping[str, int], *, end_id: int | None, dtype: str, chunk_tokens: int = CHUNK_TOKENS
 ) -> FileSource:
-    """Return a source over `.bin` or `.npy` files of a folder; opens only the first file, and reads the sizes of all.
+    """Return a source over `.bin` or `.npy` files of a folder, by name and size; opens only the first file.
 
     `dtype` applies to `.bin` files without a header.
     """
+    names = list(sizes)
     first = folder / names[0]
     stream = read_stream(first, open_bytes(first), default=np.dtype(dtype).newbyteorder("<"))
     encoded = np.array([os.fsencode(name) for name in names])
     files = StreamFiles(folder, encoded, stream, end_id, chunk_tokens)
-    tokens = np.empty(len(names), np.int64)
-    for number, name in enumerate(names):
-        try:
-            num_bytes = (folder / name).stat().st_size - stream.header_bytes
-        except OSError as error:
-            raise unreadable(folder / name, error) from error
-        tokens[number] = num_bytes // stream.dtype.itemsize
-    name = folder.name if len(names) > 1 else first.stem
-    return FileSource(name, tokens, files.open_file, vocab_size=stream.vocab_size, chunk_tokens=chunk_tokens)
+    num_bytes = np.fromiter(sizes.values(), np.int64, len(sizes)) - stream.header_bytes
+    return FileSource(
+        folder.name if len(names) > 1 else first.stem,
+        num_bytes // stream.dtype.itemsize,
+        files.open_file,
+        vocab_size=stream.vocab_size,
+        chunk_tokens=chunk_tokens,
+        read_ahead=None if isinstance(folder, Path) else ReadAhead(),
+    )
 
 
-def read_stream(path: Path, content: NDArray[np.uint8], *, default: np.dtype[Any]) -> TokenStream:
+def read_stream(path: Location, content: FileArray, *, default: np.dtype[Any]) -> TokenStream:
     """Return the token format of a file by its header; raises DataError if its size differs from the header."""
     if path.suffix == ".npy":
         stream, count = _npy_stream(path, content)
@@ -122,7 +124,7 @@ def read_stream(path: Path, content: NDArray[np.uint8], *, default: np.dtype[Any
     return stream
 
 
-def _bin_stream(path: Path, content: NDArray[np.uint8], default: np.dtype[Any]) -> tuple[TokenStream, int]:
+def _bin_stream(path: Location, content: FileArray, default: np.dtype[Any]) -> tuple[TokenStream, int]:
     """Return the format and number of tokens of a `.bin` file: llm.c's if it has that header, else raw tokens."""
     if len(content) >= _LLM_C_HEADER:
         magic, version, count = (int(value) for value in content[:12].view("<i4"))
@@ -134,7 +136,7 @@ def _bin_stream(path: Path, content: NDArray[np.uint8], default: np.dtype[Any]) 
     return TokenStream(default), -(-len(content) // default.itemsize)
 
 
-def _npy_stream(path: Path, content: NDArray[np.uint8]) -> tuple[TokenStream, int]:
+def _npy_stream(path: Location, content: FileArray) -> tuple[TokenStream, int]:
     """Return the format and number of tokens of a NumPy file."""
     start = io.BytesIO(content[:65_536].tobytes())
     try:
@@ -150,7 +152,7 @@ def _npy_stream(path: Path, content: NDArray[np.uint8]) -> tuple[TokenStream, in
     return TokenStream(dtype, start.seek(0, os.SEEK_CUR)), int(shape[0])
 
 
-def _header_invalid(path: Path, problem: str) -> DataError:
+def _header_invalid(path: Location, problem: str) -> DataError:
     return DataError(
         f"the header of {path} is invalid ({problem})",
         code="data.header-invalid",
@@ -165,11 +167,11 @@ def _header_invalid(path: Path, problem: str) -> DataError:
 class MegatronStarts:
     """Starts of Megatron documents: the offset of the first sequence of each document."""
 
-    sizes: NDArray[np.int32]
-    """Tokens of each sequence."""
-    pointers: NDArray[np.int64]
-    """Byte offset of each sequence."""
-    documents: NDArray[np.int64]
+    sizes: FileArray
+    """Tokens of each sequence, int32."""
+    pointers: FileArray
+    """Byte offset of each sequence, int64."""
+    documents: FileArray
     """First sequence of each document, and the number of sequences at the end."""
     itemsize: int
     num_tokens: int
@@ -181,7 +183,10 @@ class MegatronStarts:
             return np.empty(0, np.int64)
         next_sequence = int(self.documents[min(last, len(self.documents) - 1)])
         self._check_order(int(self.documents[first]), min(next_sequence, len(self.pointers) - 1))
-        return self.pointers[self.documents[first:last]] // self.itemsize
+        sequences = self.documents[first:last]
+        low, high = int(sequences.min()), int(sequences.max()) + 1  # one range, since those of an object are requests
+        starts: NDArray[np.int64] = self.pointers[low:high][sequences - low] // self.itemsize
+        return starts
 
     def first_from(self, position: int) -> int:
         """Return the first start from `position`."""
@@ -208,24 +213,25 @@ class MegatronStarts:
         return int(self.pointers[sequence]) // self.itemsize
 
 
-def is_megatron(index: Path) -> bool:
+def is_megatron(index: Location) -> bool:
     """Return whether a file is the index of a Megatron dataset."""
-    return index.is_file() and open_bytes(index)[: len(_MEGATRON_MAGIC)].tobytes() == _MEGATRON_MAGIC
+    return is_file(index) and open_bytes(index)[: len(_MEGATRON_MAGIC)].tobytes() == _MEGATRON_MAGIC
 
 
-def open_megatron(tokens_path: Path, index_path: Path, *, chunk_tokens: int = CHUNK_TOKENS) -> FileSource:
+def open_megatron(tokens_path: Location, index_path: Location, *, chunk_tokens: int = CHUNK_TOKENS) -> FileSource:
     """Return a source over a Megatron `.bin` and `.idx`."""
     file = MegatronFile(tokens_path, index_path)
     num_tokens = np.array([len(file.open_file(0).tokens)])
-    return FileSource(tokens_path.stem, num_tokens, file.open_file, chunk_tokens=chunk_tokens)
+    read_ahead = None if isinstance(tokens_path, Path) else ReadAhead()
+    return FileSource(tokens_path.stem, num_tokens, file.open_file, chunk_tokens=chunk_tokens, read_ahead=read_ahead)
 
 
 @dataclass(frozen=True)
 class MegatronFile:
     """The two files of a Megatron dataset."""
 
-    tokens_path: Path
-    index_path: Path
+    tokens_path: Location
+    index_path: Location
 
     def open_file(self, _number: int) -> MappedFile:
         """Map both files; raises DataError if their sizes do not match the header."""
@@ -233,7 +239,9 @@ class MegatronFile:
         start = len(_MEGATRON_MAGIC)
         if len(index) < start + _MEGATRON_HEADER.size:
             raise truncated(self.index_path, len(index), start + _MEGATRON_HEADER.size)
-        version, code, num_sequences, num_documents = _MEGATRON_HEADER.unpack_from(index.data, start)
+        version, code, num_sequences, num_documents = _MEGATRON_HEADER.unpack(
+            index[start : start + _MEGATRON_HEADER.size].tobytes()
+        )
         if version != 1 or code not in _MEGATRON_DTYPES:
             raise _header_invalid(self.index_path, f"version {version}, dtype code {code}")
         start += _MEGATRON_HEADER.size
@@ -241,13 +249,13 @@ class MegatronFile:
         if len(index) != expected:
             raise truncated(self.index_path, len(index), expected)
         sizes_end, pointers_end = start + num_sequences * 4, start + num_sequences * 12
-        sizes = index[start:sizes_end].view("<i4")
-        pointers = index[sizes_end:pointers_end].view("<i8")
-        documents = index[pointers_end:].view("<i8")
+        sizes = typed(index, np.dtype("<i4"), start, sizes_end)
+        pointers = typed(index, np.dtype("<i8"), sizes_end, pointers_end)
+        documents = typed(index, np.dtype("<i8"), pointers_end)
         dtype = np.dtype(_MEGATRON_DTYPES[code])
         content = open_bytes(self.tokens_path)
         last_byte = int(pointers[-1]) + int(sizes[-1]) * dtype.itemsize if num_sequences else 0
         if len(content) != last_byte:
             raise truncated(self.tokens_path, len(content), last_byte)
-        tokens = content.view(dtype)
+        tokens = typed(content, dtype)
         return MappedFile(tokens, MegatronStarts(sizes, pointers, documents, dtype.itemsize, len(tokens)))

@@ -1,0 +1,1 @@
+"""Files of token sources and documents, on disk or on object storage."""
