@@ -21,6 +21,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from data.s3_server import s3_process, upload
 
 import shardwise as sw
 from jobs import FP64, sentences_job
@@ -35,7 +36,7 @@ from shardwise.training.spec import SaveSpec
 BATCH, LENGTH = 12, 24
 PLANS = {
     1: ("ddp",),
-    2: ("ddp", "zero1", "zero3", "fsdp", "tp", "pp"),
+    2: ("ddp", "zero1", "zero3", "fsdp", "tp", "pp", "cp"),
     3: ("ddp", "zero3"),
     4: ("ddp", "fsdp", "shard2.tp2", "pp2.replicate2", "replicate2.shard2"),
 }
@@ -59,8 +60,11 @@ def prepared(folder, number, seed):
 
 @pytest.fixture(scope="module")
 def remote_corpus(tmp_path_factory):
-    """The path or URL of the fourth source, a corpus of `data prepare`."""
-    return prepared(tmp_path_factory.mktemp("remote") / "corpus", 60, seed=4)
+    """The URL of the fourth source, a corpus of `data prepare` on an S3 server, and an empty cache for it."""
+    folder = tmp_path_factory.mktemp("remote")
+    with s3_process() as endpoint, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_STORAGE_CACHE", str(folder / "cache"))
+        yield upload(endpoint, prepared(folder / "corpus", 60, seed=4), "corpus")
 
 
 def stream_rows(numbers):

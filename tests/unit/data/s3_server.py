@@ -4,6 +4,8 @@ import http.server
 import logging
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -24,7 +26,36 @@ def s3_server():
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
+    try:
+        with _credentials(f"http://{host}:{port}") as endpoint:
+            yield endpoint
+    finally:
+        server.stop()
+
+
+SERVE = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from data.s3_server import s3_server
+with s3_server() as endpoint:
+    print(endpoint, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def s3_process():
+    """Run the same server in a process of its own, for tests that fork: a forked thread may leave a lock behind."""
+    command = [sys.executable, "-c", SERVE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        with _credentials(process.stdout.readline().strip()) as endpoint:
+            yield endpoint
+        process.stdin.close()
+
+
+@contextmanager
+def _credentials(endpoint):
+    """Set the variables of an endpoint, create BUCKET if it does not exist, and yield the endpoint."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith(("AWS_", "FSSPEC_"))]:
             patch.delenv(name)
@@ -35,10 +66,7 @@ def s3_server():
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         patch.setenv("NO_PROXY", "127.0.0.1")
         _client(endpoint).create_bucket(Bucket=BUCKET)
-        try:
-            yield endpoint
-        finally:
-            server.stop()
+        yield endpoint
 
 
 def upload(endpoint, folder, prefix):

@@ -272,7 +272,8 @@ def test_rows_and_positions_keep_their_bytes(form):
                 for values in batch:
                     assert values.is_contiguous()
                     digest.update(values.numpy().tobytes())
-            digest.update(msgspec.json.encode(step.position))
+            # These sources have no checksum of their shards, a field that was added later.
+            digest.update(msgspec.json.encode(step.position).replace(b',"digest":0', b""))
     assert digest.hexdigest() == GOLDEN[form]
 
 
