@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _NUM_THREADS = 4
-"""Requests at the same time: S3 sends about 100 MB/s over one connection."""
+"""Requests at the same time, so that the latency of one does not delay the others."""
 
 
 class ReadAhead:
