@@ -33,12 +33,20 @@ FP32_FAMILIES = ("deepseek_v3", "gpt_oss", "mixtral")
 """Families whose experts torch.nn.functional.grouped_mm multiplies, which does not take fp64."""
 
 
+WITHOUT_DATA = ("07-language-models/pretrain.py",)
+"""Jobs whose corpus a command prepares; tests/e2e/test_gallery_language.py compares them with plain PyTorch."""
+
+
 def job_files():
     """Return the files of the gallery that define a Job for torch, by their path below examples/."""
     names = []
     for path in sorted(EXAMPLES.rglob("*.py")):
         name = str(path.relative_to(EXAMPLES))
-        if "mlx" not in name and re.search(r"^\S.*= (sw\.)?Job\(|return sw\.Job\(", path.read_text(), re.MULTILINE):
+        if (
+            name not in WITHOUT_DATA
+            and "mlx" not in name
+            and re.search(r"^\S.*= (sw\.)?Job\(|return sw\.Job\(", path.read_text(), re.MULTILINE)
+        ):
             names.append(name)
     return names
 

@@ -92,6 +92,7 @@ def assert_equal(found, expected):
 # Every format, on S3, on a web server, in memory and as a file:// URL.
 
 
+@pytest.mark.representative("corpus", "raw.bin")
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_source_on_s3_equals_the_local_one(name, s3, files, tiny_blocks):
     options = {"chunk_tokens": 16, **FORMATS[name][1]}
@@ -100,6 +101,7 @@ def test_a_source_on_s3_equals_the_local_one(name, s3, files, tiny_blocks):
     assert_equal(pickle.loads(pickle.dumps(source)), open_source(files / name, **options))
 
 
+@pytest.mark.representative("megatron.bin")
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "folder"])
 def test_a_source_on_a_web_server_equals_the_local_one(name, web, files, tiny_blocks):
     options = {"chunk_tokens": 16, **FORMATS[name][1]}
@@ -178,10 +180,9 @@ def test_prefetched_chunks_are_read_from_the_cache(web, files):
     deadline = time.monotonic() + 20
     while len(web.ranges) < 7 and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(0.2)
-    num_requests = len(web.ranges)
+    assert len(web.ranges) >= 7
     assert_equal(source, open_source(files / "corpus"))
-    assert len(web.ranges) == num_requests
+    assert len(web.ranges) == len(set(web.ranges))  # nothing was downloaded again
 
 
 def read_all(_world, url):

@@ -80,7 +80,7 @@ def test_gains_and_hints_compare_predictions_with_predictions(report):
 
 
 def test_a_hint_beside_corrected_times_says_that_its_own_are_not():
-    answer = plan("llama3-8b", cluster="48xH100", batch_size=500, history=False).answer
+    answer = plan("gpt2", cluster="8xH100", batch_size=7, history=False).answer
     runs = (a_record(1.6, family=answer.best.family),) * 3
     plain, marked = hints(answer), hints(corrected(answer, MachineHistory(records=runs)))
     assert plain

@@ -102,6 +102,7 @@ def test_memory_of_a_bf16_resnet_is_what_a_step_holds(name, ranks, recompute):
     assert predicted.peak == pytest.approx(live, rel=0.03)
 
 
+@pytest.mark.representative("16")
 @pytest.mark.parametrize("micro_batch", [1, 16])
 def test_a_head_that_is_compiled_with_the_loss_keeps_the_root_gathered(micro_batch):
     plan = Plan.preset("zero3", 4, batch_size=4 * micro_batch)

@@ -49,7 +49,7 @@ def train_in_child(run, steps):
     return json.loads(done.stdout.splitlines()[-1]), notes
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_a_restart_with_an_empty_cache_finds_every_graph_of_the_run(tmp_path):
     cold, _ = train_in_child(tmp_path, 3)
     assert cold["fxgraph_cache_miss"] > 0
