@@ -29,7 +29,7 @@ class Assumptions:
     shard_operators: tuple[int, int] = (50, 70)
     """Host time of FSDP2's hooks for a unit, forward and backward, in operator launches: 0.53 and 0.70 ms where a
     Linear took 0.011 (torch 2.13, fake world)."""
-    sustained: float = 0.925
+    sustained: float = 0.92
     """Rate of matrix products and attention in a training run, as a fraction of the catalogue's rate, which is the best
     of many shapes in a short test. Fitted to 190 published runs (benchmarks/plan_published.py); SemiAnalysis measured
     0.91 on H100 (720 of 794.5 TFLOP/s in bf16, 1,280 of 1,402.6 in fp8). Measured rates are used as they are."""
