@@ -124,17 +124,7 @@ def _norm(form: DecoderForm, length: int, tape: Tape, x: Value) -> Value:
 
 def _attention(form: DecoderForm, length: int, tape: Tape, x: Value) -> Value:
     """Record attention with the references that the module's forward keeps: views keep the output of qkv alive."""
-    width, kv_width = form.query_width, form.kv_heads * form.head_width
-    rows = width + 2 * kv_width
-    columns = Matmul(rows=length, inner=form.width, columns=rows, split="columns")
-    groups = op.linear(tape, x, Amount(split=length * rows), columns, bias=QKV in form.biases)
-    q = op.narrow(tape, groups, Amount(split=length * width))
-    if form.num_heads > form.kv_heads and form.qk_norm is None:
-        q = op.copy(tape, q)  # flattening copies, since the heads of a group are not contiguous
-    k = op.narrow(tape, groups, Amount(split=length * kv_width))
-    v = op.narrow(tape, groups, Amount(split=length * kv_width))
-    if form.qk_norm is not None:
-        q, k = _head_norm(form, tape, q, width), _head_norm(form, tape, k, kv_width)
+    q, k, v = _grouped(form, length, tape, x) if form.qk_norm is None else _normed(form, length, tape, x)
     if form.rotary_share:
         table = _table(form, length, tape)
         q, k = _rotate_share(form, tape, q, table), _rotate_share(form, tape, k, table)
@@ -142,8 +132,37 @@ def _attention(form: DecoderForm, length: int, tape: Tape, x: Value) -> Value:
         heads=form.num_heads, kv_heads=form.kv_heads, head_width=form.head_width, queries=length, keys=length
     )
     mixed = op.attend(tape, q, k, v, attention)
-    back = Matmul(rows=length, inner=width, columns=form.width, split="inner")
+    if 0 < form.rotary_share < 1:
+        mixed = op.copy(tape, mixed)  # a concatenated q is ordered by head, and so is the result of attention
+    back = Matmul(rows=length, inner=form.query_width, columns=form.width, split="inner")
     return op.linear(tape, mixed, Amount(whole=length * form.width), back, bias=OUT in form.biases)
+
+
+def _grouped(form: DecoderForm, length: int, tape: Tape, x: Value) -> tuple[Value, Value, Value]:
+    """Record queries, keys and values as views of one product."""
+    width, kv_width = form.query_width, form.kv_heads * form.head_width
+    rows = width + 2 * kv_width
+    columns = Matmul(rows=length, inner=form.width, columns=rows, split="columns")
+    groups = op.linear(tape, x, Amount(split=length * rows), columns, bias=QKV in form.biases)
+    q = op.narrow(tape, groups, Amount(split=length * width))
+    if form.num_heads > form.kv_heads:
+        q = op.copy(tape, q)  # flattening copies, since the heads of a group are not contiguous
+    k = op.narrow(tape, groups, Amount(split=length * kv_width))
+    v = op.narrow(tape, groups, Amount(split=length * kv_width))
+    return q, k, v
+
+
+def _normed(form: DecoderForm, length: int, tape: Tape, x: Value) -> tuple[Value, Value, Value]:
+    """Record the three products of models with norms of queries and keys, which save their inputs."""
+
+    def project(width: int) -> Value:
+        columns = Matmul(rows=length, inner=form.width, columns=width, split="columns")
+        return op.linear(tape, x, Amount(split=length * width), columns, bias=QKV in form.biases)
+
+    width, kv_width = form.query_width, form.kv_heads * form.head_width
+    q = _head_norm(form, tape, project(width), width)
+    k = _head_norm(form, tape, project(kv_width), kv_width)
+    return q, k, project(kv_width)
 
 
 def _head_norm(form: DecoderForm, tape: Tape, heads: Value, width: int) -> Value:
