@@ -1,37 +1,57 @@
 """A transformers `config.json` as the decoder that `plan` describes in closed form, without transformers and torch.
 
-The idea: decoders of the llama kind (RMSNorm, rotary positions, SwiGLU) and of the GPT-2 kind are what
-`model/decoder_parts.py` describes; biases of projections are added to its weights. The invariant: the number of
-parameters equals that of the transformers model (a test compares them). A field that changes the operators (a sliding
-window, norms of queries, experts) is refused by name, because the prediction would be that of another model.
+The idea: a file of the llama kind (RMSNorm, rotary positions, SwiGLU), of GPT-2 or of GPT-NeoX becomes a `DecoderForm`,
+which `model/decoder_parts.py` describes. The invariant: the number of parameters equals that of the transformers model
+(a test compares them). A field that changes the operators otherwise (a sliding window, another activation) and mixtures
+of experts are refused by name, because the prediction would be that of another model.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import JobError, PlanError, nearest
+from shardwise.planner.model.decoder_form import DOWN, GATE, GPT2_BIASES, OUT, QKV, UP, DecoderForm
 from shardwise.planner.model.decoder_parts import published
-from shardwise.plans.catalogue import DecoderConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardwise.planner.model.shape import ModelShape, Part
+    from shardwise.planner.model.shape import ModelShape
     from shardwise.plans.sections import DType
 
 FILE = "config.json"
 USUAL_LENGTH = 8192
 """Tokens per sample without --length, if the context is longer: pre-training rarely uses the whole of a long one."""
-_QKV, _OUT, _MLP = "attn.qkv", "attn.out", ("mlp.gate", "mlp.up", "mlp.down")
-_UNSPLIT = ("attn.out", "mlp.down")
-"""Projections whose bias tensor parallelism replicates, since it is added after the reduction."""
-_LLAMA_KINDS: dict[str, tuple[str, ...]] = {"llama": (), "mistral": (), "qwen2": (_QKV,), "phi3": ()}
-"""model_type of the llama kind -> projections with a bias."""
+_QWEN3_HEAD_DIM, _NEOX_ROTARY_SHARE = 128, 0.25
+"""Values of transformers for files without these fields."""
+_LLAMA_KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "phi3": {},
+    "qwen2": {"biases": (QKV,)},
+    "qwen3": {"head_dim": _QWEN3_HEAD_DIM, "qk_norm": "head"},
+    "olmo2": {"qk_norm": "all", "norm_after": True},
+}
+"""model_type of the llama kind -> fields of DecoderForm that differ from Llama's."""
+_DESCRIBED = tuple(sorted((*_LLAMA_KINDS, "gpt2", "gpt_neox")))
+_EXPERT_KINDS = (
+    "mixtral",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "deepseek_v4",
+    "gpt_oss",
+    "dbrx",
+    "jamba",
+    "llama4",
+)
+"""Mixtures of experts whose model_type does not contain `moe`."""
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_GELUS = (None, "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu")
 _LLAMA_FIELDS = {
     "vocab_size": "vocab_size",
     "context": "max_position_embeddings",
@@ -47,7 +67,7 @@ _GPT2_FIELDS = {
     "num_layers": "n_layer",
     "num_heads": "n_head",
 }
-"""Field of DecoderConfig -> field of config.json."""
+"""Field of DecoderForm -> field of config.json."""
 _JOB = "write a job with this model (docs/guides/huggingface.md), which plan traces"
 
 
@@ -56,9 +76,7 @@ class ConfiguredDecoder:
     """A decoder from a config.json."""
 
     name: str
-    config: DecoderConfig
-    biases: tuple[str, ...] = ()
-    """Projections with a bias, besides those of the GPT-2 kind."""
+    config: DecoderForm
     window: int | None = None
     """Tokens that attention is limited to; None means all."""
 
@@ -75,17 +93,7 @@ class ConfiguredDecoder:
 
     def shape(self, *, compute: DType, gathered: bool, length: int, lora: int) -> ModelShape:
         """Return the description of the decoder trained in `compute` on samples of `length` tokens."""
-        shape = published(self.name, compute=compute, gathered=gathered, length=length, lora=lora, config=self.config)
-        return dataclasses.replace(shape, parts=tuple(self._with_biases(part) for part in shape.parts))
-
-    def _with_biases(self, part: Part) -> Part:
-        added = []
-        for weight in part.weights:
-            owner = weight.name.removesuffix(".weight")
-            if part.kind == "block" and owner in self.biases:
-                split = owner not in _UNSPLIT
-                added.append(dataclasses.replace(weight, name=f"{owner}.bias", numel=weight.rows, split=split))
-        return dataclasses.replace(part, weights=(*part.weights, *added))
+        return published(self.name, compute=compute, gathered=gathered, length=length, lora=lora, config=self.config)
 
 
 def is_config(model: str) -> bool:
@@ -109,18 +117,33 @@ def read_decoder(model: str) -> ConfiguredDecoder:
             code="model.config-not-described",
             fix="pass the config.json of the model before quantization",
         )
+    _refuse_experts(path, fields)
     try:
         if kind == "gpt2":
             return _gpt2(name, path, fields)
+        if kind == "gpt_neox":
+            return _gpt_neox(name, path, fields)
         if kind in _LLAMA_KINDS:
             return _llama(name, path, fields)
-    except JobError as error:  # a value that DecoderConfig refuses
+    except JobError as error:  # a value that DecoderForm refuses
         raise PlanError(f"{path}: {error.fact}", code=error.code, fix="correct the file") from None
     raise PlanError(
         f"{path} has model_type {kind!r}, which cannot be described exactly",
         code="model.config-not-described",
-        fix=f"use one of {', '.join(sorted((*_LLAMA_KINDS, 'gpt2')))}, or {_JOB}",
+        fix=f"use one of {', '.join(_DESCRIBED)}, or {_JOB}",
     )
+
+
+def _refuse_experts(path: Path, fields: Mapping[str, Any]) -> None:
+    """Raise PlanError for a mixture of experts, recognized by its model_type or by the number of its experts."""
+    kind = str(fields["model_type"])
+    numbers = [fields[field] for field in _EXPERT_FIELDS if isinstance(fields.get(field), int)]
+    if "moe" in kind or kind in _EXPERT_KINDS or max(numbers, default=0) > 1:
+        raise PlanError(
+            f"{path} has model_type {kind!r}, a mixture of experts, which has no closed form",
+            code="model.config-experts",
+            fix=_JOB,
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -148,42 +171,75 @@ def _read(path: Path) -> dict[str, Any]:
 def _gpt2(name: str, path: Path, fields: Mapping[str, Any]) -> ConfiguredDecoder:
     _require_values(path, fields, {"add_cross_attention": (None, False)})
     values = _required(path, fields, _GPT2_FIELDS)
-    config = DecoderConfig(
+    config = DecoderForm(
         family="gpt2",
         mlp_width=fields.get("n_inner"),
         tie_head=fields.get("tie_word_embeddings", True),
         norm_eps=fields.get("layer_norm_epsilon", 1e-5),
+        rotary_share=0.0,
+        biases=GPT2_BIASES,
         **values,
+    )
+    return ConfiguredDecoder(name=name, config=config)
+
+
+def _gpt_neox(name: str, path: Path, fields: Mapping[str, Any]) -> ConfiguredDecoder:
+    _require_values(path, fields, {"hidden_act": _GELUS, "hidden_dropout": (None, 0.0)})
+    config = DecoderForm(
+        family="gpt2",
+        tie_head=fields.get("tie_word_embeddings", False),
+        norm_eps=fields.get("layer_norm_eps", 1e-5),
+        rotary_share=_rotary_share(path, fields, _NEOX_ROTARY_SHARE),
+        parallel=fields.get("use_parallel_residual", True),
+        biases=GPT2_BIASES if fields.get("attention_bias", True) else (UP, DOWN),
+        **_required(path, fields, _LLAMA_FIELDS),
     )
     return ConfiguredDecoder(name=name, config=config)
 
 
 def _llama(name: str, path: Path, fields: Mapping[str, Any]) -> ConfiguredDecoder:
     values = _required(path, fields, _LLAMA_FIELDS)
-    config = DecoderConfig(
+    kind = fields["model_type"]
+    usual = _LLAMA_KINDS[kind]
+    share = _rotary_share(path, fields, 1.0)
+    _require_values(path, fields, {"hidden_act": (None, "silu")})
+    if kind != "phi3":  # the only one of the kind that rotates a part of each head
+        _require_values(path, {"partial_rotary_factor": share}, {"partial_rotary_factor": (1.0,)})
+    biases = usual.get("biases", ())
+    if fields.get("attention_bias"):
+        biases += (QKV, OUT)
+    if fields.get("mlp_bias"):
+        biases += (GATE, UP, DOWN)
+    own = {"head_dim": fields.get("head_dim") or usual.get("head_dim"), "biases": biases, "rotary_share": share}
+    config = DecoderForm(
         family="llama",
         num_kv_heads=fields.get("num_key_value_heads"),
         tie_head=fields.get("tie_word_embeddings", False),
         norm_eps=fields.get("rms_norm_eps", 1e-6),
         **values,
+        **usual | own,
     )
-    plain = {
-        "hidden_act": (None, "silu"),
-        "head_dim": (None, config.head_width),
-        "partial_rotary_factor": (None, 1, 1.0),
-    }
-    _require_values(path, fields, plain)
-    biases = list(_LLAMA_KINDS[fields["model_type"]])
-    if fields.get("attention_bias"):
-        biases += [_QKV, _OUT]
-    if fields.get("mlp_bias"):
-        biases += _MLP
     window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
-    return ConfiguredDecoder(name=name, config=config, biases=tuple(biases), window=window)
+    return ConfiguredDecoder(name=name, config=config, window=window)
+
+
+def _rotary_share(path: Path, fields: Mapping[str, Any], usual: float) -> float:
+    """Return the share of each head that is rotated: transformers 5 writes it in rope_parameters, 4 beside them."""
+    nested = fields.get("rope_parameters") or fields.get("rope_scaling")
+    rope = nested if isinstance(nested, dict) else {}
+    written = (rope.get("partial_rotary_factor"), fields.get("partial_rotary_factor"), fields.get("rotary_pct"))
+    share = next((value for value in written if value is not None), usual)
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise PlanError(
+            f"{path} rotates a share of {share!r} of each head",
+            code="model.config-not-described",
+            fix="use a partial_rotary_factor above 0 and at most 1",
+        )
+    return float(share)
 
 
 def _required(path: Path, fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of DecoderConfig that config.json must have."""
+    """Return the fields of DecoderForm that config.json must have."""
     missing = [written for written in names.values() if fields.get(written) is None]
     if missing:
         raise PlanError(

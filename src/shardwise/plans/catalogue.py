@@ -47,7 +47,7 @@ class DecoderConfig:
                     code="model.setting-not-positive",
                     fix="use an integer of at least 1",
                 )
-        if self.width % self.num_heads:
+        if self.divides_width and self.width % self.num_heads:
             raise JobError(
                 f"decoder width {self.width} is not divisible by num_heads {self.num_heads}",
                 code="model.width-not-divisible",
@@ -70,6 +70,11 @@ class DecoderConfig:
     def head_width(self) -> int:
         """Width of one attention head."""
         return self.width // self.num_heads
+
+    @property
+    def divides_width(self) -> bool:
+        """Whether the heads must divide the width."""
+        return True
 
     @property
     def kv_heads(self) -> int:

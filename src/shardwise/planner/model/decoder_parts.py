@@ -1,4 +1,4 @@
-"""The parts of a decoder (GPT-2 or Llama) in closed form, and published models by name."""
+"""The parts of a decoder (GPT-2, Llama and their relatives) in closed form, and published models by name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, nearest
 from shardwise.planner.model import operators as op
+from shardwise.planner.model.decoder_form import DOWN, GATE, OUT, QKV, UP, form_of
 from shardwise.planner.model.shape import Amount, AttentionWork, Head, Matmul, ModelShape, Weight
 from shardwise.planner.model.t5_parts import resnet_shape, t5_shape
 from shardwise.planner.model.tape import WIDE, Describer, Tape
@@ -16,6 +17,7 @@ from shardwise.plans.catalogue import BYT5_COMMON, BYT5_SIZES, RESNETS, SIZES, T
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
+    from shardwise.planner.model.decoder_form import DecoderForm
     from shardwise.planner.model.shape import Part
     from shardwise.planner.model.tape import Storage, Value
     from shardwise.plans.catalogue import DecoderConfig
@@ -26,10 +28,11 @@ def decoder_shape(
     name: str, config: DecoderConfig, length: int, *, compute: DType, gathered: bool, lora: int = 0
 ) -> ModelShape:
     """Return the description of a decoder on samples of `length` tokens, trained with token cross entropy."""
+    form = form_of(config)
     describe = Describer(compute=compute, gathered=gathered, lora=lora)
     narrow, stream_width = ELEMENT_BYTES[compute], Tape(compute, gathered).weight_width
-    stream = Amount(stream=length * config.width)
-    summed = Amount(whole=length * config.width)
+    stream = Amount(stream=length * form.width)
+    summed = Amount(whole=length * form.width)
 
     def tokens(tape: Tape) -> Value:
         return tape.outside(Amount(whole=length), op.INDEX, requires_grad=False)
@@ -45,100 +48,144 @@ def decoder_shape(
             describe(
                 "first",
                 "embedding",
-                partial(_first, config, length),
+                partial(_first, form, length),
                 tokens,
-                first_weights(config),
+                first_weights(form),
                 exchanged=[summed * stream_width],
             ),
             describe(
                 "block",
                 "blocks",
-                partial(_block, config, length),
+                partial(_block, form, length),
                 given,
-                block_weights(config),
-                count=config.num_layers,
+                block_weights(form),
+                count=form.num_layers,
                 exchanged=[summed * narrow] * 2,
             ),
             describe(
                 "last",
                 "head and loss",
-                partial(_last, config, length),
+                partial(_last, form, length),
                 given,
-                last_weights(config),
-                exchanged=[Amount(whole=length * config.vocab_size * narrow)],
+                last_weights(form),
+                exchanged=[Amount(whole=length * form.vocab_size * narrow)],
             ),
         ),
         input=Amount(whole=2 * length * op.INDEX),
         tokens_per_sample=length,
-        tp_degrees=_divisors(math.gcd(config.num_heads, config.kv_heads, config.hidden_width)),
-        cp_degrees=_divisors(math.gcd(config.num_heads, length)),
+        tp_degrees=_tp_degrees(form),
+        cp_degrees=_divisors(math.gcd(form.num_heads, length)),
         head=Head(
-            vocab_size=config.vocab_size,
-            width=config.width,
+            vocab_size=form.vocab_size,
+            width=form.width,
             rows=length,
-            hidden_bytes=_norm(config, length, Tape(compute, gathered), given(Tape(compute, gathered))).width,
+            hidden_bytes=_norm(form, length, Tape(compute, gathered), given(Tape(compute, gathered))).width,
             split=True,
             trained=lora == 0,
-            before=describe.footprint(partial(_norm, config, length), given),
+            before=describe.footprint(partial(_norm, form, length), given),
         ),
     )
 
 
-def _first(config: DecoderConfig, length: int, tape: Tape, _: Value) -> Value:
-    stream = Amount(stream=length * config.width)
-    x = op.embed(tape, stream, config.vocab_size * config.width)
-    if config.family == "gpt2":
-        positions = op.embed(tape, Amount(fixed=length * config.width), config.context * config.width)
+def _first(form: DecoderForm, length: int, tape: Tape, _: Value) -> Value:
+    stream = Amount(stream=length * form.width)
+    x = op.embed(tape, stream, form.vocab_size * form.width)
+    if form.rotary_share == 0:
+        positions = op.embed(tape, Amount(fixed=length * form.width), form.context * form.width)
         x = op.add_to_each(tape, x, positions)
     return x
 
 
-def _block(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
-    x = op.add(tape, x, _attention(config, length, tape, _norm(config, length, tape, x)))
-    change = _mlp(config, length, tape, _norm(config, length, tape, x))
+def _block(form: DecoderForm, length: int, tape: Tape, x: Value) -> Value:
+    if form.parallel:
+        attended = _attention(form, length, tape, _norm(form, length, tape, x))
+        change = _mlp(form, length, tape, _norm(form, length, tape, x))
+        return op.add(tape, op.add(tape, change, attended), x)
+    if form.norm_after:
+        x = op.add(tape, x, _norm(form, length, tape, _attention(form, length, tape, x)))
+        change = _norm(form, length, tape, _mlp(form, length, tape, x))
+        return op.add(tape, x, change)
+    x = op.add(tape, x, _attention(form, length, tape, _norm(form, length, tape, x)))
+    change = _mlp(form, length, tape, _norm(form, length, tape, x))
     return op.add(tape, x, change)
 
 
-def _last(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
-    matmul = Matmul(rows=length, inner=config.width, columns=config.vocab_size, split="columns")
-    logits = op.linear(tape, _norm(config, length, tape, x), Amount(whole=length * config.vocab_size), matmul)
+def _last(form: DecoderForm, length: int, tape: Tape, x: Value) -> Value:
+    matmul = Matmul(rows=length, inner=form.width, columns=form.vocab_size, split="columns")
+    logits = op.linear(tape, _norm(form, length, tape, x), Amount(whole=length * form.vocab_size), matmul)
     return op.cross_entropy(tape, logits)
 
 
-def _norm(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
+def _norm(form: DecoderForm, length: int, tape: Tape, x: Value) -> Value:
     """Record a norm that outputs all tokens: column-parallel layers need them even under sequence parallelism."""
-    elements = Amount(whole=length * config.width)
-    return op.norm(tape, x, elements, config.width, kind="layer" if config.family == "gpt2" else "rms")
+    elements = Amount(whole=length * form.width)
+    return op.norm(tape, x, elements, form.width, kind="layer" if form.family == "gpt2" else "rms")
 
 
-def _attention(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
+def _attention(form: DecoderForm, length: int, tape: Tape, x: Value) -> Value:
     """Record attention with the references that the module's forward keeps: views keep the output of qkv alive."""
-    width, kv_width = config.width, config.kv_heads * config.head_width
-    bias = config.family == "gpt2"
+    q, k, v = _grouped(form, length, tape, x) if form.qk_norm is None else _normed(form, length, tape, x)
+    if form.rotary_share:
+        table = _table(form, length, tape)
+        q, k = _rotate_share(form, tape, q, table), _rotate_share(form, tape, k, table)
+    attention = AttentionWork(
+        heads=form.num_heads, kv_heads=form.kv_heads, head_width=form.head_width, queries=length, keys=length
+    )
+    mixed = op.attend(tape, q, k, v, attention)
+    if 0 < form.rotary_share < 1:
+        mixed = op.copy(tape, mixed)  # a concatenated q is ordered by head, and so is the result of attention
+    back = Matmul(rows=length, inner=form.query_width, columns=form.width, split="inner")
+    return op.linear(tape, mixed, Amount(whole=length * form.width), back, bias=OUT in form.biases)
+
+
+def _grouped(form: DecoderForm, length: int, tape: Tape, x: Value) -> tuple[Value, Value, Value]:
+    """Record queries, keys and values as views of one product."""
+    width, kv_width = form.query_width, form.kv_heads * form.head_width
     rows = width + 2 * kv_width
-    columns = Matmul(rows=length, inner=width, columns=rows, split="columns")
-    groups = op.linear(tape, x, Amount(split=length * rows), columns, bias=bias)
+    columns = Matmul(rows=length, inner=form.width, columns=rows, split="columns")
+    groups = op.linear(tape, x, Amount(split=length * rows), columns, bias=QKV in form.biases)
     q = op.narrow(tape, groups, Amount(split=length * width))
-    if config.num_heads > config.kv_heads:
+    if form.num_heads > form.kv_heads:
         q = op.copy(tape, q)  # flattening copies, since the heads of a group are not contiguous
     k = op.narrow(tape, groups, Amount(split=length * kv_width))
     v = op.narrow(tape, groups, Amount(split=length * kv_width))
-    if config.family == "llama":
-        table = _table(config, length, tape)
-        q, k = _rotate(tape, q, table), _rotate(tape, k, table)
-    attention = AttentionWork(
-        heads=config.num_heads, kv_heads=config.kv_heads, head_width=config.head_width, queries=length, keys=length
-    )
-    mixed = op.attend(tape, q, k, v, attention)
-    back = Matmul(rows=length, inner=width, columns=width, split="inner")
-    return op.linear(tape, mixed, Amount(whole=length * width), back, bias=bias)
+    return q, k, v
 
 
-def _table(config: DecoderConfig, length: int, tape: Tape) -> Storage | None:
+def _normed(form: DecoderForm, length: int, tape: Tape, x: Value) -> tuple[Value, Value, Value]:
+    """Record the three products of models with norms of queries and keys, which save their inputs."""
+
+    def project(width: int) -> Value:
+        columns = Matmul(rows=length, inner=form.width, columns=width, split="columns")
+        return op.linear(tape, x, Amount(split=length * width), columns, bias=QKV in form.biases)
+
+    width, kv_width = form.query_width, form.kv_heads * form.head_width
+    q = _head_norm(form, tape, project(width), width)
+    k = _head_norm(form, tape, project(kv_width), kv_width)
+    return q, k, project(kv_width)
+
+
+def _head_norm(form: DecoderForm, tape: Tape, heads: Value, width: int) -> Value:
+    """Record the RMS norm of queries or keys, with one statistic per head or per token."""
+    row = form.head_width if form.qk_norm == "head" else width
+    return op.norm(tape, heads, heads.elements, row, kind="rms")
+
+
+def _table(form: DecoderForm, length: int, tape: Tape) -> Storage | None:
     """Return the rotary table of one block if FSDP casts its inputs; None if all blocks share an fp32 table."""
     if not tape.gathered or tape.width >= WIDE:
         return None
-    return tape.store(Amount(fixed=length * config.head_width * tape.width))
+    return tape.store(Amount(fixed=length * form.rotary_width * tape.width))
+
+
+def _rotate_share(form: DecoderForm, tape: Tape, heads: Value, table: Storage | None) -> Value:
+    """Record the rotation of the first elements of each head; the others pass through a concatenation."""
+    share = form.rotary_width / form.head_width
+    if share == 1:
+        return _rotate(tape, heads, table)
+    turned = op.narrow(tape, heads, heads.elements * share)
+    passed = op.narrow(tape, heads, heads.elements * (1 - share))
+    return op.join(tape, _rotate(tape, turned, table), passed)
 
 
 def _rotate(tape: Tape, heads: Value, table: Storage | None) -> Value:
@@ -152,67 +199,83 @@ def _rotate(tape: Tape, heads: Value, table: Storage | None) -> Value:
     return op.cast(tape, turned, heads.width)
 
 
-def _mlp(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
-    width, hidden_width = config.width, config.hidden_width
-    bias = config.family == "gpt2"
+def _mlp(form: DecoderForm, length: int, tape: Tape, x: Value) -> Value:
+    width, hidden_width = form.width, form.hidden_width
     elements = Amount(split=length * hidden_width)
     columns = Matmul(rows=length, inner=width, columns=hidden_width, split="columns")
-    up = op.linear(tape, x, elements, columns, bias=bias)
-    if config.family == "gpt2":
+    up = op.linear(tape, x, elements, columns, bias=UP in form.biases)
+    if form.family == "gpt2":
         hidden = op.activation(tape, up)
     else:
-        hidden = op.multiply(tape, op.activation(tape, op.linear(tape, x, elements, columns)), up)
+        gate_bias = GATE in form.biases
+        hidden = op.multiply(tape, op.activation(tape, op.linear(tape, x, elements, columns, bias=gate_bias)), up)
     back = Matmul(rows=length, inner=hidden_width, columns=width, split="inner")
-    return op.linear(tape, hidden, Amount(whole=length * width), back, bias=bias)
+    return op.linear(tape, hidden, Amount(whole=length * width), back, bias=DOWN in form.biases)
 
 
-def first_weights(config: DecoderConfig) -> tuple[Weight, ...]:
+def first_weights(form: DecoderForm) -> tuple[Weight, ...]:
     """Return the weights before the blocks."""
     embed = Weight(
-        name="embed.weight", rows=config.vocab_size, numel=config.vocab_size * config.width, split=True, cast=False
+        name="embed.weight", rows=form.vocab_size, numel=form.vocab_size * form.width, split=True, cast=False
     )
-    if config.family == "llama":
+    if form.rotary_share:
         return (embed,)
-    positions = config.context * config.width
-    return embed, Weight(name="positions.weight", rows=config.context, numel=positions, cast=False)
+    positions = form.context * form.width
+    return embed, Weight(name="positions.weight", rows=form.context, numel=positions, cast=False)
 
 
-def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
+def block_weights(form: DecoderForm) -> tuple[Weight, ...]:
     """Return the weights of one block, in the order of its module."""
-    width, hidden = config.width, config.hidden_width
-    rows = (config.num_heads + 2 * config.kv_heads) * config.head_width
-    gate = _matrix(config, "mlp.gate", hidden, width) if config.family == "llama" else ()
+    width, hidden = form.width, form.hidden_width
+    rows = (form.num_heads + 2 * form.kv_heads) * form.head_width
+    gate = _matrix(form, GATE, hidden, width) if form.family == "llama" else ()
     return (
-        *norm_weights(config, "attn_norm"),
-        *_matrix(config, "attn.qkv", rows, width),
-        *_matrix(config, "attn.out", width, width, split_bias=False),
-        *norm_weights(config, "mlp_norm"),
+        *norm_weights(form, "attn_norm"),
+        *_matrix(form, QKV, rows, width),
+        *_head_norm_weights(form),
+        *_matrix(form, OUT, width, form.query_width, split_bias=False),
+        *norm_weights(form, "mlp_norm"),
         *gate,
-        *_matrix(config, "mlp.up", hidden, width),
-        *_matrix(config, "mlp.down", width, hidden, split_bias=False),
+        *_matrix(form, UP, hidden, width),
+        *_matrix(form, DOWN, width, hidden, split_bias=False),
     )
 
 
-def last_weights(config: DecoderConfig) -> tuple[Weight, ...]:
+def _head_norm_weights(form: DecoderForm) -> tuple[Weight, ...]:
+    """Return the weights of the norms of queries and keys, which tensor parallelism replicates."""
+    widths = {
+        None: {},
+        "head": {"q": form.head_width, "k": form.head_width},
+        "all": {"q": form.query_width, "k": form.kv_heads * form.head_width},
+    }[form.qk_norm]
+    return tuple(Weight(name=f"attn.{name}_norm.weight", rows=n, numel=n, cast=False) for name, n in widths.items())
+
+
+def last_weights(form: DecoderForm) -> tuple[Weight, ...]:
     """Return the weights after the blocks."""
-    rows = config.vocab_size
-    head = Weight(name="head.weight", rows=rows, numel=rows * config.width, split=True, tied=config.tie_head)
-    return *norm_weights(config, "norm"), head
+    rows = form.vocab_size
+    head = Weight(name="head.weight", rows=rows, numel=rows * form.width, split=True, tied=form.tie_head)
+    return *norm_weights(form, "norm"), head
 
 
-def norm_weights(config: DecoderConfig, name: str) -> tuple[Weight, ...]:
-    """Return the weight of a norm, and its bias in GPT-2."""
-    kinds = ("weight", "bias") if config.family == "gpt2" else ("weight",)
-    return tuple(Weight(name=f"{name}.{kind}", rows=config.width, numel=config.width, cast=False) for kind in kinds)
+def norm_weights(form: DecoderForm, name: str) -> tuple[Weight, ...]:
+    """Return the weight of a norm, and its bias if it is a layer norm."""
+    kinds = ("weight", "bias") if form.family == "gpt2" else ("weight",)
+    return tuple(Weight(name=f"{name}.{kind}", rows=form.width, numel=form.width, cast=False) for kind in kinds)
 
 
-def _matrix(
-    config: DecoderConfig, name: str, rows: int, columns: int, *, split_bias: bool = True
-) -> tuple[Weight, ...]:
+def _matrix(form: DecoderForm, name: str, rows: int, columns: int, *, split_bias: bool = True) -> tuple[Weight, ...]:
     weight = Weight(name=f"{name}.weight", rows=rows, numel=rows * columns, split=True)
-    if config.family == "llama":
+    if name not in form.biases:
         return (weight,)
     return weight, Weight(name=f"{name}.bias", rows=rows, numel=rows, split=split_bias)
+
+
+def _tp_degrees(form: DecoderForm) -> tuple[int, ...]:
+    """Return the degrees that split heads and MLP evenly; only 1 if a norm reads all heads: ranks would gather them."""
+    if form.qk_norm == "all":
+        return (1,)
+    return _divisors(math.gcd(form.num_heads, form.kv_heads, form.hidden_width))
 
 
 def _divisors(number: int) -> tuple[int, ...]:
@@ -271,7 +334,7 @@ def _published(name: str, length: int | None, options: dict[str, Any], config: D
         )
     if config is not None:
         length = config.context if length is None else length
-        if config.family == "gpt2" and length > config.context:
+        if form_of(config).rotary_share == 0 and length > config.context:
             raise PlanError(
                 f"{name} has {config.context} positions, but samples have {length} tokens",
                 code="model.context-exceeded",
