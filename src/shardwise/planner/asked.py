@@ -89,6 +89,12 @@ def _leaner(plan: Plan, question: Question) -> Candidate | None:
 def check_shape(shape: ModelShape, plan: Plan) -> None:
     """Raise PlanError if the degrees of a plan do not divide the heads, widths, tokens or blocks of a model."""
     layout = plan.layout
+    if layout.tp > 1 and shape.tp_degrees == (1,):
+        raise PlanError(
+            f"plan does not describe {shape.name} under tensor parallelism",
+            code="plan.tp-not-predicted",
+            fix="use tp 1, or pass a job whose model has tensor-parallel rules",
+        )
     if layout.tp not in shape.tp_degrees:
         raise PlanError(
             f"tp={layout.tp} does not divide the matrices of {shape.name}",

@@ -114,6 +114,9 @@ def test_options_of_the_operators_are_read(tmp_path, fields, expected):
 
 def test_tensor_parallelism_is_not_predicted_where_a_norm_reads_all_heads(tmp_path):
     assert shape_of(written(tmp_path, model_type="olmo2", **SMALL)).tp_degrees == (1,)
+    report = sw.plan(str(tmp_path), cluster="8xH100", plan="tp2.shard4", batch_size=8, length=64, history=False)
+    assert report.asked.code == "plan.tp-not-predicted"
+    assert "train refuses it" not in report.to_text()
     assert shape_of(written(tmp_path, model_type="qwen3", **SMALL)).tp_degrees == (1, 2)
 
 

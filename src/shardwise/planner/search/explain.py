@@ -122,7 +122,8 @@ def asked_verdict(asked: Asked, answer: Answer) -> str:
     """Return whether the user's own plan can be used, why not, and how it compares with the recommended plan."""
     mine, best = asked.candidate, answer.best
     if mine is None:
-        return f"train refuses it: {asked.refusal}"
+        subject = "plan cannot predict it" if asked.code.endswith("-not-predicted") else "train refuses it"
+        return f"{subject}: {asked.refusal}"
     if not asked.fits:
         return f"{_too_large(mine.plan, mine.memory, asked.question)}{_leaner(asked)}"
     if best is None:
@@ -180,8 +181,7 @@ def _impossible(family: str, question: Question) -> str:
     if family == "cp" and not _cp_degrees(question):
         return _unsliced(shape)
     if family in {"tp", "3d"} and not _tensor_degrees(question):
-        known = ", ".join(str(degree) for degree in shape.tp_degrees if degree > 1)
-        return f"matrices can be split evenly only by {known}" if known else "the model has no tensor-parallel rules"
+        return _unsplit(shape)
     if family in {"pp", "3d"} and (not shape.stages or shape.num_blocks < 2):
         return "the model has no list of blocks, or uses a module before the blocks that is registered after them"
     return _uneven(question)
@@ -196,6 +196,14 @@ def _cp_degrees(question: Question, tp: int = 1) -> list[int]:
     """Return the context-parallel degrees that are possible with `tp`, since both split the heads."""
     shape, devices = question.model.plain, question.cluster.num_devices // tp
     return [cp for cp in slices(shape) if devices % cp == 0 and shape.heads % (cp * tp) == 0]
+
+
+def _unsplit(shape: ModelShape) -> str:
+    """Return why tensor parallelism is not possible."""
+    known = ", ".join(str(degree) for degree in shape.tp_degrees if degree > 1)
+    if not known:
+        return "plan knows no tensor-parallel rules of the model"
+    return f"matrices can be split evenly only by {known}"
 
 
 def _unsliced(shape: ModelShape) -> str:
