@@ -43,6 +43,11 @@ def compiles_head(plan: Plan) -> bool:
     return plan.compile == "blocks" and plan.zero >= 2 and is_plain
 
 
+def is_exact_in_graph(plan: Plan) -> bool:
+    """Return whether a CUDA graph computes the numbers of a plain step: fused optimizers read its rates in fp32."""
+    return plan.precision.parameter != "fp64"
+
+
 def gathers_float8(plan: Plan) -> bool:
     """Return whether ranks gather float8 weights in 8 bits; otherwise FSDP2 gathers them in bf16.
 
