@@ -79,7 +79,9 @@ def use_float8(module: nn.Module, plan: Plan, context: MeshContext, meta_model: 
     """Replace linear layers of blocks by layers that compute in float8, if the plan does."""
     if plan.precision.compute != "float8":
         return module
-    names = select_linears(module, plan) if meta_model.float8 is None else meta_model.float8
+    names = meta_model.float8
+    if names is None:
+        names = select_linears(module, plan, meta_model.tensor_rules).names
     return float8_linears(module, names, plan, context.device)
 
 

@@ -120,6 +120,12 @@ def sampled_batches(job: Job, rows: int, number: int) -> Iterator[Any]:
         yield collate([dataset[index] for index in range(first, first + rows)])
 
 
+def sampled_meta_batch(job: Job, rows: int) -> Any:
+    """Return a micro-batch of `rows` samples on the meta device; None for streams and small datasets."""
+    batch = next(sampled_batches(job, rows, 1), None)
+    return None if batch is None else map_tensors(lambda tensor: tensor.to("meta"), batch)
+
+
 def _form(batch: Any) -> Form:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors(batch))
 
