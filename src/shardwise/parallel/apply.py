@@ -35,7 +35,7 @@ from shardwise.parallel.sharded import (
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.parallel.weights import fill_buffers, fill_parameters
 from shardwise.plans.rules import accumulates_in_fp32, gathers_float8, uses_ddp
-from shardwise.torch_private.distributed import disable_autograd_cache
+from shardwise.torch_private.dynamo import disable_autograd_cache
 
 if TYPE_CHECKING:
     import torch
