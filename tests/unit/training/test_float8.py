@@ -1,6 +1,7 @@
 """Float8 layers: which ones a plan has, their losses and all-gathers under strategies, compiled, and after resume."""
 
 import dataclasses
+import functools
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ from shardwise.planner.settle import check_model_fits
 from shardwise.plans import Float8, Plan, Precision
 from shardwise.plans.rules import FLOAT8_LEAST_WIDTH
 from shardwise.testing import run_ranks
+from shardwise.torch_private.dynamo import num_compiled
 from shardwise.training.build import build_step
 
 
@@ -259,3 +261,21 @@ def test_a_resumed_run_keeps_its_float8_layers_although_the_least_width_changes(
     assert again == first
     assert fresh == ["1.inner", "2.inner"]
     assert resumed == {number: loss for number, loss in whole.items() if number >= SAVED}
+
+
+def counted(world, name, **options):
+    """Train; return the losses, and the numbers of compiled graphs and of graph breaks."""
+    losses, _ = trained(world, name, FLOAT8, **options)
+    return losses, num_compiled()
+
+
+@pytest.mark.representative("fsdp")
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_compiled_float8_layers_train_with_the_losses_of_eager_ones(monkeypatch, name):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # generates no C++
+    options = {"job": points_job(bottlenecks, steps=2), "float8": Float8(modules=("1.up", "1.inner", "2.down"))}
+    eager, _ = run_ranks(trained, 2, name, FLOAT8, **options)[0]
+    found, (num_graphs, num_breaks) = run_ranks(counted, 2, name, compile="blocks", **options)[0]
+    assert found == pytest.approx(eager, rel=1e-5)
+    assert num_graphs >= 2  # blocks, and the loss
+    assert num_breaks == 0
