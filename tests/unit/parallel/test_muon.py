@@ -1,6 +1,7 @@
 """Muon beside AdamW: equal to torch.optim.Muon in one process, and to one process under every strategy."""
 
 import dataclasses
+import itertools
 from functools import partial
 
 import pytest
@@ -61,7 +62,11 @@ def test_muon_under_a_plan_equals_one_process(alone, nproc, name, overrides):
     check_equal(job_of(batch_size=batch_size), nproc, name, overrides, alone[batch_size])
 
 
-@pytest.mark.parametrize(("before", "after"), [("zero1", "one"), ("fsdp2", "tp2"), ("pp2", "shard2.tp2")])
+BEFORE, AFTER = ("ddp2", "zero1", "fsdp2", "tp2", "pp2"), ("one", "ddp2", "zero1", "fsdp2", "tp2", "shard2.tp2")
+
+
+@pytest.mark.representative("zero1-one", "fsdp2-tp2", "tp2-zero1", "ddp2-fsdp2", "pp2-shard2.tp2")
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(BEFORE, AFTER)))
 def test_a_run_with_muon_resumes_under_another_strategy(before, after, tmp_path):
     job = job_of(steps=STEPS)
     expected, state = run_ranks(resumed, 1, "one", job=job)[0]

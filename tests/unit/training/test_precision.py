@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import random
 from types import SimpleNamespace
 from unittest import mock
 
@@ -75,10 +74,11 @@ def test_bf16_moments_equal_one_process_under_every_strategy(name):
     assert losses != pytest.approx(alone(FP64)[0], rel=1e-9)  # the moments are really rounded
 
 
-PAIRS = [(saved, resumed) for saved in ("one", "zero1", "fsdp", "tp") for resumed in ("one", "zero1", "fsdp", "tp")]
+STRATEGIES = ("one", "ddp", "zero1", "fsdp", "tp")
 
 
-@pytest.mark.parametrize(("saved", "resumed"), random.Random(3).sample(PAIRS, 3))
+@pytest.mark.representative("ddp-tp", "tp-zero1", "zero1-fsdp", "fsdp-ddp")  # each is saved and resumed once
+@pytest.mark.parametrize(("saved", "resumed"), list(itertools.product(STRATEGIES, STRATEGIES)))
 def test_bf16_moments_resume_exactly_elsewhere(saved, resumed, tmp_path):
     run_ranks(trained, LAYOUTS[saved], saved, BF16_STATES, saves_to=tmp_path)
     found, _ = run_ranks(trained, LAYOUTS[resumed], resumed, BF16_STATES, resumes_from=tmp_path)[0]
@@ -86,8 +86,13 @@ def test_bf16_moments_resume_exactly_elsewhere(saved, resumed, tmp_path):
     assert found == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["one", "zero1", "fsdp"])
-@pytest.mark.parametrize("precision", [MASTERS, WITHOUT_MASTERS, dataclasses.replace(MASTERS, optimizer="int8")])
+@pytest.mark.representative("masters-ddp", "masters-fsdp", "bf16-tp", "bf16-zero1", "int8-tp", "int8-fsdp")
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "precision",
+    [MASTERS, WITHOUT_MASTERS, dataclasses.replace(MASTERS, optimizer="int8")],
+    ids=["masters", "bf16", "int8"],
+)
 def test_bf16_parameters_resume_bit_for_bit(name, precision, tmp_path):
     whole, state = run_ranks(trained, LAYOUTS[name], name, precision, saves_to=tmp_path)[0]
     (checkpoint,) = tmp_path.glob("step-*")
