@@ -52,10 +52,6 @@ class ImageDecoder:
     std: Tensor
     augment: Augment
 
-    def without_augmentation(self) -> ImageDecoder:
-        """Return the decoder of a test split."""
-        return replace(self, augment=False)
-
     def decode(self, content: bytes, place: object) -> Tensor:
         """Return an image; raises DataError with its `place` if it is damaged."""
         from PIL import Image, UnidentifiedImageError
@@ -64,12 +60,16 @@ class ImageDecoder:
             with Image.open(io.BytesIO(content)) as image:
                 if image.mode.startswith(("I", "F")):
                     raise _not_8_bits(place, image.mode)
-                pixels = image.convert("RGB" if self.channels == 3 else "L")
+                pixels = image.convert(self._mode)
         except UnidentifiedImageError:
             raise _invalid(place, "unknown format") from None
         except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
             raise _invalid(place, str(error)) from None
         return self._standardized(self._cropped(pixels))
+
+    @property
+    def _mode(self) -> str:
+        return "RGB" if self.channels == 3 else "L"
 
     def _cropped(self, image: Any) -> Any:
         from PIL import Image
@@ -82,6 +82,7 @@ class ImageDecoder:
                     code="data.augment-result-invalid",
                     fix="leave the conversion to a tensor and the standardization to size=, mean= and std=",
                 )
+            image = image.convert(self._mode)
         box = central_square(*image.size)
         if self.augment is True:
             box = random_box(*image.size)
@@ -266,7 +267,7 @@ class _FolderData:
         if self.test is None:
             return None
         _check_same_classes(self.train, classes, self.test)
-        dataset = ImageFolder(self.test, classes, self.decoder.without_augmentation())
+        dataset = ImageFolder(self.test, classes, replace(self.decoder, augment=False))
         if not len(dataset):
             raise _no_images(self.test)
         return dataset

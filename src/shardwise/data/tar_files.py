@@ -11,7 +11,7 @@ import io
 import re
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,9 @@ class TarSamples(Dataset[tuple[Any, ...]]):
         contents = self._read(number, [(start, start + size) for start, size, _ in places])
         decoded = []
         for suffixes, content, (start, _, chosen) in zip(self._fields, contents, places, strict=True):
-            decoded.append(decode_field(suffixes[chosen], content, self._decoder, _Member(self._shards[number], start)))
+            decoded.append(
+                decode_field(suffixes[chosen], content, self._decoder, _TarMember(self._shards[number], start))
+            )
         return tuple(decoded)
 
     def _read(self, number: int, ranges: list[tuple[int, int]]) -> list[bytes]:
@@ -153,7 +155,7 @@ class _TarData:
         if split != "train":
             if self.test is None:
                 return None
-            locations, decoder = self.test, self.decoder.without_augmentation()
+            locations, decoder = self.test, replace(self.decoder, augment=False)
         if any(_kind(suffix) in _IMAGES for suffixes in self.fields for suffix in suffixes):
             require_pillow()
         dataset = TarSamples(_find_shards(locations), self.fields, decoder)
@@ -229,7 +231,7 @@ def _places(shard: Location, index: TarIndex, fields: Sequence[Sequence[str]]) -
             sample = int(without[0])
             first = int(index.starts[index.samples == sample][0])
             raise DataError(
-                f"the sample of {_Member(shard, first)} has no field {';'.join(suffixes)}",
+                f"the sample of {_TarMember(shard, first)} has no field {';'.join(suffixes)}",
                 code="data.field-missing",
                 fix=f"pass fields= from its suffixes {', '.join(index.suffixes_of(sample))}, or complete the sample",
             )
@@ -237,7 +239,7 @@ def _places(shard: Location, index: TarIndex, fields: Sequence[Sequence[str]]) -
 
 
 @dataclass(frozen=True)
-class _Member:
+class _TarMember:
     """A member of a tar file in an error, whose name is read only for that."""
 
     shard: Location

@@ -124,6 +124,8 @@ def test_a_function_augments_training_images_only(folder):
     )
     assert dark("train")[0][0].abs().sum() == 0
     assert dark("test")[0][0].abs().sum() > 0
+    gray = sw.datasets.images(folder, size=6, augment=lambda image: image.convert("L"))
+    assert gray("train")[0][0].shape == (3, 6, 6)
     with refuses("data.augment-result-invalid", "Tensor"):
         sw.datasets.images(folder, augment=lambda image: torch.zeros(3))("train")[0]
 
