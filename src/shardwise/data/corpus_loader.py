@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, Dataset
 from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows
 from shardwise.data.cursor import Cursor
 from shardwise.data.feed import LoadedStep
-from shardwise.data.loaders import worker_generator
+from shardwise.data.loaders import raise_errors, read_in_worker, worker_generator
 from shardwise.data.row_reads import BatchMemory
-from shardwise.errors import DataError
+from shardwise.errors import DataError, InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -94,7 +94,7 @@ class CorpusLoader:
 
     def steps(self) -> Iterator[LoadedStep]:
         """Yield the steps of this rank in order, each with the position after it."""
-        slices, batches = self._slices, iter(self._batches)
+        slices, batches = self._slices, raise_errors(self._batches)
         rows = [slices.micro_batch] * slices.accumulation
         for _ in self._range:
             loaded = list(islice(batches, slices.accumulation))
@@ -135,9 +135,9 @@ class _RowReads(Dataset[Any]):
         self.vocab_size: int | None = None
         """Vocabulary size of the model, if a source does not know the ids that occur in it."""
 
-    def __getitems__(self, request: RowRequest) -> Batch:
+    def __getitems__(self, request: RowRequest) -> Batch | InputError:
         """Return the fields of these rows in new tensors."""
-        return self.read(request, BatchMemory())
+        return read_in_worker(lambda request: self.read(request, BatchMemory()), request)
 
     def read(self, request: RowRequest, memory: BatchMemory) -> Batch:
         """Return the fields of these rows; raises DataError if a token id is outside the model's vocabulary."""
