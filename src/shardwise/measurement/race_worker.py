@@ -1,4 +1,4 @@
-"""Entry point of the process that measures the candidates of a race (`planner/search/race.py`), one after another.
+"""Entry point of the process that measures the candidates of a race (`planner/search/race_process.py`), in their order.
 
 A deep model is measured with 2 and with 4 of its repeated blocks, and the time of all blocks follows from the line
 through both: a large model is measured in seconds, and one that does not fit into the memory of one rank at all. Other
@@ -29,7 +29,7 @@ from shardwise.measurement.step import settle_gradients
 from shardwise.measurement.timing import time_block, wait_for
 from shardwise.parallel.meta_model import structure
 from shardwise.parallel.recompute import find_blocks
-from shardwise.planner.search.race import RaceSpec, TimedPlan
+from shardwise.planner.search.race_process import DEVICE_FAILED, RaceSpec, TimedPlan
 from shardwise.plans.toml import plan_from_toml
 from shardwise.training.build import build_step
 from shardwise.training.step.captured import CapturedStep
@@ -62,20 +62,23 @@ def main() -> int:
     plans = [plan_from_toml(text, "the race") for text in spec.plans]
     if spec.device.startswith("cuda"):
         torch.cuda.set_device(spec.device)
-    job = load_job(spec.reference)
+    job, results = load_job(spec.reference), Path(spec.results)
     size = plans[0].layout.world_size
     with world(device=spec.device) if size == 1 else fake_world(size, 0, spec.device) as here:
         race = Race(job, here, budget_s=spec.budget_s)
-        for number, plan in enumerate(plans):
+        results.touch()
+        for number in range(spec.first, len(plans)):
             if race.left_s <= 0:
                 break
-            timed = race.measure(number, plan, share_s=race.left_s / (len(plans) - number))
-            with Path(spec.results).open("ab") as file:
+            timed = race.measure(number, plans[number], share_s=race.left_s / (len(plans) - number))
+            with results.open("ab") as file:
                 file.write(msgspec.json.encode(timed) + b"\n")
+            if race.has_failed:
+                return DEVICE_FAILED
     return 0
 
 
-class _Timed(NamedTuple):
+class Steps(NamedTuple):
     """The median seconds of a step, the seconds of compilation, and whether the step ran as a CUDA graph."""
 
     step_s: float
@@ -92,20 +95,27 @@ class Race:
         self._job = dataclasses.replace(job, schedule=Constant(), weights=None, steps=1, epochs=None, tokens=None)
         self._here = here
         self.left_s = budget_s
+        self.has_failed = False
+        """Whether the device fails, so that this process can measure nothing more."""
+        self._compiling_s = 0.0  # of the plan that is measured
         self._num_blocks = count_blocks(structure(self._job.model, job.seed).module) if truncates else None
         self._truncated = {keep: truncated(self._job, keep) for keep in BLOCKS}
 
     def measure(self, number: int, plan: Plan, *, share_s: float) -> TimedPlan:
         """Return the time of one plan, or its error; `share_s` limits the timed steps."""
-        began, compile_s = time.monotonic(), 0.0
+        began, self._compiling_s = time.monotonic(), 0.0
         try:
             timed = self._measure(number, plan, share_s)
-            compile_s = timed.compile_s
         except Exception as error:  # noqa: BLE001 - the job's code and the compiler may raise anything
             timed = TimedPlan(number=number, error=describe_error(error))
-        self._free()
-        self.left_s -= max(0.0, time.monotonic() - began - compile_s)
-        return timed
+        try:
+            self._free()
+        except Exception as error:  # noqa: BLE001 - torch reports a fault of a kernel in any later call
+            self.has_failed = True
+            timed = TimedPlan(number=number, error=timed.error or describe_error(error))
+        measuring_s = max(0.0, time.monotonic() - began - self._compiling_s)
+        self.left_s -= measuring_s
+        return msgspec.structs.replace(timed, measuring_s=measuring_s, compiling_s=self._compiling_s)
 
     def _measure(self, number: int, plan: Plan, share_s: float) -> TimedPlan:
         if self._num_blocks is not None:
@@ -133,25 +143,11 @@ class Race:
             blocks=BLOCKS,
         )
 
-    def _time(self, job: Job, plan: Plan, share_s: float) -> _Timed:
+    def _time(self, job: Job, plan: Plan, share_s: float) -> Steps:
         """Measure steps of a job that was truncated, or of the whole one."""
-        here, steps = self._here, list[Step]()
-        # Without communication gradients may be NaN, which would skip the update.
-        settle = (lambda: settle_gradients(steps[0])) if here.backend == "fake" else None
-        steps.append(build_step(job, plan, here, before_update=settle, report_loss=False))
-        step = steps[0]
-        batch = next(iter(step.feed))
-        num_warm = WARM_UP if plan.capture == "none" else CAPTURED_WARM_UP
-        warm_s = [time_block(lambda: step(batch), 1, here.device) for _ in range(num_warm)]
-        group = max(1, min(MOST_STEPS, round(GROUP_S / warm_s[-1])))
-        groups, began = list[float](), time.monotonic()
-        while len(groups) < LEAST_GROUPS or (len(groups) < MOST_GROUPS and time.monotonic() - began < share_s):
-            groups.append(time_block(lambda: step(batch), group, here.device) / group)
-        step_s = statistics.median(groups)
-        compile_s = 0.0
-        if plan.compile != "none":
-            compile_s = max(0.0, sum(warm_s) - num_warm * step_s)
-        return _Timed(step_s, compile_s, isinstance(step, CapturedStep) and step.is_captured)
+        found = time_steps(job, plan, self._here, share_s)
+        self._compiling_s += found.compile_s
+        return found
 
     def _free(self) -> None:
         """Free the memory of the last step: reference cycles, compiled graphs and cached device memory."""
@@ -160,6 +156,27 @@ class Race:
         if self._here.device.type == "cuda":
             wait_for(self._here.device)
             torch.cuda.empty_cache()
+
+
+def time_steps(job: Job, plan: Plan, here: World, share_s: float) -> Steps:
+    """Return the time of the steps of a plan; the timed ones take `share_s`, or those of LEAST_GROUPS if more."""
+    steps = list[Step]()
+    # Without communication gradients may be NaN, which would skip the update.
+    settle = (lambda: settle_gradients(steps[0])) if here.backend == "fake" else None
+    steps.append(build_step(job, plan, here, before_update=settle, report_loss=False))
+    step = steps[0]
+    batch = next(iter(step.feed))
+    num_warm = WARM_UP if plan.capture == "none" else CAPTURED_WARM_UP
+    warm_s = [time_block(lambda: step(batch), 1, here.device) for _ in range(num_warm)]
+    group = max(1, min(MOST_STEPS, round(GROUP_S / warm_s[-1])))
+    groups, began = list[float](), time.monotonic()
+    while len(groups) < LEAST_GROUPS or (len(groups) < MOST_GROUPS and time.monotonic() - began < share_s):
+        groups.append(time_block(lambda: step(batch), group, here.device) / group)
+    step_s = statistics.median(groups)
+    compile_s = 0.0
+    if plan.compile != "none":
+        compile_s = max(0.0, sum(warm_s) - num_warm * step_s)
+    return Steps(step_s, compile_s, isinstance(step, CapturedStep) and step.is_captured)
 
 
 def extend(counts: Sequence[int], seconds: Sequence[float], number: int) -> float:

@@ -1,6 +1,7 @@
 """The race of `--plan auto`: candidates, their measurement in a child process, the decision and the cache."""
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,13 @@ from shardwise.cli.train import command
 from shardwise.dist import fake_world
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.job import load_job, refer
+from shardwise.measurement import race_worker
 from shardwise.measurement.race_worker import Race, count_blocks, extend, truncated
 from shardwise.models import resnet18
 from shardwise.parallel.meta_model import structure
-from shardwise.planner.search import race
-from shardwise.planner.search.race import (
-    RaceRecord,
-    TimedPlan,
-    measured_plans,
-    race_candidates,
-    run_race,
-    tune_plan,
-)
+from shardwise.planner.search import race, race_process
+from shardwise.planner.search.race import measured_plans, race_candidates, tune_plan
+from shardwise.planner.search.race_process import RaceRecord, TimedPlan, run_race
 from shardwise.planner.search.search import search
 from shardwise.planner.search.speed import Measured, decide, explain_choice, with_speed_options
 from shardwise.planner.search.subject import job_subject
@@ -159,6 +155,62 @@ def test_process_that_cannot_start_reports_the_reason(job_file):
     assert "changed since" in timed.error
 
 
+CRASH = "class Block(torch.nn.Module):"
+"""Line of the job's file before which `crashing` defines a function that ends the process."""
+
+
+def crashing_plans(job_file):
+    """Let the process of the job die with a micro-batch of 4; return three plans, of which the second one has it."""
+    text = token_job_text(1).replace("torch.relu(self.linear(x))", "torch.relu(self.linear(ends(x)))")
+    ends = "def ends(x):\n    if len(x) == 4 and x.device.type != 'meta':\n        os._exit(139)\n    return x\n"
+    Path(job_file).write_text(text.replace(CRASH, f"import os\n\n\n{ends}\n\n{CRASH}"))
+    splits = ((8, 1), (4, 2), (2, 4))
+    return [dataclasses.replace(EAGER, micro_batch=size, accumulation=number) for size, number in splits]
+
+
+def test_plan_that_ends_the_process_is_reported_and_the_others_are_measured(job_file):
+    plans = crashing_plans(job_file)
+    record = run_race(refer(job_file, {}), [plan_to_toml(plan) for plan in plans], device="cpu", budget_s=12)
+    assert [timed.number for timed in record.timed] == [0, 1, 2]
+    assert [bool(timed.error) for timed in record.timed] == [False, True, False]
+    assert "139" in record.timed[1].error
+
+
+def test_process_is_restarted_only_a_few_times(job_file, monkeypatch):
+    monkeypatch.setattr(race_process, "MOST_RESTARTS", 0)
+    plans = crashing_plans(job_file)
+    record = run_race(refer(job_file, {}), [plan_to_toml(plan) for plan in plans], device="cpu", budget_s=12)
+    assert [timed.number for timed in record.timed] == [0, 1]
+
+
+def test_device_that_fails_while_memory_is_freed_is_the_error_of_its_plan(job_file, monkeypatch):
+    with fake_world(1) as here:
+        found = Race(load_job(refer(job_file, {})), here, budget_s=60)
+        monkeypatch.setattr(race_worker, "time_steps", lambda *_: race_worker.Steps(0.1, 0.0, is_captured=False))
+        assert not found.measure(0, EAGER, share_s=0.1).error
+        monkeypatch.setattr(torch.compiler, "reset", lambda: (_ for _ in ()).throw(RuntimeError("illegal access")))
+        timed = found.measure(1, EAGER, share_s=0.1)
+    assert (timed.error, found.has_failed) == ("RuntimeError: illegal access", True)
+
+
+def test_only_compilation_that_took_place_does_not_count_to_the_time_limit(job_file, monkeypatch):
+    Path(job_file).write_text(token_job_text(24))
+    compile_s = iter((0.05, 0.08))
+
+    def steps(*_):
+        time.sleep(0.2)
+        return race_worker.Steps(0.01, next(compile_s), is_captured=False)
+
+    monkeypatch.setattr(race_worker, "time_steps", steps)
+    with fake_world(1) as here:
+        found = Race(load_job(refer(job_file, {})), here, budget_s=60)
+        timed = found.measure(0, MODEL, share_s=0.1)
+    assert timed.compile_s == pytest.approx(0.05 + 0.03 / 2 * 22)  # of all 24 blocks
+    assert timed.compiling_s == pytest.approx(0.13)  # of 2 and of 4 of them
+    assert timed.measuring_s >= 0.4 - 0.13
+    assert found.left_s == pytest.approx(60 - timed.measuring_s)
+
+
 class NeedsEveryBlock(torch.nn.Module):
     """Reads its seventh block by index."""
 
@@ -222,11 +274,11 @@ def races(monkeypatch):
     """Replace the child process: every candidate takes 1 s a step but the last, which takes 0.5 s."""
     calls = []
 
-    def fake(reference, plans, **_):
+    def fake(reference, plans, *, first, **_):
         calls.append(reference)
         timed = [TimedPlan(number=number, step_s=1.0, compile_s=1.0) for number in range(len(plans))]
         timed[-1] = dataclasses_replace(timed[-1], step_s=0.5)
-        return RaceRecord(timed=tuple(timed), seconds=2.0)
+        return RaceRecord(timed=tuple(timed[first:]), seconds=2.0)
 
     monkeypatch.setattr(race, "run_race", fake)
     monkeypatch.setattr(race, "LEAST_JOB_S", 0.0)
@@ -254,6 +306,25 @@ def test_measurements_are_cached_and_decide(job_file, races, tmp_path):
     file.write_text("{")
     tune_plan(job, EAGER, tuning, fixed=())
     assert len(races) == 2
+
+
+def test_race_that_did_not_reach_all_plans_is_continued_by_the_next_run(job_file, races, tmp_path, monkeypatch):
+    reference, notes, firsts = refer(job_file, {}), [], []
+    job, whole = load_job(reference), race.run_race
+    tuning = Tuning(reference=reference, note=notes.append, device="cpu", folder=tmp_path / "cache")
+
+    def two_plans(*args, first, **options):
+        firsts.append(first)
+        record = whole(*args, first=first, **options)
+        return dataclasses_replace(record, timed=record.timed[:2])
+
+    monkeypatch.setattr(race, "run_race", two_plans)
+    assert tune_plan(job, EAGER, tuning, fixed=()) == EAGER
+    assert "measured 2 of" in notes[-1]
+    tuned = [tune_plan(job, EAGER, tuning, fixed=()) for _ in range(3)]
+    assert firsts == [0, 2]
+    assert tuned[-1] != EAGER  # the last plan is the fastest
+    assert tuned[1] == tuned[2]
 
 
 def test_other_job_is_measured_again_and_short_job_is_not(job_file, races, tmp_path, monkeypatch):
