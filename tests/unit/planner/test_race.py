@@ -91,9 +91,13 @@ def test_plan_whose_step_could_not_be_captured_is_chosen_without_a_graph():
 # The candidates.
 
 
-def candidates(job, cluster="1xH100", *, fixed=(), **changes):
+def question_of(job, cluster="1xH100"):
     found = parse_cluster(cluster)
-    question = job_subject(job, found).question(found)
+    return job_subject(job, found).question(found)
+
+
+def candidates(job, cluster="1xH100", *, fixed=(), **changes):
+    question = question_of(job, cluster)
     plan = dataclasses.replace(with_speed_options(job, search(question).best.plan, question), **changes)
     return plan, race_candidates(job, plan, question, fixed=fixed)
 
@@ -211,6 +215,44 @@ def test_only_compilation_that_took_place_does_not_count_to_the_time_limit(job_f
     assert found.left_s == pytest.approx(60 - timed.measuring_s)
 
 
+@pytest.mark.parametrize("number", [0, 6, 23])
+def test_time_and_memory_of_partial_recompute_are_extrapolated_by_both_kinds_of_blocks(job_file, monkeypatch, number):
+    Path(job_file).write_text(token_job_text(24))
+
+    def steps(job, plan, *_):
+        num_blocks = count_names(job.model())
+        recomputed = min(plan.recompute_blocks or num_blocks, num_blocks) if plan.recompute != "none" else 0
+        kept = num_blocks - recomputed
+        return race_worker.Steps(1.0 + 0.4 * recomputed + 0.3 * kept, 0.0, False, 1e9 + 1e8 * recomputed + 3e8 * kept)
+
+    monkeypatch.setattr(race_worker, "time_steps", steps)
+    plan = dataclasses.replace(EAGER, recompute="full", recompute_blocks=number)
+    with fake_world(1) as here:
+        timed = Race(load_job(refer(job_file, {})), here, budget_s=60).measure(0, plan, share_s=0.1)
+    recomputed = number or 24
+    assert timed.step_s == pytest.approx(1.0 + 0.4 * recomputed + 0.3 * (24 - recomputed))
+    assert timed.peak_bytes == pytest.approx(1e9 + 1e8 * recomputed + 3e8 * (24 - recomputed))
+
+
+def count_names(model):
+    """Return the number of blocks of the model of `token_job_text`."""
+    return sum(type(module).__name__ == "Block" for module in model)
+
+
+def test_plan_whose_measured_peak_does_not_fit_is_not_used():
+    question = question_of(sentences_job(steps=100_000))
+    capacity = question.capacity
+    timed = [
+        TimedPlan(number=0, step_s=1.0, peak_bytes=0.5 * capacity),
+        TimedPlan(number=1, step_s=0.5, peak_bytes=0.999 * capacity, blocks=(2, 4)),
+    ]
+    found = measured_plans(RaceRecord(timed=tuple(timed), seconds=1.0), [EAGER, BLOCKS], question)
+    assert decide(found, None).plan == EAGER
+    assert found[0].error == ""
+    assert found[1].error.startswith("it needs 8")
+    assert "by its measured peak with 2 and 4 blocks" in found[1].error
+
+
 class NeedsEveryBlock(torch.nn.Module):
     """Reads its seventh block by index."""
 
@@ -262,8 +304,8 @@ def test_truncated_models_keep_their_first_blocks(job_file):
     assert one[0].weight.equal(other[0].weight)
     assert one[0].weight is not other[0].weight
     assert structure(short.model, 0).module[0].weight.is_meta
-    assert extend((2, 4), (0.3, 0.5), 12) == pytest.approx(1.3)
-    assert extend((2, 4), (0.5, 0.4), 12) == pytest.approx(0.5)  # noise: a deeper model is not faster
+    assert extend((0.3, 0.5), 12, 12) == pytest.approx(1.3)
+    assert extend((0.5, 0.4), 12, 12) == pytest.approx(0.5)  # noise: a deeper model is not faster
 
 
 # The whole choice, with the measuring process replaced.

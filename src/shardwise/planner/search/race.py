@@ -25,13 +25,14 @@ from shardwise.errors import ShardwiseError
 from shardwise.hardware.probe import package_version
 from shardwise.planner.cost.time import WAITING
 from shardwise.planner.search.choices import RECOMPUTES, SPEED_OPTIONS, divisors
-from shardwise.planner.search.race_process import VERSION, RaceRecord, run_race
+from shardwise.planner.search.race_process import VERSION, RaceRecord, TimedPlan, run_race
 from shardwise.planner.search.search import refused_by_rule
 from shardwise.planner.search.speed import Measured, count_steps, decide, differing, explain_choice, is_capturable
 from shardwise.planner.search.subject import job_question
 from shardwise.planner.trace.trace import fingerprint
 from shardwise.plans.toml import plan_to_toml
 from shardwise.training.step.captured import sampled_forms
+from shardwise.units import format_gb
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -87,20 +88,34 @@ def measured_plans(
     found = []
     for timed in record.timed:
         plan = plans[timed.number]
+        error = timed.error or lacking_memory(timed, plan, question)
         step_s = timed.step_s + _communication_s(question, plan)
         failed_capture = plan.capture == "step" and not timed.is_captured and "capture" not in fixed
-        if failed_capture and not timed.error:
+        if failed_capture and not error:
             plan = dataclasses.replace(plan, capture="none")
         found.append(
             Measured(
                 plan=plan,
                 step_s=step_s,
                 compile_s=timed.compile_s,
-                error=timed.error,
+                error=error,
                 failed_capture=failed_capture,
             )
         )
     return found
+
+
+def lacking_memory(timed: TimedPlan, plan: Plan, question: Question) -> str:
+    """Return a sentence if a plan needs more memory by measurement than the device has; empty otherwise."""
+    if timed.peak_bytes is None:
+        return ""
+    predicted = question.memory_of(plan)
+    needed = timed.peak_bytes * predicted.reserved / predicted.peak + predicted.outside
+    if needed <= question.capacity:
+        return ""
+    measured = f"with {' and '.join(map(str, sorted(set(timed.blocks))))} blocks" if timed.blocks else "of the model"
+    device = format_gb(question.cluster.device.memory_bytes)
+    return f"it needs {format_gb(needed)} of {device}, by its measured peak {measured}"
 
 
 def is_worth_racing(job: Job, plan: Plan, question: Question, num_steps: int | None) -> bool:
@@ -224,7 +239,7 @@ def cached_race(job: Job, plans: Sequence[Plan], question: Question, tuning: Tun
         " their compilation; --no-tune skips this, and later runs of this job read the result"
     )
     record = run_race(tuning.reference, texts, device=tuning.device, budget_s=tuning.budget_s, first=num_known)
-    _report_race(record, plans, tuning)
+    _report_race(record, plans, question, tuning)
     if known is not None:
         record = RaceRecord(timed=(*known.timed, *record.timed), seconds=known.seconds + record.seconds)
     if sum(not timed.error for timed in record.timed) > 1:
@@ -264,7 +279,7 @@ def _write_atomically(path: Path, data: bytes) -> None:
         part.replace(path)
 
 
-def _report_race(record: RaceRecord, plans: Sequence[Plan], tuning: Tuning) -> None:
+def _report_race(record: RaceRecord, plans: Sequence[Plan], question: Question, tuning: Tuning) -> None:
     """Pass to `note` how long the race took, and which candidates were removed or not reached."""
     compiling_s = sum(timed.compiling_s for timed in record.timed)
     measured = [plans[timed.number] for timed in record.timed if not timed.error]
@@ -273,8 +288,11 @@ def _report_race(record: RaceRecord, plans: Sequence[Plan], tuning: Tuning) -> N
         f" {compiling_s:.0f} s of them compilation"
     )
     for timed in record.timed:
+        plan = plans[timed.number]
         if timed.error:
-            tuning.note(f"note: {describe_options(plans[timed.number])} was not measured: {timed.error}")
+            tuning.note(f"note: {describe_options(plan)} was not measured: {timed.error}")
+        elif lacking := lacking_memory(timed, plan, question):
+            tuning.note(f"note: {describe_options(plan)} is not used: {lacking}")
 
 
 def describe_options(plan: Plan) -> str:

@@ -67,10 +67,12 @@ class TimedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that compilation took during the measurement, of truncated models if there were any."""
     is_captured: bool = False
     """Whether the measured steps ran as a CUDA graph; a step with host synchronization does not."""
+    peak_bytes: float | None = None
+    """Peak of allocated device memory of the whole model; None on a CPU."""
     error: str = ""
     """Why the candidate cannot be used; empty if it was measured."""
     blocks: tuple[int, ...] = ()
-    """Numbers of blocks from which `step_s` was extrapolated; empty if the whole model was measured."""
+    """Numbers of blocks of the measured models, which were extrapolated; empty if the whole model was measured."""
 
 
 class RaceRecord(msgspec.Struct, frozen=True, kw_only=True):
