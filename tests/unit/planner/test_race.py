@@ -379,6 +379,26 @@ def test_other_job_is_measured_again_and_short_job_is_not(job_file, races, tmp_p
     assert tune_plan(load_job(reference), EAGER, tuning, fixed=()) is EAGER
 
 
+def test_options_of_the_resumed_run_are_kept_only_if_they_fit_this_device(monkeypatch, tmp_path):
+    (tmp_path / "job.json").write_text("{}")
+    (tmp_path / "plan.toml").write_text(plan_to_toml(EAGER))
+    spec = TrainSpec.of("job.py", resume=str(tmp_path))
+    question = question_of(sentences_job(steps=100_000))
+    needed = question.memory_of(EAGER).total
+    sizes = []
+
+    def small(*_):
+        return None, dataclasses.replace(question, max_bytes=sizes[0])
+
+    monkeypatch.setattr("shardwise.planner.settle.job_question", small)
+    sizes.append(needed + 1)
+    assert settled(monkeypatch, spec) == (EAGER, [])
+    sizes[0] = needed - 1
+    plan, notes = settled(monkeypatch, spec)
+    assert (plan, len(notes)) == (MODEL, 1)
+    assert "the options of the run that is resumed do not apply, because they need" in notes[0]
+
+
 def settled(monkeypatch, spec, *, device=H100, overrides=None, reference="reference", num_nodes=1):
     """Return the plan that `train` settles on for a job whose search finds MODEL, and the notes."""
     notes, job = [], sentences_job(steps=100_000)
@@ -411,6 +431,7 @@ def test_no_tune_travels_on_the_command_line():
 
 def test_resumed_run_keeps_its_options_without_measuring(monkeypatch, tmp_path):
     stored = dataclasses.replace(EAGER, micro_batch=4, accumulation=2, recompute="full")
+    monkeypatch.setattr("shardwise.planner.settle.job_question", lambda *_: (None, question_of(sentences_job())))
     (tmp_path / "job.json").write_text("{}")
     (tmp_path / "plan.toml").write_text(plan_to_toml(stored))
     plan, _ = settled(monkeypatch, TrainSpec.of("job.py", resume=str(tmp_path)))

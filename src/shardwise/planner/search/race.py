@@ -25,6 +25,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.hardware.probe import package_version
 from shardwise.planner.cost.time import WAITING
 from shardwise.planner.search.choices import RECOMPUTES, SPEED_OPTIONS, divisors
+from shardwise.planner.search.question import FixedFields
 from shardwise.planner.search.race_process import VERSION, RaceRecord, TimedPlan, run_race
 from shardwise.planner.search.search import refused_by_rule
 from shardwise.planner.search.speed import Measured, count_steps, decide, differing, explain_choice, is_capturable
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardwise.job import Job
-    from shardwise.planner.search.search import Question
+    from shardwise.planner.search.question import Question
     from shardwise.planner.settle import Tuning
     from shardwise.plans.plan import Plan
 
@@ -61,7 +62,8 @@ def tune_plan(job: Job, plan: Plan, tuning: Tuning, *, fixed: Collection[str]) -
     `fixed` are fields that the user has set. The plan is returned unchanged if measuring would not pay.
     """
     try:
-        question = job_question(job, plan.layout.world_size)[1]
+        known = FixedFields(plan=plan, names=frozenset((*fixed, "precision")))
+        question = job_question(job, plan.layout.world_size, known)[1]
     except ShardwiseError:
         return plan  # auto is ddp without a search
     num_steps = count_steps(job)

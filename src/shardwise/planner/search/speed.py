@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardwise.job import Job
-    from shardwise.planner.search.search import Question
+    from shardwise.planner.search.question import Question
     from shardwise.plans import Plan
 
 COMPILE_S = {"blocks": 15.0, "model": 10.0}
@@ -42,10 +42,16 @@ LEAST_GAIN = 0.01
 
 def with_speed_options(job: Job, plan: Plan, question: Question) -> Plan:
     """Return the plan with the compilation and capture that make this job faster; `sources` has the reasons."""
-    if len(set(sampled_forms(job, plan.micro_batch))) > 1:
-        return _with(plan, "compile", "none", "eager, since the shapes of batches change")
-    plan = _with(plan, "compile", *_choose_compile(job, plan, question))
-    if not is_capturable(job, plan, question) or refused_by_rule(question, dataclasses.replace(plan, capture="step")):
+    fixed = question.fixed
+    given: dict[str, Any] = {name: getattr(fixed.plan, name) for name in ("compile", "capture") if fixed.has(name)}
+    plan = dataclasses.replace(plan, **given)
+    if "compile" not in given:
+        if len(set(sampled_forms(job, plan.micro_batch))) > 1:
+            return _with(plan, "compile", "none", "eager, since the shapes of batches change")
+        plan = _with(plan, "compile", *_choose_compile(job, plan, question))
+    if "capture" in given or not is_capturable(job, plan, question):
+        return plan
+    if refused_by_rule(question, dataclasses.replace(plan, capture="step")):
         return plan
     _, gain = _predicted_gain(question, plan, capture="step")
     return _with(plan, "capture", "step", f"one CUDA graph, {gain:.0%} of a step saved (predicted)")
@@ -57,7 +63,7 @@ def best_with_speed_options(job: Job, question: Question, eager: Plan) -> Plan:
     Compilation speeds up memory-bound operators, so that a simpler plan may be within model error of the fastest one.
     """
     plan = with_speed_options(job, eager, question)
-    if plan.compile == "none":
+    if plan.compile == "none" or question.fixed.has("compile"):
         return plan
     compiled = search(dataclasses.replace(question, compile="blocks")).best
     if compiled is None:
