@@ -12,6 +12,7 @@ from shardwise.cli.train import command
 from shardwise.dist import fake_world
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.job import load_job, refer
+from shardwise.launcher.nodes.node import NodesSpec
 from shardwise.measurement import race_worker
 from shardwise.measurement.race_worker import Race, count_blocks, extend, truncated
 from shardwise.models import resnet18
@@ -399,12 +400,12 @@ def test_options_of_the_resumed_run_are_kept_only_if_they_fit_this_device(monkey
     assert "the options of the run that is resumed do not apply, because they need" in notes[0]
 
 
-def settled(monkeypatch, spec, *, device=H100, overrides=None, reference="reference", num_nodes=1):
+def settled(monkeypatch, spec, *, device=H100, overrides=None, reference="reference", nodes=None):
     """Return the plan that `train` settles on for a job whose search finds MODEL, and the notes."""
     notes, job = [], sentences_job(steps=100_000)
     monkeypatch.setattr("shardwise.planner.settle.search_plan", lambda *_: (MODEL, ""))
     monkeypatch.setattr(race, "tune_plan", lambda *_, **__: BLOCKS)
-    tuning = tuning_of(spec, reference, num_nodes=num_nodes)
+    tuning = tuning_of(spec, reference, nodes)
     tuning = tuning and dataclasses.replace(tuning, note=notes.append)
     plan = settle_job_plan(job, "auto", world_size=1, device=device, overrides=overrides or {}, tuning=tuning)
     return plan, notes
@@ -415,7 +416,12 @@ def test_only_auto_on_a_gpu_with_tuning_measures(monkeypatch):
     assert settled(monkeypatch, spec) == (BLOCKS, [])
     assert settled(monkeypatch, TrainSpec.of("job.py", tune=False)) == (MODEL, [])
     assert settled(monkeypatch, spec, device=LocalDevice())[0].compile == "none"
-    for changes in ({"num_nodes": 2}, {"reference": None}, {"spec": spec.replace(deterministic=True)}):
+    two = NodesSpec(least=2, most=2, host="a", port=1, node_rank=0)
+    assert settled(monkeypatch, spec, nodes=two) == (BLOCKS, [])
+    assert settled(monkeypatch, spec, nodes=dataclasses.replace(two, node_rank=1)) == (MODEL, [])  # node 0 decides
+    without = (dataclasses.replace(two, node_rank=None), dataclasses.replace(two, join_s=60.0))
+    refused = [{"nodes": nodes} for nodes in without]
+    for changes in (*refused, {"reference": None}, {"spec": spec.replace(deterministic=True)}):
         plan, notes = settled(monkeypatch, **{"spec": spec, **changes})
         assert (plan, len(notes)) == (MODEL, 1)
 
