@@ -9,7 +9,12 @@ from jobs import Pooled, points_job, sentences_job
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.planner.search.question import FixedFields
 from shardwise.planner.search.search import search
-from shardwise.planner.search.speed import best_with_speed_options, count_steps, with_speed_options
+from shardwise.planner.search.speed import (
+    best_with_speed_options,
+    count_steps,
+    gains_of_memory_options,
+    with_speed_options,
+)
 from shardwise.planner.search.subject import job_subject
 from shardwise.plans import Plan
 from shardwise.plans.sections import Precision
@@ -58,6 +63,29 @@ def test_memory_of_the_fixed_precision_decides():
     plan = search(held).best.plan
     assert plan.precision == narrow
     assert held.memory_of(plan).total < whole
+
+
+def test_start_report_has_the_predicted_gain_of_each_memory_option():
+    job, cluster = sentences_job(steps=100_000), parse_cluster("1xH100")
+    question = job_subject(job, cluster).question(cluster)
+    plan = search(question).best.plan
+    seconds = question.time_model().predict(question.model.for_plan(plan), plan).seconds
+
+    def ratio(**changes):
+        other = dataclasses.replace(plan, **changes)
+        return question.time_model().predict(question.model.for_plan(other), other).seconds / seconds
+
+    found = gains_of_memory_options(question, plan)
+    assert set(found) == {"recompute", "fused_loss", "micro_batch", "accumulation"}
+    assert (
+        found["recompute"]
+        == f"auto: {ratio(recompute='selective'):.2f}x the speed of recompute = selective (predicted)"
+    )
+    halves = ratio(micro_batch=4, accumulation=2)
+    assert found["micro_batch"] == f"auto: {halves:.2f}x the speed of micro_batch = 4 (predicted)"
+    tight = dataclasses.replace(question, max_bytes=1)
+    split = dataclasses.replace(plan, micro_batch=4, accumulation=2)
+    assert gains_of_memory_options(tight, split)["micro_batch"].startswith("auto: micro_batch = 8 would need ")
 
 
 def test_a_long_job_on_one_gpu_is_compiled_whole_and_captured():

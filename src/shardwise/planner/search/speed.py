@@ -17,11 +17,12 @@ from torch.utils.data import IterableDataset
 from shardwise.data.corpus import Corpus
 from shardwise.data.loaders import dataset_length, dataset_of
 from shardwise.job.optimizers import Muon
-from shardwise.planner.search.choices import SPEED_OPTIONS
+from shardwise.planner.search.choices import SPEED_OPTIONS, divisors
 from shardwise.planner.search.search import refused_by_rule, search
 from shardwise.plans.pipeline import SCHEDULES
 from shardwise.training.loading import training_length
 from shardwise.training.step.captured import sampled_forms
+from shardwise.units import format_gb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,6 +114,45 @@ def _predicted_gain(question: Question, plan: Plan, **changes: Any) -> tuple[flo
     before = time.predict(question.model.for_plan(plan), plan).seconds
     saved = before - time.predict(question.model.for_plan(changed), changed).seconds
     return saved, saved / before
+
+
+def gains_of_memory_options(question: Question, plan: Plan) -> dict[str, str]:
+    """Return what recompute, a fused loss and the micro-batch gain, each compared with another value in the plan."""
+    recompute = "selective" if plan.recompute == "none" else "none"
+    found = {
+        "recompute": _gain_over(question, plan, "recompute", recompute, recompute_blocks=0),
+    }
+    head = question.model.plain.head
+    if plan.fused_loss or (head is not None and head.rows > 1):  # images have few logits
+        found["fused_loss"] = _gain_over(question, plan, "fused_loss", not plan.fused_loss)
+    sizes = divisors(plan.micro_batch * plan.accumulation)
+    if len(sizes) > 1:
+        place = sizes.index(plan.micro_batch)
+        # The larger one saves time if it fits; the largest one is compared with the next smaller one.
+        other = sizes[place + 1] if place + 1 < len(sizes) else sizes[place - 1]
+        accumulation = plan.micro_batch * plan.accumulation // other
+        found["micro_batch"] = _gain_over(question, plan, "micro_batch", other, accumulation=accumulation)
+        found["accumulation"] = found["micro_batch"]
+    return found
+
+
+def _gain_over(question: Question, plan: Plan, name: str, value: Any, **more: Any) -> str:
+    """Return the predicted speed of a plan in multiples of the same plan with another value, or why that is refused."""
+    changes: dict[str, Any] = {name: value, **more}
+    other = dataclasses.replace(plan, **changes)
+    shown = f"{name} = {str(value).lower()}"
+    refusal = refused_by_rule(question, other)
+    if refusal:
+        return f"auto: {shown} is not supported, since {refusal}"
+    needed = question.memory_of(other)
+    if not question.has_capacity(needed):
+        device = format_gb(question.cluster.device.memory_bytes)
+        return f"auto: {shown} would need {format_gb(needed.total)} of {device} (predicted)"
+    _, lost = _predicted_gain(question, plan, **changes)
+    ratio = 1 - lost  # seconds with the other value, in multiples of those of the plan
+    if abs(ratio - 1) < LEAST_GAIN:
+        return f"auto: as fast as {shown} (predicted)"
+    return f"auto: {ratio:.2f}x the speed of {shown} (predicted)"
 
 
 def count_steps(job: Job) -> int | None:

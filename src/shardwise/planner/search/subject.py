@@ -250,7 +250,7 @@ def search_plan(job: Job, fixed: FixedFields, world_size: int) -> tuple[Plan | N
     answer = search(question)
     if answer.best is None:
         return None, "that fits was not found (shardwise plan shows the numbers)"
-    from shardwise.planner.search.speed import best_with_speed_options  # imports torch
+    from shardwise.planner.search.speed import best_with_speed_options, gains_of_memory_options  # imports torch
 
     device = question.cluster.device
     plan = best_with_speed_options(job, question, answer.best.plan)
@@ -259,7 +259,7 @@ def search_plan(job: Job, fixed: FixedFields, world_size: int) -> tuple[Plan | N
         f"auto: {family_of(plan)} of {answer.num_plans} plans, {format_gb(question.memory_of(plan).total)} of"
         f" {format_gb(device.memory_bytes)}, {seconds:.3g} s a step predicted"
     )
-    sources = dict.fromkeys(("layout", "zero", "recompute", "micro_batch", "accumulation", "fused_loss"), why)
+    sources = {**dict.fromkeys(("layout", "zero"), why), **gains_of_memory_options(question, plan)}
     sources |= {"precision": subject.precision_source, **plan.sources}
     return dataclasses.replace(plan, sources=sources), why
 
