@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from shardwise.job import JobReference
     from shardwise.launcher.local.attempts import Launched, LocalLaunch
+    from shardwise.launcher.local.supervise import Observer
     from shardwise.launcher.nodes.node import HubLink, NodesSpec
     from shardwise.monitor.sinks import SinkSpec
     from shardwise.planner.settle import LocalDevice

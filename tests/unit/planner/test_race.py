@@ -351,6 +351,38 @@ def test_measurements_are_cached_and_decide(job_file, races, tmp_path):
     assert len(races) == 2
 
 
+def test_measurements_depend_on_the_driver_and_on_transformers(job_file, races, tmp_path, monkeypatch):
+    reference = refer(job_file, {})
+    job = load_job(reference)
+    tuning = Tuning(reference=reference, note=lambda _: None, device="cpu", folder=tmp_path / "cache")
+    versions = {"transformers": "5.0", "driver": "570.1"}
+    known = race.package_version
+    monkeypatch.setattr(race, "package_version", lambda name: versions.get(name) or known(name))
+    monkeypatch.setattr(race, "driver_version", lambda: versions["driver"])
+    tune_plan(job, EAGER, tuning, fixed=())
+    versions["transformers"] = "5.1"  # the model is not of transformers
+    tune_plan(job, EAGER, tuning, fixed=())
+    assert len(races) == 1
+    versions["driver"] = "580.2"
+    tune_plan(job, EAGER, tuning, fixed=())
+    assert len(races) == 2
+    monkeypatch.setattr(race, "_uses_transformers", lambda _: True)
+    for version in ("5.1", "5.2"):
+        versions["transformers"] = version
+        tune_plan(job, EAGER, tuning, fixed=())
+    assert len(races) == 4
+
+
+def test_measurements_of_a_gpu_that_others_use_are_not_kept(job_file, races, tmp_path, monkeypatch):
+    reference, notes = refer(job_file, {}), []
+    tuning = Tuning(reference=reference, note=notes.append, folder=tmp_path / "cache")
+    for percent, number in ((60, 1), (3, 2), (60, 2)):  # the last one reads what the second one has kept
+        monkeypatch.setattr(race, "gpu_utilization", lambda device, percent=percent: percent if device == 0 else 0)
+        tune_plan(load_job(reference), EAGER, tuning, fixed=())
+        assert len(races) == number
+    assert [note for note in notes if "other processes used 60 % of cuda:0" in note] == [notes[2]]
+
+
 def test_race_that_did_not_reach_all_plans_is_continued_by_the_next_run(job_file, races, tmp_path, monkeypatch):
     reference, notes, firsts = refer(job_file, {}), [], []
     job, whole = load_job(reference), race.run_race

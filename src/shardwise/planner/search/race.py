@@ -22,7 +22,8 @@ import torch
 from shardwise.engines.engine import engine_named
 from shardwise.environment import cache_directory
 from shardwise.errors import ShardwiseError
-from shardwise.hardware.probe import package_version
+from shardwise.hardware.probe import driver_version, gpu_utilization, package_version
+from shardwise.parallel.meta_model import structure
 from shardwise.planner.cost.time import WAITING
 from shardwise.planner.search.choices import RECOMPUTES, SPEED_OPTIONS, divisors
 from shardwise.planner.search.question import FixedFields
@@ -52,6 +53,8 @@ KIND_ERROR = 0.4
 loss: on an H200, blocks took 1.7 times as long as the whole GPT-2 124M in one graph, and 1.14 were predicted."""
 SPLIT_ERROR = 0.1
 """The same of a candidate that differs in its micro-batches, recompute or CUDA graph only."""
+MOST_UTILIZATION = 10
+"""Percentage of time in which other processes may use the GPU before a race whose measurements are cached."""
 LEAST_JOB_S = 1200.0
 """Predicted seconds of the shortest job for which plans are measured: a race takes one to two minutes."""
 
@@ -240,13 +243,22 @@ def cached_race(job: Job, plans: Sequence[Plan], question: Question, tuning: Tun
         f"shardwise: measuring {len(plans) - num_known} plans for at most {tuning.budget_s:.0f} s, and the time of"
         " their compilation; --no-tune skips this, and later runs of this job read the result"
     )
+    used = _utilization(tuning.device)  # before the race, which uses the GPU itself
     record = run_race(tuning.reference, texts, device=tuning.device, budget_s=tuning.budget_s, first=num_known)
     _report_race(record, plans, question, tuning)
     if known is not None:
         record = RaceRecord(timed=(*known.timed, *record.timed), seconds=known.seconds + record.seconds)
-    if sum(not timed.error for timed in record.timed) > 1:
+    if used > MOST_UTILIZATION:
+        tuning.note(f"note: the measurements are not kept, because other processes used {used} % of {tuning.device}")
+    elif sum(not timed.error for timed in record.timed) > 1:
         _write_atomically(path, msgspec.json.format(msgspec.json.encode(record), indent=1))
     return record
+
+
+def _utilization(device: str) -> int:
+    """Return the percentage of time in which processes use a device such as "cuda:0"; 0 if it is unknown."""
+    kind, _, number = device.partition(":")
+    return gpu_utilization(int(number or 0)) if kind == "cuda" else 0
 
 
 def _read_record(path: Path, *, num_plans: int) -> RaceRecord | None:
@@ -265,12 +277,22 @@ def _race_key(job: Job, texts: Sequence[str], question: Question, tuning: Tuning
     reference = tuning.reference
     digest = hashlib.sha256(fingerprint(job, question.precision.activations).encode())
     versions = [package_version(name) for name in ("shardwise", "torch", "torchao", "triton")]
+    versions.append(driver_version())
+    if _uses_transformers(job):
+        versions.append(package_version("transformers"))
     given = (reference and (reference.digest, reference.attribute, sorted(reference.overrides.items())), job.batch_size)
     digest.update(f"{VERSION} {versions} {torch.version.cuda} {question.cluster.device.name} {given}".encode())
     digest.update(f"{tuning.device.partition(':')[0]} {question.cluster.num_devices}".encode())
     for text in texts:
         digest.update(text.encode())
     return digest.hexdigest()[:32]
+
+
+def _uses_transformers(job: Job) -> bool:
+    """Return whether modules of the model are defined in transformers, or derived from those."""
+    kinds = {type(module) for module in structure(job.model, job.seed).module.modules()}
+    bases = itertools.chain.from_iterable(kind.__mro__ for kind in kinds)
+    return any(base.__module__.partition(".")[0] == "transformers" for base in bases)
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
