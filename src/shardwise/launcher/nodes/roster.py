@@ -124,8 +124,7 @@ class Roster:
     ) -> None:
         """Create an empty roster; `facts` must be the same on all nodes, `host` and `welcome` are of node 0."""
         self.is_over = False
-        self._limits = limits
-        self._facts, self._host, self._welcome = facts, host, welcome
+        self._limits, self._facts, self._host, self._welcome = limits, facts, host, welcome
         self._members: dict[int, _Member] = {}
         self._dismissed: dict[int, str] = {}
         """Hosts of released nodes that are still connected, whose node numbers are not free yet."""
