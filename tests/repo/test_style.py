@@ -14,6 +14,7 @@ ADDED = {
     "lower precision and float8": {"files": 3, "lines": 760},
     "Muon": {"files": 2, "lines": 740},
     "the measured race of auto": {"files": 2, "lines": 800},
+    "its restarts and memory, the search for fixed fields, the plan of node 0": {"files": 3, "lines": 490},
     "compiled graphs kept in a run": {"files": 1, "lines": 230},
     "notes and refusals found in trials of a first hour": {"lines": 180},
     "float8 gathers, fp32 accumulation under DDP, head and loss in one graph under FSDP": {"lines": 380},

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 _DDP = frozenset({"DistributedDataParallel", "DDP"})
 _DYNAMO_USERS = _DDP | {"fully_shard", "FullyShardedDataParallel", "compile"}
+LEAST_JOIN_S = 400.0
+"""Seconds for which the other nodes must wait for node 0 while it measures plans: the limit of a race is 300 s."""
 PRELOAD = ("torch", DYNAMO)
 """Modules that every rank of a job imports: torch, and Dynamo, which the first DDP imports (800 modules, 1.5 s)."""
 
@@ -236,18 +238,21 @@ def resumed_run(spec: TrainSpec) -> RunDirectory | None:
     return next((run for run in runs if run.job.is_file()), None)
 
 
-def tuning_of(spec: TrainSpec, reference: JobReference | None, *, num_nodes: int = 1) -> Tuning | None:
+def tuning_of(spec: TrainSpec, reference: JobReference | None, nodes: NodesSpec | None = None) -> Tuning | None:
     """Return how the plan auto is measured, None with --no-tune; a dry run uses earlier measurements only.
 
-    A resumed run keeps the options of its plan. `reference` is None for a Job that is not in a file.
+    A resumed run keeps the options of its plan. `reference` is None for a Job that is not in a file. Of several nodes,
+    node 0 decides, so the others predict.
     """
-    if not spec.tune:
+    if not spec.tune or (nodes is not None and nodes.node_rank):
         return None
     refusal = ""
     if reference is None:
         refusal = "this Job is not in a file, from which a measuring process could load it"
-    elif num_nodes > 1:  # every node settles the plan by itself, and its measurements could choose another plan
-        refusal = "all nodes must choose the same plan"
+    elif nodes is not None and nodes.node_rank is None:
+        refusal = "node 0, which decides, is known only after the nodes have joined; pass --node-rank"
+    elif nodes is not None and nodes.join_s < LEAST_JOIN_S:
+        refusal = f"the other nodes wait for at most {nodes.join_s:g} s; pass --rdzv-conf join_timeout=600"
     elif spec.deterministic:
         refusal = "--deterministic changes the kernels that would be measured"
     run = resumed_run(spec)
