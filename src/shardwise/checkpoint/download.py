@@ -82,6 +82,8 @@ def download_newest(
 
 def _download(remote: RemoteCheckpoints, name: str, directory: Path) -> Path:
     manifest, data = read_remote_manifest(remote, name)
+    for reason in find_remote_damage(remote, name, deep=False):
+        raise DamagedError(reason, code="checkpoint.remote-damaged")
     temporary = directory / temporary_name(name)
     temporary.mkdir()
     try:
@@ -131,10 +133,10 @@ def find_remote_damage(remote: RemoteCheckpoints, name: str, *, deep: bool) -> l
         layouts = layouts_of(folder, manifest, manifest.files)
     except DamagedError as error:
         return [error.fact]
-    objects = folder.store.find(folder)
+    objects = folder.store.find(folder) if folder.can_list else {}
     found = []
     for file, layout in layouts.items():
-        facts = objects.get(file)
+        facts = objects.get(file) if folder.can_list else folder.store.facts(folder / file)
         if facts is None:
             found.append(f"{folder / file} does not exist")
         elif facts.size != layout.size:
