@@ -155,7 +155,7 @@ def test_an_uploader_killed_many_times_ends_and_sends_little_twice(tmp_path, end
                 target=upload_checkpoints, args=(paths if not remote.scan().complete else paths[1:], url, part_bytes)
             )
             process.start()
-            process.join(random.uniform(0.2, 0.8))
+            process.join(random.uniform(0.1, 0.5) * 1.1**num_kills)
             if process.exitcode is not None:
                 break
             process.kill()
