@@ -37,6 +37,7 @@ from shardwise.plans.toml import plan_to_toml, read_plan
 from shardwise.recorder.imports import RecorderOptions, deterministic_variables
 from shardwise.runs import RunDirectory, create_run, share_run
 from shardwise.runs.console import echo_error
+from shardwise.spec import is_url
 from shardwise.torch_private.distributed import DYNAMO
 from shardwise.training.spec import RunStart
 
@@ -198,7 +199,11 @@ def _names(target: Target) -> frozenset[str] | None:
 
 
 def open_run(spec: TrainSpec, reference: JobReference) -> RunDirectory:
-    """Return a new run directory; with --resume auto or --resume RUN_DIR, an existing run of the same job."""
+    """Return a new run directory; with --resume auto or --resume RUN_DIR, an existing run of the same job.
+
+    First checks that the URLs of --upload and --resume can be used.
+    """
+    spec.save.check_remote(spec.run_dir)
     run = RunDirectory(spec.run_dir or Path())
     continues = spec.run_dir is not None and spec.save.resume in ("auto", str(run.path.resolve()))
     if not continues or not run.is_resumable:
@@ -232,7 +237,7 @@ def resumed_run(spec: TrainSpec) -> RunDirectory | None:
     """Return the run that a Spec resumes, given as a run, its checkpoints or one checkpoint; None for a new run."""
     resumed = spec.save.resume
     path = spec.run_dir if resumed == "auto" else Path(resumed or "")
-    if path is None or resumed in {None, "never"}:
+    if path is None or resumed in {None, "never"} or is_url(resumed):
         return None
     runs = [RunDirectory(folder) for folder in (path, *path.resolve().parents[:3])]
     return next((run for run in runs if run.job.is_file()), None)
@@ -290,6 +295,7 @@ def worker_launch(
         target=Module("shardwise.worker", (worker_spec.to_json(),)),
         nproc=nproc,
         max_restarts=spec.max_restarts,
+        grace_s=LocalLaunch.grace_s + spec.save.upload_grace_s,
         preload=PRELOAD,
         record=spec.hang.after_s > 0,
         variables={**(added or {}), **deterministic},

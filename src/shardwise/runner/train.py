@@ -122,6 +122,7 @@ def _train_here(
         job, tuning = load_job(reference), tuning_of(spec, reference)
 
     def prepare() -> tuple[Plan, RunDirectory]:
+        spec.save.check_remote(run.path if run is not None else spec.run_dir)
         settled = settle_in_world(job, plan, world, {}, tuning) if isinstance(plan, str) else plan
         made = run or create_run(spec.run_dir, _script_name())
         if not made.plan.exists():
@@ -164,7 +165,7 @@ def train_job(spec: TrainSpec) -> TrainReport:
     started_at = time.time()
     report_preset(spec.preset)  # first, so that an unknown preset raises here and not on every machine
     sinks = tuple(parse_sink(text) for text in spec.sinks)
-    code = start_remote(spec, grace_s=LocalLaunch.grace_s, dry_run=spec.dry_run)
+    code = start_remote(spec, grace_s=LocalLaunch.grace_s + spec.save.upload_grace_s, dry_run=spec.dry_run)
     if code is not None:
         return TrainReport(exit_code=code)
     me = identify()
@@ -173,7 +174,9 @@ def train_job(spec: TrainSpec) -> TrainReport:
     job = load_job(reference)
     requested = spec
     spec = spec.replace(save=spec.save.resolved())
-    code = start_by_slurm(requested, reference.name, grace_s=LocalLaunch.grace_s, dry_run=spec.dry_run)
+    code = start_by_slurm(
+        requested, reference.name, grace_s=LocalLaunch.grace_s + spec.save.upload_grace_s, dry_run=spec.dry_run
+    )
     if code is not None:
         return TrainReport(exit_code=code)
     nodes = _nodes(spec)
@@ -189,12 +192,7 @@ def train_job(spec: TrainSpec) -> TrainReport:
     num_nodes = nodes.most if nodes else 1
     tuning = tuning_of(spec, reference, nodes)
     plan = settle_job_plan(
-        job,
-        spec.plan,
-        world_size=nproc * num_nodes,
-        device=device,
-        overrides=plan_overrides,
-        tuning=tuning,
+        job, spec.plan, world_size=nproc * num_nodes, device=device, overrides=plan_overrides, tuning=tuning
     )
     check_model_fits(job, plan)
     if spec.dry_run:

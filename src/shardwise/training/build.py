@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +45,7 @@ from shardwise.parallel.weights import BuiltWeights, broadcast_values
 from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
 from shardwise.plans.rules import accumulates_in_fp32, compiles_head, gathers_float8, uses_ddp
+from shardwise.spec import local_path
 from shardwise.training.loading import check_vocabulary, make_feed, token_shard
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
@@ -69,6 +69,7 @@ from shardwise.training.step.update import choose_update
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -123,7 +124,7 @@ def build_step(
         group = None
         if world.size > 1:
             group = world.own_host_group()
-        resumed = Resuming(Path(resume), job, plan, world, note).run(
+        resumed = Resuming(local_path(resume), job, plan, world, note).run(
             lambda start: engine.build(
                 job, plan, world, replace(context, first_step=start.step, position=start.position)
             ),
