@@ -46,7 +46,7 @@ from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
 from shardwise.plans.rules import accumulates_in_fp32, compiles_head, gathers_float8, uses_ddp
 from shardwise.spec import local_path
-from shardwise.training.loading import check_vocabulary, make_feed, token_shard
+from shardwise.training.loading import check_vocabulary, make_feed, token_shard, vocabulary_of
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
 from shardwise.training.step.captured import plain_step, sampled_batches
@@ -187,7 +187,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
         meta_model = replace(meta_model, float8=select_linears(meta_model.module, plan))
         context.note(float8_note(meta_model.float8 or (), plan, world.device))
     step_context = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))
-    check_vocabulary(step_context.feed, meta_model.module)
+    check_vocabulary(job, step_context.feed, vocabulary_of(meta_model.module))
     make = for_model(job.optimizer, meta_model.module)  # the full model, which a pipeline splits
     split, model = _apply_plan(job, meta_model, plan, mesh_context)
     # Data-parallel ranks sample different dropout masks, independent of the model's initialization.
