@@ -77,6 +77,18 @@ def test_losses_rates_norms_and_weights_are_those_of_the_plain_step(compute, cha
     torch.testing.assert_close(captured, values, rtol=1e-4, atol=1e-5)
 
 
+def test_a_step_in_fp64_runs_uncaptured_with_the_numbers_of_the_plain_step():
+    exact = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
+    plain = Plan(micro_batch=8, accumulation=2, precision=exact)
+    expected, values, _, _ = train(job(), plain)
+    found, weights, said, _ = train(job(), dataclasses.replace(plain, capture="step"))
+    assert "learning rate in fp32" in said[0]
+    torch.testing.assert_close(
+        torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0
+    )
+    torch.testing.assert_close(weights, values, rtol=1e-9, atol=1e-12)
+
+
 def trained(job, plan, folder, **how):
     """Train as `shardwise train` does; returns the loss of every step and the notes."""
     run = create_run(folder, "run")

@@ -19,7 +19,7 @@ from shardwise.plans.catalogue import (
     decoder_config,
     override,
 )
-from shardwise.torch_private.distributed import graph_break
+from shardwise.torch_private.dynamo import graph_break
 
 if TYPE_CHECKING:
     from transformers import T5ForConditionalGeneration

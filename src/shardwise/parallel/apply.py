@@ -35,7 +35,7 @@ from shardwise.parallel.sharded import (
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.parallel.weights import fill_buffers, fill_parameters
 from shardwise.plans.rules import accumulates_in_fp32, gathers_float8, uses_ddp
-from shardwise.torch_private.distributed import disable_autograd_cache
+from shardwise.torch_private.dynamo import disable_autograd_cache
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,9 @@ def use_float8(module: nn.Module, plan: Plan, context: MeshContext, meta_model: 
     """Replace linear layers of blocks by layers that compute in float8, if the plan does."""
     if plan.precision.compute != "float8":
         return module
-    names = select_linears(module, plan) if meta_model.float8 is None else meta_model.float8
+    names = meta_model.float8
+    if names is None:
+        names = select_linears(module, plan, meta_model.tensor_rules).names
     return float8_linears(module, names, plan, context.device)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import JobError, MissingExtraError, some_of
 from shardwise.parallel.recompute import block_of, find_blocks
+from shardwise.parallel.tensor_rules import split_dim, styles_by_name
 from shardwise.plans.rules import (
     FLOAT8_LEAST_WIDTH,
     FLOAT8_MULTIPLE,
@@ -30,7 +31,7 @@ from shardwise.torch_private.dispatch import maxima_of
 from shardwise.torch_private.distributed import extend_all_gather, modules_of, padded_shard, parameter_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -69,11 +70,24 @@ def without_float8(module: nn.Module) -> Iterator[None]:
             del linear.forward
 
 
-def float8_note(names: Collection[str], plan: Plan, device: torch.device) -> str:
-    """Return a note on the layers in float8, and on settings with which they are not faster."""
-    note = f"float8: {len(names)} linear layers, {plan.float8.recipe} scales"
+class Float8Layers(NamedTuple):
+    """The linear layers that a plan computes in float8, by their names in the full model."""
+
+    names: frozenset[str]
+    unaligned: tuple[str, ...] = ()
+    """Layers that stay in the compute dtype because float8 kernels do not support their tensor-parallel shards."""
+
+
+def float8_note(layers: Float8Layers, plan: Plan, device: torch.device) -> str:
+    """Return a note on the layers in float8, on those left out, and on settings with which they are not faster."""
+    note = f"float8: {len(layers.names)} linear layers, {plan.float8.recipe} scales"
     if gathers_float8(plan):
         note += ", weights gathered in 8 bits"
+    if layers.unaligned:
+        note += (
+            f"; {some_of(layers.unaligned)} stay in {plan.precision.activations}, since tp={plan.layout.tp} splits them"
+            f" into shards that are not multiples of {FLOAT8_MULTIPLE}"
+        )
     if device.type != "cuda":
         return f"{note}; emulated, since the device has no float8 products"
     if plan.compile == "none":
@@ -81,30 +95,52 @@ def float8_note(names: Collection[str], plan: Plan, device: torch.device) -> str
     return note
 
 
-def select_linears(module: nn.Module, plan: Plan) -> frozenset[str]:
-    """Return the names of the linear layers that the plan computes in float8; raises JobError if there are none."""
+def select_linears(
+    module: nn.Module, plan: Plan, rules: Mapping[str, str] | None = None, *, least_width: int | None = None
+) -> Float8Layers:
+    """Return the linear layers that the plan computes in float8; raises JobError if there are none.
+
+    `module` is the full model, and `rules` are its tensor rules. Layers that the plan does not name are chosen by the
+    dimensions of their shards, at least `least_width` (default: FLOAT8_LEAST_WIDTH).
+    """
     linears = {name: each for name, each in module.named_modules() if type(each) is nn.Linear}
+    styles = styles_by_name(module, rules or {})
+    sizes = {name: _shard_size(each, styles.get(name), plan.layout.tp) for name, each in linears.items()}
+    least = 0
     if plan.float8.modules:
-        return _named_linears(linears, plan.float8.modules)
-    blocks = find_blocks(module)
-    wanted = {name: each for name, each in linears.items() if block_of(name, blocks)}
-    if plan.float8.head:
-        wanted |= {name: each for name, each in linears.items() if not block_of(name, blocks)}
-    recipe = plan.float8.recipe
-    chosen = {name for name, each in wanted.items() if gains_from_float8(*_size(each), recipe)}
+        wanted = _named_linears(linears, plan.float8.modules)
+    else:
+        least = FLOAT8_LEAST_WIDTH[plan.float8.recipe] if least_width is None else least_width
+        blocks = find_blocks(module)
+        wanted = frozenset(name for name in linears if plan.float8.head or block_of(name, blocks))
+    aligned = {name for name in wanted if is_aligned(linears[name])}
+    chosen = {name for name in aligned if gains_from_float8(*sizes[name], least)}
     if not chosen:
-        least, multiple = FLOAT8_LEAST_WIDTH[recipe], FLOAT8_MULTIPLE
-        smallest = min((min(each.weight.shape) for each in wanted.values()), default=0)
-        raise JobError(
-            f"float8 needs linear layers in blocks of at least {least} rows and columns, multiples of {multiple},"
-            f" but the narrowest of {len(wanted)} has {smallest}",
-            code="support.float8-no-layer",
-            fix="pass --set precision=bf16, or name layers in float8.modules",
-        )
-    return frozenset(chosen)
+        raise _no_layer([sizes[name] for name in wanted], max(least, FLOAT8_MULTIPLE))
+    return Float8Layers(frozenset(chosen), tuple(sorted(name for name in aligned if not is_float8_size(*sizes[name]))))
 
 
-def _named_linears(linears: dict[str, nn.Linear], names: Collection[str]) -> frozenset[str]:
+def _no_layer(sizes: Collection[tuple[int, int]], least: int) -> JobError:
+    smallest = min((min(size) for size in sizes), default=0)
+    return JobError(
+        f"float8 needs linear layers whose shards have at least {least} rows and columns, multiples of"
+        f" {FLOAT8_MULTIPLE}, but the narrowest of {len(sizes)} has {smallest}",
+        code="support.float8-no-layer",
+        fix="pass --set precision=bf16, name layers in float8.modules, or use a plan with less tp",
+    )
+
+
+def _shard_size(linear: nn.Linear, style: str | None, tp: int) -> tuple[int, int]:
+    """Return rows and columns of a weight's largest tensor-parallel shard; the others of an aligned weight fit, too."""
+    size = [*linear.weight.shape]
+    dim = split_dim(linear, style, "weight")
+    if dim is not None:
+        size[dim] = -(-size[dim] // tp)
+    return size[0], size[1]
+
+
+def _named_linears(linears: Mapping[str, nn.Linear], names: Collection[str]) -> frozenset[str]:
+    """Return the layers that float8.modules names; raises JobError for names and dimensions that are not supported."""
     missing = sorted(set(names) - set(linears))
     if missing:
         raise JobError(
@@ -124,11 +160,7 @@ def _named_linears(linears: dict[str, nn.Linear], names: Collection[str]) -> fro
 
 def is_aligned(linear: nn.Linear) -> bool:
     """Return whether float8 kernels support the dimensions of a layer."""
-    return is_float8_size(*_size(linear))
-
-
-def _size(linear: nn.Linear) -> tuple[int, int]:
-    return linear.out_features, linear.in_features
+    return is_float8_size(*linear.weight.shape)
 
 
 # All-gather of float8 weights under FSDP2, in one byte per element.

@@ -277,15 +277,16 @@ class _Weight:
 
 
 def _batches(weights: Sequence[_Weight]) -> Iterator[list[_Weight]]:
-    """Yield weights that are sharded over the same axes and exchanged together, in the same order on every rank.
+    """Yield weights of one dtype and the same axes that are exchanged together, in the same order on every rank.
 
     Weights of similar size follow each other, since the ranks of an axis wait for the largest. A batch has a multiple
     of one weight per rank, and at most BUCKET_BYTES per rank unless one weight is larger.
     """
-    by_axes: dict[tuple[Any, ...], list[_Weight]] = {}
+    groups: dict[tuple[Any, ...], list[_Weight]] = {}
     for weight in weights:
-        by_axes.setdefault(tuple(axis.group.group_name for axis in weight.axes), []).append(weight)
-    for members in by_axes.values():
+        key = (weight.dtype, *(axis.group.group_name for axis in weight.axes))
+        groups.setdefault(key, []).append(weight)
+    for members in groups.values():
         members.sort(key=lambda weight: weight.parameter.numel(), reverse=True)
         num_ranks = math.prod(axis.size for axis in members[0].axes)
         batch: list[_Weight] = []
@@ -319,7 +320,8 @@ def _to_owners(shards: Sequence[Tensor], weights: Sequence[_Weight], depth: int)
     sent = [list(shards[owner :: axis.size]) for owner in range(axis.size)]
     owned = weights[axis.coordinate :: axis.size]
     shapes = [weight.shard_shapes(depth) for weight in owned]
-    by_rank = _exchanged(sent, [[each[rank] for each in shapes] for rank in range(axis.size)], axis.group)
+    wanted = [[each[rank] for each in shapes] for rank in range(axis.size)]
+    by_rank = _exchanged(sent, wanted, axis.group, like=shards[0])
     return [
         torch.cat([received[index] for received in by_rank], dim=weight.axes[depth].dim)
         for index, weight in enumerate(owned)
@@ -335,16 +337,25 @@ def _from_owners(results: Sequence[Tensor], weights: Sequence[_Weight], depth: i
         pieces.append(result.split(own.lengths(result.shape[own.dim]), dim=own.dim))
     sent = [[each[rank] for each in pieces] for rank in range(axis.size)]
     wanted = [[weight.shapes[depth] for weight in weights[owner :: axis.size]] for owner in range(axis.size)]
-    by_owner = _exchanged(sent, wanted, axis.group)
+    like = torch.empty(0, dtype=weights[0].dtype, device=weights[0].parameter.device)
+    by_owner = _exchanged(sent, wanted, axis.group, like=like)
     return [by_owner[index % axis.size][index // axis.size] for index in range(len(weights))]
 
 
 def _exchanged(
-    sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]], group: dist.ProcessGroup
+    sent: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[Sequence[int]]],
+    group: dist.ProcessGroup,
+    *,
+    like: Tensor,
 ) -> list[list[Tensor]]:
-    """Send the tensors sent[r] to each rank r and return those with shapes[r] from it; communicates over `group`."""
+    """Send the tensors sent[r] to each rank r and return those with shapes[r] from it; communicates over `group`.
+
+    All tensors have the dtype and device of `like`.
+    """
     flat = [[tensor.reshape(-1) for tensor in tensors] for tensors in sent]
-    buffer = torch.cat([tensor for tensors in flat for tensor in tensors])
+    # A rank that owns no weight of a batch sends nothing, and torch.cat needs a tensor.
+    buffer = torch.cat([like.new_empty(0), *(tensor for tensors in flat for tensor in tensors)])
     numels = [[math.prod(shape) for shape in wanted] for wanted in shapes]
     totals = [sum(each) for each in numels]
     received = buffer.new_empty(sum(totals))

@@ -387,7 +387,8 @@ def check_model_fits(job: Job, plan: Plan) -> None:
     """Raise PlanError if the model does not support a plan; imports torch only for plans that depend on the model."""
     layout = plan.layout
     splits_model = layout.tp > 1 or layout.pp > 1 or layout.cp > 1
-    if splits_model or plan.fused_loss or plan.capture != "none" or job.lora is not None:
-        from shardwise.training.preflight import check_model  # imports torch
+    is_float8 = plan.precision.compute == "float8"
+    if splits_model or is_float8 or plan.fused_loss or plan.capture != "none" or job.lora is not None:
+        from shardwise.training.preflight import ModelRules  # imports torch
 
-        check_model(job, plan)
+        ModelRules(job)(plan)

@@ -8,10 +8,11 @@ if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
 
 FLOAT8_MULTIPLE = 16
-"""Both dimensions of a weight must be multiples of this number, the alignment of float8 kernels."""
+"""Both dimensions of a weight's shard and the tokens of a micro-batch must be multiples of this number: float8 kernels
+require it of the columns and the inner dimension of a product, which is the tokens for a weight gradient."""
 FLOAT8_LEAST_WIDTH = {"tensorwise": 1024, "rowwise": 2048}
-"""Smallest dimension of a weight in float8, by recipe: on an H200, whole steps were slower at width 768 and faster at
-2048 (rowwise: 5 % faster), and the limits between them are a judgement. benchmarks/float8.py measures single layers."""
+"""Smallest dimension of a weight in float8, by recipe, on a machine that was not measured: on an H200, whole steps were
+slower at width 768 and faster at 2048 (rowwise: 5 % faster), and the limits between them are a judgement."""
 
 
 def uses_ddp(plan: Plan) -> bool:
@@ -43,6 +44,11 @@ def compiles_head(plan: Plan) -> bool:
     return plan.compile == "blocks" and plan.zero >= 2 and is_plain
 
 
+def is_exact_in_graph(plan: Plan) -> bool:
+    """Return whether a CUDA graph computes the numbers of a plain step: fused optimizers read its rates in fp32."""
+    return plan.precision.parameter != "fp64"
+
+
 def gathers_float8(plan: Plan) -> bool:
     """Return whether ranks gather float8 weights in 8 bits; otherwise FSDP2 gathers them in bf16.
 
@@ -54,11 +60,14 @@ def gathers_float8(plan: Plan) -> bool:
     return plan.precision.compute == "float8" and is_sharded and is_supported
 
 
-def is_float8_size(rows: int, columns: int) -> bool:
-    """Return whether float8 kernels support a weight of this size."""
-    return rows % FLOAT8_MULTIPLE == 0 and columns % FLOAT8_MULTIPLE == 0
+def is_float8_size(*sizes: int) -> bool:
+    """Return whether float8 kernels support dimensions of these sizes: of a weight's shard, or a number of tokens."""
+    return all(size % FLOAT8_MULTIPLE == 0 for size in sizes)
 
 
-def gains_from_float8(rows: int, columns: int, recipe: str) -> bool:
-    """Return whether a plan that names no layers computes a linear layer of this size in float8."""
-    return is_float8_size(rows, columns) and min(rows, columns) >= FLOAT8_LEAST_WIDTH[recipe]
+def gains_from_float8(rows: int, columns: int, least_width: int) -> bool:
+    """Return whether a plan that names no layers computes a weight's shard of this size in float8.
+
+    `least_width` is FLOAT8_LEAST_WIDTH of the recipe, or the measured width of the machine.
+    """
+    return is_float8_size(rows, columns) and min(rows, columns) >= least_width

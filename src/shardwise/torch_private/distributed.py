@@ -272,33 +272,6 @@ def is_inductor_imported() -> bool:
     return "_inductor" in vars(sys.modules["torch"])
 
 
-def graph_break() -> None:
-    """Insert a graph break for torch.compile; does nothing in eager mode."""
-    import torch._dynamo
-
-    torch._dynamo.graph_break()
-
-
-def compile_errors() -> type[Exception]:
-    """Return the base class of the errors of torch.compile itself, as opposed to those of the compiled function."""
-    from torch._dynamo import exc
-
-    error: type[Exception] = required(exc, "TorchDynamoException")
-    return error
-
-
-def disable_autograd_cache() -> None:
-    """Disable the AOTAutograd cache of torch.compile; the cache of compiled kernels stays enabled.
-
-    Does nothing if torch has no such cache.
-    """
-    try:
-        from torch._functorch import config
-    except ImportError:
-        return
-    config.enable_autograd_cache = False
-
-
 @contextmanager
 def no_worker_info() -> Iterator[None]:
     """Make `torch.utils.data.get_worker_info()` return None in this context, as outside DataLoader workers."""

@@ -19,7 +19,6 @@ from shardwise.parallel.collectives import parameters_of, stages_of
 from shardwise.parallel.context import check_context
 from shardwise.parallel.counter_dropout import replace_dropouts
 from shardwise.parallel.first_passes import watch_forward
-from shardwise.parallel.float8 import float8_note, select_linears
 from shardwise.parallel.gradsync import GradNorm
 from shardwise.parallel.lora import adapt_meta_model
 from shardwise.parallel.meta_model import job_meta_model
@@ -46,6 +45,7 @@ from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
 from shardwise.plans.rules import accumulates_in_fp32, compiles_head, gathers_float8, uses_ddp
 from shardwise.spec import local_path
+from shardwise.training.float8 import settle_float8
 from shardwise.training.loading import check_vocabulary, make_feed, token_shard, vocabulary_of
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
@@ -126,7 +126,7 @@ def build_step(
             group = world.own_host_group()
         resumed = Resuming(local_path(resume), job, plan, world, note).run(
             lambda start: engine.build(
-                job, plan, world, replace(context, first_step=start.step, position=start.position)
+                job, start.planned(plan), world, replace(context, first_step=start.step, position=start.position)
             ),
             group,
         )
@@ -181,11 +181,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
     meta_model = prepare_meta_model(job, plan, world)
     if job.lora is None:  # frozen weights beside adapters may have the compute dtype
         note_dtypes(meta_model.module, plan, context.note)
-    if (
-        plan.precision.compute == "float8"
-    ):  # selected in the full model: a pipeline stage may contain none of the layers
-        meta_model = replace(meta_model, float8=select_linears(meta_model.module, plan))
-        context.note(float8_note(meta_model.float8 or (), plan, world.device))
+    meta_model, plan = settle_float8(meta_model, plan, world, context.note)
     step_context = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))
     check_vocabulary(job, step_context.feed, vocabulary_of(meta_model.module))
     make = for_model(job.optimizer, meta_model.module)  # the full model, which a pipeline splits

@@ -112,7 +112,7 @@ def _begin(
     def build(start: StartPoint) -> Step:
         return build_step(
             job,
-            plan,
+            start.planned(plan),
             world,
             note=note,
             before_update=before_update,

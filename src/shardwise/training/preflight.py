@@ -42,8 +42,8 @@ from shardwise.parallel.support import check_device
 from shardwise.parallel.tensor_rules import check_tensor, find_rules, split_dim, styles_by_name
 from shardwise.plans.pipeline import check_pipeline, split_layers
 from shardwise.plans.rules import accumulates_in_fp32
-from shardwise.torch_private.dispatch import tree_map_only
-from shardwise.training.step.captured import check_shapes, sampled_batches, sampled_forms
+from shardwise.training.float8 import Float8Rules
+from shardwise.training.step.captured import check_shapes, sampled_forms, sampled_meta_batch
 from shardwise.training.step.pipeline import shapes_differ
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ class ModelRules:
             self._check_micro_batches(plan)
         if _needs_model(self._job, plan):
             self._check_model(plan)
+        if plan.precision.compute == "float8":
+            self._float8_rules(plan)
 
     def _check_micro_batches(self, plan: Plan) -> None:
         """Reject a pipeline if a few sampled micro-batches differ in shape."""
@@ -136,10 +138,9 @@ class ModelRules:
     @cached_property
     def _written(self) -> list[str]:
         """Parameters that a forward pass writes to, found by running one micro-batch on the meta device."""
-        batch = next(sampled_batches(self._job, 1, 1), None)
-        if batch is None:
+        meta_batch = sampled_meta_batch(self._job, 1)
+        if meta_batch is None:
             return []
-        meta_batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), batch)
         return written_parameters(self._module, lambda module: call_model(module, meta_batch))
 
     @cached_property
@@ -153,10 +154,9 @@ class ModelRules:
     def _module(self) -> nn.Module:
         return self._skeleton.module
 
-
-def check_model(job: Job, plan: Plan) -> None:
-    """Raise PlanError or JobError if the plan cannot train this job; see ModelRules."""
-    ModelRules(job)(plan)
+    @cached_property
+    def _float8_rules(self) -> Float8Rules:
+        return Float8Rules(self._job, self._module)
 
 
 def check_job(job: Job, plan: Plan) -> None:
@@ -324,7 +324,6 @@ def check_own_loop(model: nn.Module, plan: Plan) -> None:
 # preflight have no ranks yet, so the same trial runs here on two forked ranks, in about 0.2 s per job: each parameter
 # is replaced by a tensor of at most 16 elements per dimension, with the same name and attributes, sharded as in the
 # plan. Two ranks are sufficient: an update is either elementwise, or DTensor gathers the shards.
-
 
 _RANKS = 2
 _TIMEOUT_S = 60.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Mapping  # noqa: TC003 - read at run time by msgspec
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from shardwise.runs.directory import RunDirectory, parse_keep
 from shardwise.runs.failure import NOT_SAVED
 from shardwise.spec import is_url
 from shardwise.training.compile_artifact import CompileArtifact
+from shardwise.training.float8 import with_saved_layers
 from shardwise.training.state import (
     UPDATE,
     USER,
@@ -237,6 +239,12 @@ class StartPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     position: DataPosition | None = None
+    facts: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    """The manifest facts of the checkpoint; empty without one."""
+
+    def planned(self, plan: Plan) -> Plan:
+        """Return the plan of the step to build, which has the settled choices of the checkpoint."""
+        return with_saved_layers(plan, self.facts)
 
 
 class Resuming:
@@ -268,7 +276,8 @@ class Resuming:
 
         def targets(manifest: Manifest) -> dict[str, Tensor]:
             self._step = None  # free the step built for a damaged checkpoint before the next one is allocated
-            self._step = build(StartPoint(step=manifest.step, position=saved_position(manifest.facts)))
+            position = saved_position(manifest.facts)
+            self._step = build(StartPoint(step=manifest.step, position=position, facts=manifest.facts))
             return self._load_targets(self._step, manifest)
 
         report = load_newest(

@@ -13,7 +13,7 @@ from shardwise.models.documents import (
     number_documents,
     restrict,
 )
-from shardwise.torch_private.distributed import graph_break
+from shardwise.torch_private.dynamo import graph_break
 
 
 def ids_of(lengths, total):

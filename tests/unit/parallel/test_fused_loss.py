@@ -18,7 +18,7 @@ from shardwise.parity.verify import verify
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.testing import run_ranks
 from shardwise.training.evaluate import evaluate
-from shardwise.training.preflight import check_model
+from shardwise.training.preflight import ModelRules
 
 JOBS = Path(__file__).parents[1] / "parity" / "jobs.py"
 WORDS = 4096
@@ -213,7 +213,7 @@ def test_a_model_without_a_known_head_is_refused_before_any_process_starts():
     plan = settled("ddp", {"fused_loss": "true"})
     job = sentences_job(model=lambda: nn.Sequential(nn.Linear(2, 2)))
     with refuses("support.fused-loss-no-head", "`head`", "Sequential"):
-        check_model(job, plan)
+        ModelRules(job)(plan)
 
 
 @pytest.mark.parametrize(

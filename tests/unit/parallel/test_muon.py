@@ -12,10 +12,12 @@ from training.test_resume import trained as resumed
 from training.test_strategies import check_equal, trained
 
 import shardwise as sw
-from jobs import FP64, sentences_job
+from jobs import FP64, points_job, sentences_job
 from refusals import refuses
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.measurement.memory import LiveBytes
+from shardwise.parallel import muon
+from shardwise.parallel.collectives import BUCKET_BYTES
 from shardwise.parallel.muon import for_model
 from shardwise.parallel.muon_matrices import find_matrices
 from shardwise.planner.cost.memory import predict_memory
@@ -69,6 +71,23 @@ def test_a_run_with_muon_resumes_under_another_strategy(before, after, tmp_path)
         assert loss == pytest.approx(expected[number], rel=1e-9)
     for name, value in state.items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def layers(num_matrices):
+    """Return a model with this number of hidden matrices, which Muon updates, and a head."""
+    hidden = []
+    for index in range(num_matrices):
+        hidden += [nn.Linear(16 if index else 6, 16), nn.ReLU()]
+    return nn.Sequential(*hidden, nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize(("num_matrices", "batch_bytes"), [(2, BUCKET_BYTES), (5, 1)], ids=["few", "batches"])
+@pytest.mark.parametrize("name", ["zero1", "zero3", "shard2.tp2"])
+def test_ranks_that_own_no_matrix_of_a_batch_take_part(monkeypatch, name, num_matrices, batch_bytes):
+    monkeypatch.setattr(muon, "BUCKET_BYTES", batch_bytes)  # 1: each batch has one matrix per rank, the last one fewer
+    rules = {"0": "column", "2": "row"} if "tp" in name else None
+    job = points_job(partial(layers, num_matrices), steps=3, optimizer=sw.muon(lr=0.02), tensor_rules=rules)
+    check_equal(job, 4, name, {})
 
 
 class Net(nn.Module):

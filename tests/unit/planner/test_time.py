@@ -386,3 +386,16 @@ def test_lower_precision_saves_the_predicted_memory_and_time():
     assert quantized == pytest.approx(rest["optimizer states"] / 4 * (1 + 4 / 256))  # a scale for every 256 elements
     assert "master weights" not in predicted(parameter="bf16", optimizer="bf16", master="none")[1]
     assert seconds / predicted(compute="float8")[0] == pytest.approx(1.197, rel=0.05)  # measured on an H200
+
+
+@pytest.mark.parametrize(("width", "tp", "is_faster"), [(2048, 1, True), (768, 1, False), (2048, 4, False)])
+def test_products_whose_shards_are_too_narrow_for_float8_stay_in_bf16(width, tp, is_faster):
+    config = dataclasses.replace(BILLION, width=width, mlp_width=3072, num_layers=2)
+    shape = decoder_shape("narrow", config, 2048, compute="bf16", gathered=False)
+    where = parse_cluster(f"{tp}xH100")
+    seconds = {}
+    for compute in ("bf16", "float8"):
+        plan = Plan(layout=Layout(tp=tp), micro_batch=8, compile="blocks", precision=Precision(compute=compute))
+        seconds[compute] = predict_time(shape, plan, where, default_calibration(where.node)).seconds
+    assert (seconds["float8"] < seconds["bf16"]) == is_faster
+    assert is_faster or seconds["float8"] == seconds["bf16"]

@@ -1,18 +1,19 @@
 """capture = "step" where nothing can be captured: it says why, trains the same, and insists on one shape."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import torch
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
-from jobs import Pooled
+from jobs import FP64, Pooled
 from refusals import refuses
 from shardwise.cli.main import main
 from shardwise.engines.engine import require_supported
 from shardwise.plans import Plan
 from shardwise.training import loop
-from shardwise.training.step.captured import check_shapes
+from shardwise.training.step.captured import check_shapes, why_not_captured
 
 
 def rows(split):
@@ -55,6 +56,18 @@ def test_without_a_gpu_it_says_so_and_trains_the_same():
     assert said == [
         "capture = step: the step is not captured because it requires a CUDA device; kernels are launched one by one",
     ]
+
+
+def test_a_step_in_fp64_is_not_captured_because_fused_kernels_read_its_rate_in_fp32():
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], fused=True)
+    parts = SimpleNamespace(
+        optimized=SimpleNamespace(optimizer=optimizer),
+        autocast=SimpleNamespace(device_type="cuda"),
+        before_update=None,
+    )
+    plan = Plan(micro_batch=4, capture="step")
+    assert why_not_captured(job(), plan, parts) is None
+    assert "learning rate in fp32" in why_not_captured(job(), dataclasses.replace(plan, precision=FP64), parts)
 
 
 def test_the_short_step_of_an_epoch_is_no_change_of_shape():

@@ -1,17 +1,18 @@
 """A compiled region trains as eager steps do: whole on one rank, head and loss on several, with fallbacks."""
 
 import functools
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
 import shardwise as sw
-from jobs import FP64, Tokens, sentences_job, train_split
+from jobs import FP64, Points, Pooled, Tokens, points_job, sentences_job, train_split
 from refusals import refuses
 from shardwise.plans import Plan
 from shardwise.testing import run_ranks
-from shardwise.torch_private.distributed import compile_errors
+from shardwise.torch_private.dynamo import compile_errors
 from shardwise.training.step.compiled import uncompiled_probe
 
 
@@ -64,6 +65,62 @@ def test_a_region_that_torch_cannot_compile_runs_eagerly_and_names_the_reason(mo
     assert found == expected
     (note,) = notes
     assert note.endswith("a graph that nobody can lower")
+
+
+class ReadsValue(torch.nn.Module):
+    """A block that reads a value of a tensor, at which torch.compile breaks the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        if float(hidden.detach().sum()) > 1e9:  # the graph break
+            hidden = hidden * 2
+        return torch.relu(hidden)
+
+
+def reading_model():
+    return torch.nn.Sequential(ReadsValue(), ReadsValue(), torch.nn.Linear(6, 3))
+
+
+def line_of(text):
+    """Return FILE:LINE of the line of this file with `text`."""
+    numbers = [number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1) if text in line]
+    return f"{Path(__file__).name}:{numbers[0]}"
+
+
+@pytest.mark.parametrize(
+    ("nproc", "options"),
+    [(1, {"compile": "model"}), (2, {"compile": "blocks", "name": "fsdp"})],
+    ids=["model", "fsdp"],
+)
+def test_a_graph_break_is_named_once_with_its_line(nproc, options):
+    job = points_job(reading_model, steps=3)
+    ((expected, _),) = run_ranks(losses_of, 1, job=job)
+    for found, notes in run_ranks(functools.partial(losses_of, job=job, **options), nproc):
+        assert found == pytest.approx(expected, rel=1e-9)
+        (note,) = notes
+        assert f"compile = {options['compile']}: torch.compile breaks the graph" in note
+        assert line_of("# the graph break") in note
+
+
+def of_own_length(samples):
+    """Return a batch whose rows are shortened to a length that depends on the first sample."""
+    length = 3 + int(samples[0][1])
+    return torch.stack([point[:length] for point, _ in samples]), torch.stack([target for _, target in samples])
+
+
+def test_batches_of_changing_shape_are_named_once_and_train_on():
+    job = points_job(Pooled, Points(96, 6), steps=8, collate=of_own_length)
+    ((expected, _),) = run_ranks(losses_of, 1, job=job)
+    ((found, notes),) = run_ranks(losses_of, 1, job=job, compile="model")
+    assert found == pytest.approx(expected, rel=1e-9)
+    (note,) = notes
+    assert "because shapes change" in note
+    assert "size mismatch at index 1" in note
+    assert "Job.collate" in note
 
 
 class Doubled(torch.nn.Module):

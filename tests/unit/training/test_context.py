@@ -13,7 +13,7 @@ from shardwise.layout import Layout
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
 from shardwise.training.evaluate import evaluate
-from shardwise.training.preflight import check_model
+from shardwise.training.preflight import ModelRules
 
 RIGHT = sw.Metric(
     sum=lambda output, batch: (output.argmax(-1) == batch[-1]).sum(), count=sw.losses.token_cross_entropy.count
@@ -95,7 +95,7 @@ def test_parameters_are_cut_over_slices_too_where_the_plan_shards():
 )
 def test_a_plan_that_cannot_cut_the_sequences_is_refused_before_any_process_starts(changes, name, nproc, refusal):
     with refuses(*refusal):
-        check_model(sentences_job(**changes), sw.Plan.preset(name, nproc, batch_size=24))
+        ModelRules(sentences_job(**changes))(sw.Plan.preset(name, nproc, batch_size=24))
 
 
 def test_sequences_that_do_not_divide_are_refused():

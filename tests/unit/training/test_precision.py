@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import shardwise as sw
 from jobs import FP64, points_job, sentences_job
@@ -17,12 +16,10 @@ from refusals import refuses
 from shardwise.checkpoint import read_manifest, write
 from shardwise.engines.engine import require_supported
 from shardwise.job.optimizers import SGD
-from shardwise.models import decoder
 from shardwise.parallel import support
-from shardwise.parallel.float8 import float8_note, select_linears
 from shardwise.parallel.mixed_adamw import Counter, random_bits, round_stochastically
 from shardwise.planner.settle import LocalDevice, settle
-from shardwise.plans import Float8, Offload, Plan, Precision
+from shardwise.plans import Offload, Plan, Precision
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
 from shardwise.training.preflight import check_own_loop, check_precision_of
@@ -322,109 +319,6 @@ def test_bf16_parameters_need_adamw_and_no_batch_norm():
 FLOAT8 = Precision(compute="float8")
 
 
-LAYERS = Float8(modules=("blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.1.attn.qkv"))
-
-
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "pp"])
-def test_float8_layers_keep_the_loss_band_under_strategies(name):
-    exact, _ = alone(Precision(compute="bf16"))
-    found, state = run_ranks(trained, LAYOUTS[name], name, FLOAT8, float8=LAYERS)[0]
-    assert {value.dtype for value in state.values()} == {torch.float32}
-    assert found == pytest.approx(exact, rel=0.03)
-    assert found != exact
-
-
-def gathered(world, precision, **options):
-    """Train under FSDP; return the losses and the bytes that this rank contributed to each all-gather."""
-    with mock.patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gathers:
-        losses, _ = trained(world, "fsdp", precision, float8=LAYERS, **options)
-    return losses, [call.args[1].nbytes for call in gathers.call_args_list]
-
-
-@pytest.mark.parametrize("precision", [FLOAT8, dataclasses.replace(MASTERS, compute="float8")], ids=["fp32", "bf16"])
-def test_fsdp_gathers_float8_weights_in_one_byte_per_element_and_resumes_bit_for_bit(precision, tmp_path):
-    model = decoder("llama-tiny", vocab_size=61)
-    sizes = {name: model.get_submodule(name).weight.numel() for name in LAYERS.modules}
-    losses, low = run_ranks(gathered, 2, precision, saves_to=tmp_path)[0]
-    _, high = run_ranks(gathered, 2, dataclasses.replace(precision, compute="bf16"))[0]
-    first = sizes["blocks.0.mlp.up"] + sizes["blocks.0.mlp.down"]
-    saved = {wide - narrow for wide, narrow in zip(high, low, strict=True)}
-    assert saved == {0, first // 2, sizes["blocks.1.attn.qkv"] // 2}  # each of two ranks contributes half of the rows
-    resumed, again = run_ranks(gathered, 2, precision, resumes_from=tmp_path)[0]
-    assert resumed == {number: loss for number, loss in losses.items() if number >= SAVED}
-    assert set(again) == set(low)
-
-
-def gathered_weight(world):
-    """Return the weight of a float8 layer of 160 rows, gathered from three uneven shards: values, scale and bytes."""
-    found = []
-    plan = dataclasses.replace(Plan.preset("zero3", 3, batch_size=9), precision=FLOAT8, float8=LAYERS)
-    step = build_step(make_job(batch_size=9), plan, world)
-    layer = step.model.get_submodule("blocks.0.mlp.up")
-    weight = layer.weight.full_tensor().detach().clone()
-
-    def observe(module, *_):
-        found.append((module.weight._scale, module.weight._data.view(torch.uint8).clone()))
-
-    layer.register_forward_hook(observe)
-    step(next(iter(step.feed)))
-    return weight, *found[0]
-
-
-def test_weights_gathered_in_float8_equal_the_cast_of_the_full_weight():
-    scaling = pytest.importorskip("torchao.float8.float8_scaling_utils")
-    for weight, scale, data in run_ranks(gathered_weight, 3):
-        assert weight.shape[0] % 3
-        expected = scaling.hp_tensor_to_float8_dynamic(weight, torch.float8_e4m3fn, None)
-        assert torch.equal(scale, expected._scale)
-        assert torch.equal(data, expected._data.view(torch.uint8))
-
-
-class Branch(torch.nn.Module):
-    """A block with two float8 layers, of which rank 1 uses only the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
-
-    def forward(self, x):
-        hidden = torch.relu(self.up(x))
-        return x + (hidden[..., :16] if dist.get_rank() == 1 else self.down(hidden))
-
-
-def branches():
-    return torch.nn.Sequential(torch.nn.Linear(6, 16), Branch(), Branch(), torch.nn.Linear(16, 3))
-
-
-def test_a_float8_weight_that_one_rank_does_not_use_trains_under_fsdp():
-    names = ("1.up", "1.down", "2.up", "2.down")
-    job = points_job(branches, steps=STEPS)
-    _, state = run_ranks(trained, 2, "fsdp", FLOAT8, job=job, float8=Float8(modules=names))[0]
-    _, exact = run_ranks(trained, 2, "fsdp", Precision(compute="bf16"), job=job)[0]
-    for key in ("1.down.weight", "2.down.weight"):
-        torch.testing.assert_close(state[key], exact[key], rtol=0.1, atol=0.02)
-
-
-@pytest.mark.parametrize(
-    ("float8", "code", "named"),
-    [
-        (Float8(), "support.float8-no-layer", "1024"),
-        (Float8(modules=("blocks.0.mlp.upp",)), "support.float8-module-unknown", "blocks.0.mlp.upp"),
-        (Float8(modules=("head",)), "support.float8-dimensions", "head"),
-    ],
-)
-def test_float8_names_the_layers_that_it_cannot_compute(float8, code, named):
-    with refuses(code, named):
-        select_linears(decoder("llama-tiny", vocab_size=61), Plan(precision=FLOAT8, float8=float8))
-
-
-def test_a_note_counts_float8_layers_and_names_what_makes_them_slow():
-    plan = Plan(precision=FLOAT8)
-    assert "2 linear layers" in float8_note(("a", "b"), plan, torch.device("cpu"))
-    assert "compile=model" in float8_note(("a",), plan, torch.device("cuda"))
-    assert "compile=" not in float8_note(("a",), dataclasses.replace(plan, compile="blocks"), torch.device("cuda"))
-
-
 def test_float8_without_torchao_names_the_extra(monkeypatch):
     monkeypatch.setattr(support, "find_spec", lambda _: None)
     with refuses("extra.float8-missing", "float8"):
@@ -456,20 +350,3 @@ def on_mixed_gpus(world):
 
 def test_all_ranks_refuse_a_precision_that_the_gpu_of_one_lacks():
     assert run_ranks(on_mixed_gpus, 2) == [True, True]
-
-
-def test_small_layers_and_the_head_stay_in_bf16():
-    model = decoder(
-        "llama-tiny", width=1024, num_heads=8, num_kv_heads=1, mlp_width=2048, num_layers=1, vocab_size=1024
-    )
-    chosen = select_linears(model, Plan(precision=FLOAT8))
-    assert chosen == {
-        "blocks.0.attn.qkv",
-        "blocks.0.attn.out",
-        "blocks.0.mlp.gate",
-        "blocks.0.mlp.up",
-        "blocks.0.mlp.down",
-    }
-    assert "head" in select_linears(model, Plan(precision=FLOAT8, float8=Float8(head=True)))
-    with refuses("support.float8-no-layer", "2048"):
-        select_linears(model, Plan(precision=FLOAT8, float8=Float8(recipe="rowwise")))

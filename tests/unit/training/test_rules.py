@@ -20,7 +20,7 @@ from shardwise.planner.search.question import Question
 from shardwise.planner.search.search import search
 from shardwise.planner.search.subject import job_subject, published_subject
 from shardwise.planner.trace.trace import describe
-from shardwise.training.preflight import ModelRules, check_model
+from shardwise.training.preflight import ModelRules
 
 SIZE = {"vocab_size": 32, "width": 16, "num_layers": 4, "num_heads": 4, "context": 8}
 FOUR = parse_cluster("4xRTX-4090")
@@ -135,7 +135,7 @@ def test_train_accepts_every_plan_that_search_proposes_for_a_job(name):
     for split in {
         (plan.layout, plan.pipeline, plan.fused_loss, plan.sequence_parallel): plan for plan in plans
     }.values():
-        check_model(job, split)
+        ModelRules(job)(split)
     assert len(plans) > 10
 
 
@@ -183,7 +183,7 @@ class Rescaled(nn.Sequential):
 def test_pipeline_is_not_proposed_for_a_model_that_writes_to_its_weights_in_forward():
     job = points_job(Rescaled)
     with refuses("support.pipeline-parameter-write"):
-        check_model(job, sw.Plan.preset("pp", 2, batch_size=job.batch_size, accumulation=2))
+        ModelRules(job)(sw.Plan.preset("pp", 2, batch_size=job.batch_size, accumulation=2))
     answer = answer_of(job_subject(job, FOUR, describe, accepts=ModelRules(job)))
     assert {candidate.plan.layout.pp for candidate in answer.candidates} == {1}
     assert "forward writes to" in reason(answer, "pp")
@@ -208,8 +208,8 @@ def test_pipeline_is_not_proposed_where_micro_batches_differ_in_shape():
     job = dataclasses.replace(points_job(Twins), data=lambda _: Ragged(), collate=padded)
     plan = sw.Plan.preset("pp", 2, batch_size=job.batch_size, accumulation=2)
     with refuses("support.pipeline-micro-batch-shapes"):
-        check_model(job, plan)
-    check_model(tokens_job(), sw.Plan.preset("pp", 2, batch_size=tokens_job().batch_size, accumulation=2))
+        ModelRules(job)(plan)
+    ModelRules(tokens_job())(sw.Plan.preset("pp", 2, batch_size=tokens_job().batch_size, accumulation=2))
 
 
 def muon(named):
@@ -262,7 +262,7 @@ def test_plans_that_split_parameters_are_not_proposed_where_train_would_refuse_t
 
 def test_optimizer_that_looks_at_whole_tensors_is_refused_under_tensor_parallelism_before_any_rank_starts():
     with refuses("optimizer.sharded-update-differs", "Muon"):
-        check_model(tokens_job(optimizer=muon), sw.Plan.preset("tp", 2, batch_size=16))
+        ModelRules(tokens_job(optimizer=muon))(sw.Plan.preset("tp", 2, batch_size=16))
 
 
 @pytest.mark.parametrize(("version", "is_refused"), [("2.11.0+cu130", True), ("2.13.0", False)])

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.hardware.calibration import is_aligned
+from shardwise.plans.rules import FLOAT8_LEAST_WIDTH, gains_from_float8
 
 if TYPE_CHECKING:
     from shardwise.hardware.calibration import Calibration, Figure
@@ -54,6 +56,8 @@ class Assumptions:
     """Dtype of the matrix products of blocks if it is not the compute dtype (fp8)."""
     quantized_backward: float = 1.0
     """Rate of the backward matrix products in `matmul_dtype`, as a fraction of the forward rate."""
+    quantized_width: int = 0
+    """Smallest dimension of a product in `matmul_dtype`; products with a smaller one stay in the compute dtype."""
     quantized_bytes: float = 0.0
     """Bytes moved per element of inputs and output gradients to cast them to `matmul_dtype`."""
     gather_bytes: float | None = None
@@ -63,9 +67,11 @@ class Assumptions:
     overlapped_tensor: float = 0.0
     """Fraction of tensor-parallel communication that overlaps with adjacent matrix products (async TP)."""
 
-    def in_float8(self) -> Assumptions:
+    def in_float8(self, least_width: int = 0) -> Assumptions:
         """Return these assumptions with block products in float8, by factors that fit torchtitan's published table."""
-        return replace(self, matmul_dtype="fp8", quantized_backward=0.87, quantized_bytes=7.0)
+        return replace(
+            self, matmul_dtype="fp8", quantized_backward=0.87, quantized_bytes=7.0, quantized_width=least_width
+        )
 
 
 class Seconds(NamedTuple):
@@ -137,12 +143,7 @@ class ComputeModel:
         moved_share, operators_share = 1.0, 1.0
         if compiled:
             moved_share, operators_share = given.compiled_moved, given.compiled_operators
-        dtype, slower, casts = self._dtype, 1.0, Seconds()
-        if given.matmul_dtype and part.kind == "block" and given.matmul_dtype != self._dtype:
-            dtype, casts = given.matmul_dtype, self._casts(part, samples, tp)
-            # Measured points of backward have its accumulation.
-            is_measured = self.calibration.matmul(4096, 4096, 4096, dtype).origin == "measured"
-            slower = 1.0 if is_measured else given.quantized_backward
+        casts = self._casts(part, samples, tp)
 
         def other(moved: Amount, operators: float) -> tuple[float, float]:
             """Return device and host seconds of operators that are bound by memory bandwidth."""
@@ -153,22 +154,42 @@ class ComputeModel:
 
         ahead = back = 0.0
         for matmul in work.matmuls:
-            product, input_gradient, weight_gradient = self._products(matmul, samples, tp, dtype)
+            is_quantized = self._is_quantized(matmul, part, tp)
+            dtype = given.matmul_dtype if is_quantized else None
+            product, input_gradient, weight_gradient = self._products(matmul, samples, tp, dtype or self._dtype)
             ahead += product
-            back += input_gradient + weight_gradient
+            back += (input_gradient + weight_gradient) / (self._quantized_backward if is_quantized else 1.0)
         attention = self._attention(part, samples, tp, backward=False)
         forward = self._seconds(ahead, attention, other(work.moved, work.kernels)).plus(casts)
         attention = self._attention(part, samples, tp, backward=True)
         memory_bound = other(work.moved_backward, work.kernels_backward)
-        backward = self._seconds(back / slower, attention, memory_bound).plus(casts)
+        backward = self._seconds(back, attention, memory_bound).plus(casts)
         share = given.selective_matmuls
         selective = self._seconds(share * forward.matmul, 0.0, other(work.moved, work.kernels)).plus(casts, share)
         return PartCost(forward, backward, selective)
+
+    def _is_quantized(self, matmul: Matmul, part: Part, tp: int) -> bool:
+        """Return whether a product runs in `matmul_dtype`: in a block, and with a shard that gains from it."""
+        given = self.assumptions
+        if given.matmul_dtype in {None, self._dtype} or part.kind != "block":
+            return False
+        inner, columns = _shard(matmul, tp)
+        return gains_from_float8(columns, inner, given.quantized_width)
+
+    @cached_property
+    def _quantized_backward(self) -> float:
+        """Rate of the backward products in `matmul_dtype` relative to forward; measured points contain the ratio."""
+        is_measured = (
+            self.calibration.matmul(4096, 4096, 4096, self.assumptions.matmul_dtype or "").origin == "measured"
+        )
+        return 1.0 if is_measured else self.assumptions.quantized_backward
 
     def _casts(self, part: Part, samples: int, tp: int) -> Seconds:
         """Return the time to cast the operands of a part's matrix products to `matmul_dtype` in one pass."""
         elements = 0.0
         for matmul in part.work.matmuls:
+            if not self._is_quantized(matmul, part, tp):
+                continue
             ranks = tp if matmul.split != "none" else 1
             elements += samples * matmul.count * matmul.rows * (matmul.inner + matmul.columns) / ranks
         moved = elements / 2 * self.assumptions.quantized_bytes
@@ -177,8 +198,7 @@ class ComputeModel:
     def _products(self, matmul: Matmul, samples: int, tp: int, dtype: str) -> tuple[float, float, float]:
         """Return seconds of a product, of its input gradient and of its weight gradient (0 for a frozen weight)."""
         rows = matmul.rows * samples
-        inner = max(1, matmul.inner // tp) if matmul.split == "inner" else matmul.inner
-        columns = max(1, matmul.columns // tp) if matmul.split == "columns" else matmul.columns
+        inner, columns = _shard(matmul, tp)
         shapes = ((rows, columns, inner), (rows, inner, columns), (inner, columns, rows))
         aligned = is_aligned(inner, dtype) and is_aligned(columns, dtype)
         first, second, third = (matmul.count * self._product(shape, dtype, aligned=aligned) for shape in shapes)
@@ -222,3 +242,41 @@ class ComputeModel:
         more = operators * self.calibration.operator_s.value
         idle = more if self.on_host else max(0.0, seconds.host + more - seconds.total)
         return seconds._replace(launch=seconds.launch + idle, host=seconds.host + more)
+
+
+def _shard(matmul: Matmul, tp: int) -> tuple[int, int]:
+    """Return the inner dimension and the columns of a product on one tensor-parallel rank."""
+    inner = max(1, matmul.inner // tp) if matmul.split == "inner" else matmul.inner
+    columns = max(1, matmul.columns // tp) if matmul.split == "columns" else matmul.columns
+    return inner, columns
+
+
+# The width from which a linear layer is faster in float8, measured.
+
+
+def float8_least_width(calibration: Calibration, recipe: str) -> int:
+    """Return the smallest dimension of a linear layer that gains from float8, by measured rates if there are any.
+
+    The measured products are those of tensorwise scales; other recipes have the width of FLOAT8_LEAST_WIDTH.
+    """
+    default = FLOAT8_LEAST_WIDTH[recipe]
+    squares: dict[int, int] = {}
+    for point in calibration.matmuls:
+        if point.dtype == "fp8" and point.n == point.k:
+            squares[point.n] = max(point.m, squares.get(point.n, 0))
+    if recipe != "tensorwise" or not squares:
+        return default
+    slower = [width for width, tokens in squares.items() if not _is_faster_in_float8(calibration, tokens, width)]
+    if not slower:
+        return min(default, *squares)
+    return min((width for width in squares if width > max(slower)), default=2 * max(squares))
+
+
+def _is_faster_in_float8(calibration: Calibration, tokens: int, width: int) -> bool:
+    """Return whether the three products of a square linear layer and the casts of their operands gain from float8."""
+    shapes = ((tokens, width, width), (tokens, width, width), (width, width, tokens))
+    seconds = {}
+    for dtype in ("bf16", "fp8"):
+        seconds[dtype] = sum(2.0 * math.prod(shape) / calibration.matmul(*shape, dtype).value for shape in shapes)
+    moved = Assumptions().in_float8().quantized_bytes * tokens * 2 * width  # inputs and output gradients
+    return seconds["fp8"] + moved / calibration.memory_bandwidth.value < seconds["bf16"]

@@ -6,7 +6,14 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.plans.pipeline import SCHEDULES, even_bounds, rank_of_stage, stages_per_rank
-from shardwise.plans.rules import accumulates_in_fp32, compiles_head, gains_from_float8, gathers_float8, uses_ddp
+from shardwise.plans.rules import (
+    FLOAT8_LEAST_WIDTH,
+    accumulates_in_fp32,
+    compiles_head,
+    gains_from_float8,
+    gathers_float8,
+    uses_ddp,
+)
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -191,7 +198,8 @@ def is_gathered_in_float8(weight: Weight, part: Part, plan: Plan) -> bool:
     if plan.float8.modules:
         return weight.name.removesuffix(".weight") in plan.float8.modules
     is_chosen = part.kind == "block" or (part.kind == "last" and plan.float8.head)
-    return is_chosen and gains_from_float8(weight.rows, weight.numel // max(1, weight.rows), plan.float8.recipe)
+    least_width = FLOAT8_LEAST_WIDTH[plan.float8.recipe]
+    return is_chosen and gains_from_float8(weight.rows, weight.numel // max(1, weight.rows), least_width)
 
 
 class RankState:

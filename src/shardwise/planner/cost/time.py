@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardwise.planner.cost.compute import Assumptions, ComputeModel
+from shardwise.planner.cost.compute import Assumptions, ComputeModel, float8_least_width
 from shardwise.planner.cost.events import (
     COMPUTE,
     WIRE,
@@ -121,7 +121,7 @@ class TimeModel:
         self.assumptions = assumptions or Assumptions()
         self.wires = Wires(cluster, calibration)
         self.optimizer = optimizer
-        self._compute: dict[tuple[str, bool], ComputeModel] = {}
+        self._compute: dict[tuple[str, str], ComputeModel] = {}
 
     def contention(self, plan: Plan) -> float:
         """Return the fraction of its speed that compute loses while weights are gathered and gradients reduced."""
@@ -135,11 +135,13 @@ class TimeModel:
         """Return the fraction of a step that ranks on several nodes wait for the slowest of them."""
         return self.assumptions.jitter * math.log2(max(1.0, world_size / self.cluster.devices_per_node))
 
-    def compute(self, dtype: str, *, is_float8: bool = False) -> ComputeModel:
-        """Return the model of compute times in one dtype, with the matrix products of blocks in float8 if requested."""
-        key = (dtype, is_float8)
+    def compute(self, dtype: str, *, recipe: str = "") -> ComputeModel:
+        """Return the model of compute times in one dtype; with a recipe, large products of blocks are in float8."""
+        key = (dtype, recipe)
         if key not in self._compute:
-            assumptions = self.assumptions.in_float8() if is_float8 else self.assumptions
+            assumptions = self.assumptions
+            if recipe:
+                assumptions = assumptions.in_float8(float8_least_width(self.calibration, recipe))
             self._compute[key] = ComputeModel(self.calibration, dtype, assumptions)
         return self._compute[key]
 
@@ -149,7 +151,7 @@ class TimeModel:
 
     def _costs(self, stages: Sequence[StageParts], shape: ModelShape, plan: Plan) -> list[StageCost]:
         known: dict[object, StageCost] = {}
-        compute = self.compute(shape.compute, is_float8=plan.precision.compute == "float8")
+        compute = self.compute(shape.compute, recipe=plan.float8.recipe if plan.precision.compute == "float8" else "")
         for stage in stages:
             if stage.likeness not in known:
                 known[stage.likeness] = stage_cost(stage, shape, plan, compute, self.wires)

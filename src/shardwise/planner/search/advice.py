@@ -16,6 +16,7 @@ from shardwise.hardware.machine import Cluster
 from shardwise.planner.search.choices import divisors
 from shardwise.planner.search.search import FAMILY_TIE, anything_fits, choose, refused_by_rule, search
 from shardwise.plans.pipeline import SCHEDULES
+from shardwise.plans.rules import is_exact_in_graph
 from shardwise.units import format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -307,6 +308,8 @@ def capture_gain(answer: Answer) -> float:
     answer = answer.uncorrected or answer
     best = answer.best
     if best is None or best.plan.layout.world_size > 1 or answer.question.cluster.device.kind == "cpu":
+        return 0.0
+    if not is_exact_in_graph(best.plan):
         return 0.0
     return _gain(answer, capture="step")
 

@@ -18,6 +18,7 @@ from shardwise.planner.cost.stage_costs import context_exchange, numel_of, tenso
 from shardwise.planner.cost.stages import PipelineShape, product_inputs, stages_between
 from shardwise.planner.search.choices import stage_bounds
 from shardwise.plans.pipeline import SCHEDULES
+from shardwise.plans.sections import Float8
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -66,8 +67,9 @@ class Floors:
         self._context = question.context
         self._parameter_bytes = ELEMENT_BYTES[question.precision.parameter]
         self._compute_bytes = ELEMENT_BYTES[question.precision.activations]
-        self._is_float8 = question.precision.compute == "float8"
-        self._gathered_bytes = 1 if self._is_float8 else self._compute_bytes  # of most weights in float8
+        is_float8 = question.precision.compute == "float8"
+        self._recipe = Float8.recipe if is_float8 else ""  # the one of candidates
+        self._gathered_bytes = 1 if is_float8 else self._compute_bytes  # of most weights in float8
         self._reduce_bytes = ELEMENT_BYTES[question.precision.reduce]
         least = min(1.0, question.optimizer.states) if question.optimizer.matrices else question.optimizer.states
         self._states = least * ELEMENT_BYTES[question.precision.optimizer]
@@ -104,7 +106,7 @@ class Floors:
         if key not in self._times:
             again, once = [], []
             for part in shape.parts:
-                cost = self._time.compute(shape.compute, is_float8=self._is_float8).cost(
+                cost = self._time.compute(shape.compute, recipe=self._recipe).cost(
                     part,
                     group.micro_batch,
                     tp=group.tp,

@@ -20,6 +20,7 @@ from shardwise.job.optimizers import Muon
 from shardwise.planner.search.choices import SPEED_OPTIONS, divisors
 from shardwise.planner.search.search import refused_by_rule, search
 from shardwise.plans.pipeline import SCHEDULES
+from shardwise.plans.rules import is_exact_in_graph
 from shardwise.training.loading import training_length
 from shardwise.training.step.captured import sampled_forms
 from shardwise.units import format_gb
@@ -74,8 +75,10 @@ def best_with_speed_options(job: Job, question: Question, eager: Plan) -> Plan:
 
 
 def is_capturable(job: Job, plan: Plan, question: Question) -> bool:
-    """Return whether a step may be captured: one GPU, no offload, drawn dropout masks, and enough free memory."""
+    """Return whether a step may be captured: one GPU, no offload, no fp64, drawn dropout masks, enough memory."""
     if plan.layout.world_size > 1 or plan.offload.optimizer != "none" or job.masks == "keyed":
+        return False
+    if not is_exact_in_graph(plan):
         return False
     if question.cluster.device.kind == "cpu" or isinstance(job.optimizer, Muon):  # Muon has no fused kernel
         return False

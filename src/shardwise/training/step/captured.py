@@ -22,6 +22,7 @@ from shardwise.data.corpus import Corpus
 from shardwise.data.loaders import dataset_length, dataset_of
 from shardwise.data.rows import map_tensors, stack_samples, tensors
 from shardwise.errors import JobError
+from shardwise.plans.rules import is_exact_in_graph
 from shardwise.torch_private.dispatch import copy_all, free_matmul_workspaces
 from shardwise.training.step.plain import PlainStep
 from shardwise.training.step.step import StepReport
@@ -67,6 +68,9 @@ def why_not_captured(job: Job, plan: Plan, parts: StepParts) -> str | None:
     reasons = {
         "it requires a CUDA device": parts.autocast.device_type != "cuda",
         f"gradients are reduced over the ranks of {plan.layout}": plan.layout.world_size > 1,
+        "fused optimizers read a captured learning rate in fp32, but the parameters are in fp64": not is_exact_in_graph(
+            plan
+        ),
         "the offloaded optimizer runs on the host": plan.offload.optimizer != "none",
         "keyed dropout masks depend on the samples of each step": job.masks == "keyed",
         "before_update reads the gradients in every step": parts.before_update is not None,
@@ -114,6 +118,12 @@ def sampled_batches(job: Job, rows: int, number: int) -> Iterator[Any]:
     # A small dataset has fewer distinct positions than `number`.
     for first in dict.fromkeys(last * each // max(number - 1, 1) for each in range(number)):
         yield collate([dataset[index] for index in range(first, first + rows)])
+
+
+def sampled_meta_batch(job: Job, rows: int) -> Any:
+    """Return a micro-batch of `rows` samples on the meta device; None for streams and small datasets."""
+    batch = next(sampled_batches(job, rows, 1), None)
+    return None if batch is None else map_tensors(lambda tensor: tensor.to("meta"), batch)
 
 
 def _form(batch: Any) -> Form:

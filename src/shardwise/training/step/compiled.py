@@ -9,7 +9,9 @@ invariant: the region computes `Loss.sum_of(forward(model, batch), batch)`.
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +22,11 @@ from shardwise.parallel.recompute import block_of, find_blocks
 from shardwise.parallel.skeleton import skeleton
 from shardwise.plans.rules import compiles_head
 from shardwise.torch_private.dispatch import tree_map_only
-from shardwise.torch_private.distributed import compile_errors
+from shardwise.torch_private.dynamo import compile_errors, graph_breaks, num_compiled, recompile_reasons
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from traceback import FrameSummary
 
     from torch import Tensor
 
@@ -199,3 +202,70 @@ def uncompiled_probe(model: nn.Module) -> Iterator[None]:
         yield
         for buffer, value in buffers:
             buffer.copy_(value)
+
+
+# What a user cannot see in a compiled step: breaks of the graph, and graphs for other shapes.
+
+
+class CompileWatch:
+    """Reports, once each, why torch.compile breaks the graph of a step and why it compiles for another shape."""
+
+    def __init__(self, kind: str, note: Callable[[str], None]) -> None:
+        """Watch the steps of a plan with `compile = kind`."""
+        self._kind, self._note = kind, note
+        self._known = num_compiled()
+        self._has_break = self._has_shapes = False
+        self._began_s = 0.0
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._began_s = time.time()
+
+    def end(self, number: int) -> None:
+        """Report what torch compiled in step `number`; without a new graph, this takes a microsecond."""
+        found = num_compiled()
+        if found == self._known:
+            return
+        (_, num_breaks), self._known = self._known, found
+        if not self._has_break:
+            self._report_break(num_breaks)
+        if not self._has_shapes:
+            self._report_shapes(number)
+
+    def _report_break(self, num_known: int) -> None:
+        for reason, frames in graph_breaks()[num_known:]:
+            line = _user_line(frames)
+            if line:
+                self._has_break = True
+                self._note(
+                    f"compile = {self._kind}: torch.compile breaks the graph at {line} ({reason.splitlines()[0]}); the"
+                    " code before and after it is compiled separately, and it runs in Python in every step: move it out"
+                    " of forward"
+                )
+                return
+
+    def _report_shapes(self, number: int) -> None:
+        for reason in recompile_reasons(self._began_s):
+            text = reason.splitlines()[0].partition("  #")[0].partition(": ")[2].strip()
+            if "size mismatch" in text or ".size()[" in text:
+                self._has_shapes = True
+                self._note(
+                    f"compile = {self._kind}: torch.compile compiled another graph in step {number}, because shapes"
+                    f" change ({text}); this takes compile time, and kernels for any shape are slower: pad batches to a"
+                    " fixed length in Job.collate"
+                )
+                return
+
+
+_TORCH = Path(torch.__file__).parent
+_OWN = str(Path(__file__).parents[2])
+_EXPECTED = (_OWN, str(_TORCH / "distributed"), str(_TORCH / "nn" / "modules" / "module.py"))
+"""Code that breaks graphs by design: hooks of FSDP2 and tensor parallelism, and models of this package."""
+
+
+def _user_line(frames: Sequence[FrameSummary]) -> str:
+    """Return the last file and line of the user's code in a stack; "" if the graph break is expected."""
+    if not frames or frames[-1].filename.startswith(_EXPECTED):
+        return ""
+    outside = [frame for frame in frames if not frame.filename.startswith((_OWN, str(_TORCH)))]
+    return f"{outside[-1].filename}:{outside[-1].lineno}" if outside else ""

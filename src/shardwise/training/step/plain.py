@@ -14,7 +14,7 @@ from shardwise.parallel.collectives import unwrap
 from shardwise.parallel.counter_dropout import CounterMasks
 from shardwise.parallel.fused_loss import deferred_in_evaluation, deferring_heads, with_logits
 from shardwise.parallel.sharded import naming_outside_use
-from shardwise.training.step.compiled import HeadRegion, compiled_region, uncompiled_probe
+from shardwise.training.step.compiled import CompileWatch, HeadRegion, compiled_region, uncompiled_probe
 from shardwise.training.step.first_step_checks import LossCheck, OutputRows, check_counted
 from shardwise.training.step.module_step import LocalState, ModuleStep, make_states, states_of
 from shardwise.training.step.step import NOTHING, StepReport
@@ -69,6 +69,8 @@ class OptimizerStep(ModuleStep):
         self._heads = deferring_heads(model)
         self._loss_check: LossCheck | None = LossCheck(job.loss, parts.note)
         self._output_rows = OutputRows()
+        kind = parts.source.plan.compile
+        self._compile_watch = None if kind == "none" else CompileWatch(kind, parts.note)
 
     @property
     def num_parameters(self) -> int:
@@ -112,6 +114,8 @@ class OptimizerStep(ModuleStep):
 
     def _begin(self) -> None:
         """Set the learning rates of this step from the schedule."""
+        if self._compile_watch is not None:
+            self._compile_watch.begin()
         factor = self._rate_factor(self.number, self.length.num_steps)
         for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = base * factor
@@ -131,6 +135,8 @@ class OptimizerStep(ModuleStep):
         if not self._reports_loss:
             total = torch.zeros_like(total)  # multiplying by 0 would turn an infinite loss into NaN
         number, self.number = self.number, self.number + 1
+        if self._compile_watch is not None:
+            self._compile_watch.end(number)
         self._sync.finish_step(self.number)
         self.mark("data", self.number)
         reduced = None
