@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -186,48 +187,87 @@ def read(paths: list[Path]) -> list[Record]:
 def write_page(records: list[Record], page: Path = PAGE) -> None:
     """Replace the table in the page; every contender of a shape comes from the last command that measured it.
 
-    Rows of shapes that no record has are kept.
+    Rows and notes of contenders that no record has measured are kept.
     """
     before, _, rest = page.read_text().partition(START)
     table, _, after = rest.partition(END)
-    measured = {record.shape for record in records}
-    old = [line for line in table.splitlines() if line.startswith("| ")][1:]
-    kept = [line for line in old if line.split(" | ")[0].removeprefix("| ") not in measured]
-    page.write_text(before + START + markdown(records, kept) + END + after)
+    latest = latest_rows(records)
+    page.write_text(before + START + merged(table.splitlines(), latest, failures(records, latest)) + END + after)
 
 
-def markdown(records: list[Record], kept: list[str]) -> str:
-    """Return one table for all shapes, `kept` rows last, and a line for each contender that failed or has a note."""
+def latest_rows(records: list[Record]) -> dict[tuple[str, str], Row]:
+    """Return (shape, contender) -> the row of the last command that measured it, shapes in the order of the records."""
     latest: dict[tuple[str, str], Row] = {}
     for run in sorted({record.run for record in records}):
         for shape in dict.fromkeys(record.shape for record in records if record.run == run):
             rows = rows_of([record for record in records if record.run == run and record.shape == shape])
             latest |= {(shape, row.record.contender): row for row in rows}
-    shapes = dict.fromkeys(record.shape for record in records)
-    ordered = [row for shape in shapes for (owner, _), row in latest.items() if owner == shape]
-    machines = dict.fromkeys((row.record.device, row.record.torch) for row in ordered)
-    heads = (
-        "shape",
-        "contender",
-        "tokens/s",
-        "x hand-written",
-        "TFLOP/s",
-        "share",
-        "peak GiB",
-        "loss",
-        "cold / warm s",
-    )
+    shapes = list(dict.fromkeys(record.shape for record in records))
+    return dict(sorted(latest.items(), key=lambda item: shapes.index(item[0][0])))
+
+
+def failures(records: list[Record], latest: dict[tuple[str, str], Row]) -> dict[tuple[str, str], str]:
+    """Return (shape, contender) -> the error of each contender that was never measured."""
+    errors = {(record.shape, record.contender): record.error for record in records if record.error}
+    return {key: error for key, error in errors.items() if key not in latest}
+
+
+HEADS = (
+    "shape",
+    "contender",
+    "tokens/s",
+    "x hand-written",
+    "TFLOP/s",
+    "share",
+    "peak GiB",
+    "loss",
+    "cold / warm s",
+)
+
+
+def merged(table: list[str], latest: dict[tuple[str, str], Row], failed: dict[tuple[str, str], str]) -> str:
+    """Return one table of all shapes, new rows in place of old ones, and a line for each failure and note.
+
+    `table` are the lines of the old table, whose other rows, notes and machines are kept.
+    """
+    rows = {_row_key(line): line for line in table if line.startswith("| ") and _row_key(line) != HEADS[:2]}
+    rows |= {key: _line(row) for key, row in latest.items()}
+    shapes = list(dict.fromkeys(shape for shape, _ in rows))
+    ordered = sorted(rows, key=lambda key: shapes.index(key[0]))
+    notes = {_note_key(line): line for line in table if line.startswith("- ")}
+    notes = {key: line for key, line in notes.items() if key not in latest}
+    notes |= {(shape, name): f"- {shape}, {name}: failed, {error}" for (shape, name), error in failed.items()}
+    notes |= {key: f"- {', '.join(key)}: {row.record.note}" for key, row in latest.items() if row.record.note}
     lines = [
-        *(f"{device}, torch {torch}, bf16 matrix products at {_rates(ordered)} TFLOP/s." for device, torch in machines),
+        *_machines(table, list(latest.values()), keeps_rows=any(key not in latest for key in rows)),
         "",
-        f"| {' | '.join(heads)} |",
-        "|---" * len(heads) + "|",
-        *map(_line, ordered),
-        *kept,
+        f"| {' | '.join(HEADS)} |",
+        "|---" * len(HEADS) + "|",
+        *(rows[key] for key in ordered),
         "",
-        *_notes(records, latest),
+        *notes.values(),
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _row_key(line: str) -> tuple[str, str]:
+    """Return the shape and the contender of a row of the table."""
+    shape, contender = line.removeprefix("| ").split(" | ")[:2]
+    return shape, contender
+
+
+def _note_key(line: str) -> tuple[str, str]:
+    """Return the shape and the contender of a note below the table."""
+    shape, contender = line.removeprefix("- ").partition(":")[0].split(", ", 1)
+    return shape, contender
+
+
+def _machines(table: list[str], rows: list[Row], *, keeps_rows: bool) -> list[str]:
+    """Return a sentence for each machine that measured the rows; those of the old table stay if rows of it do."""
+    old = list(itertools.takewhile(bool, table)) if keeps_rows else []
+    new = dict.fromkeys((row.record.device, row.record.torch) for row in rows)
+    lines = [f"{device}, torch {torch}, bf16 matrix products at {_rates(rows)} TFLOP/s." for device, torch in new]
+    return list(dict.fromkeys((*old, *lines)))
 
 
 def _line(row: Row) -> str:
@@ -237,15 +277,6 @@ def _line(row: Row) -> str:
         f" {row.achieved_flops / 1e12:.0f} | {row.share:.1%} | {row.peak_bytes / 2**30:.1f} | {row.loss:.4f} |"
         f" {_seconds(row.cold_s)} / {_seconds(row.warm_s)} |"
     )
-
-
-def _notes(records: list[Record], latest: dict[tuple[str, str], Row]) -> list[str]:
-    notes = [f"- {shape}, {name}: {row.record.note}" for (shape, name), row in latest.items() if row.record.note]
-    failed = {(record.shape, record.contender): record.error for record in records if record.error}
-    notes += [
-        f"- {shape}, {name}: failed, {error}" for (shape, name), error in failed.items() if (shape, name) not in latest
-    ]
-    return notes
 
 
 def _rates(rows: list[Row]) -> str:

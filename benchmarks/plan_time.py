@@ -27,7 +27,8 @@ from shardwise.job import load_job, refer
 from shardwise.measurement.calibrate import calibrate
 from shardwise.measurement.step import measure_ranks, rehearse
 from shardwise.planner.cost.time import predict_time
-from shardwise.planner.search.search import Question, search
+from shardwise.planner.search.question import Question
+from shardwise.planner.search.search import search
 from shardwise.planner.trace.trace import describe
 from shardwise.plans import Plan, Precision
 

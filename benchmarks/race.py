@@ -33,6 +33,7 @@ from shapes import GPT2, LLAMA_1B, LLAMA_3B
 from shardwise.hardware import probe_gpus
 from shardwise.job import load_job, refer
 from shardwise.measurement.race_worker import Race
+from shardwise.planner.search.question import FixedFields
 from shardwise.planner.search.race import describe_options, plan_variants, tune_plan
 from shardwise.planner.search.search import refused_by_rule
 from shardwise.planner.search.subject import job_question, search_plan
@@ -109,7 +110,7 @@ def choose(name: str, device: str) -> tuple[sw.Plan, sw.Plan, float]:
     """Return the predicted plan, the plan that auto chooses, and the seconds of the choice, with an empty cache."""
     reference = refer(f"{__file__}:{name}", {})
     job = load_job(reference)
-    predicted, why = search_plan(job, 1)
+    predicted, why = search_plan(job, FixedFields(), 1)
     if predicted is None:
         raise SystemExit(f"{name}: a plan {why}")
     with tempfile.TemporaryDirectory() as folder:

@@ -218,7 +218,7 @@ def holds_conditional(node: ast.AST) -> bool:
 EXTRAS = {
     "deepspeed", "mlx", "mpi4py", "transformers", "peft", "tensorboard", "wandb", "mlflow", "trackio", "safetensors",
     "torch", "numpy", "pynvml", "cloudpickle", "rich", "torchao",
-    "pyarrow", "fsspec", "tokenizers",
+    "pyarrow", "fsspec", "tokenizers", "PIL",
 }  # fmt: skip
 """What functions may import: torch, extras, and libraries that cost start-up time."""
 HEAVY = EXTRAS - {"numpy", "pynvml", "cloudpickle", "rich", "safetensors"}

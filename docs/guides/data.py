@@ -1,10 +1,12 @@
-"""Prepare documents as two corpora, describe one, read its tokens, and train a decoder on a mixture of both."""
+"""Prepare documents as two corpora, describe one, and train a decoder on a mixture of both; then train on images."""
 
 import json
+import tarfile
 import tempfile
 from pathlib import Path
 
 import fsspec
+from PIL import Image
 
 import shardwise as sw
 from shardwise.data.sources.iterables import ShardedIterable
@@ -72,3 +74,34 @@ data = sw.datasets.tokens(
 # </documents>
 tokens, targets = next(iter(data("train")))
 print(tokens.shape, targets.shape)
+
+for split, count in (("train", 8), ("test", 2)):
+    for name, color in (("blue", (0, 0, 200)), ("red", (200, 0, 0))):
+        (folder / split / name).mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (40, 30 + number), color).save(folder / split / name / f"{number}.jpg")
+for number in range(2):
+    with tarfile.open(folder / f"shard-{number:03d}.tar", "w") as tar:
+        (folder / "0.cls").write_text(str(number))
+        tar.add(folder / "train" / "red" / "0.jpg", "0.jpg")
+        tar.add(folder / "0.cls", "0.cls")
+
+# <images>
+job = sw.Job(
+    model=lambda: sw.models.resnet18(num_classes=2, stem="small"),
+    data=sw.datasets.images(folder / "train", test=folder / "test", size=32, augment=True),
+    loss=sw.losses.cross_entropy,
+    optimizer=sw.adamw(lr=1e-3),
+    batch_size=8,
+    steps=1,
+    num_workers=2,  # processes that decode images, per rank
+)
+# </images>
+with sw.world() as world:
+    sw.train(job, sw.Plan.preset("ddp", world.size, batch_size=8), world)
+
+# <tar>
+data = sw.datasets.webdataset(f"{folder}/shard-{{000..001}}.tar", fields=("jpg;png", "cls"), size=32)
+image, label = data("train")[1]
+# </tar>
+print(image.shape, label)

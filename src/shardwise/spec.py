@@ -17,6 +17,7 @@ import inspect
 import itertools
 import keyword
 import operator
+import re
 import textwrap
 import types
 import typing
@@ -269,8 +270,29 @@ def plain_type(hint: Any) -> Any:
 
 def _convert_path(kind: type, value: Any) -> Any:
     if kind is Path and isinstance(value, str | Path):
-        return Path(value)
+        return local_path(value)
     raise TypeError(f"Expected `{kind.__name__}`, got {value!r}")
+
+
+_REMOTE = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+"""A URL, or what is left of it in a Path, which has lost a slash."""
+
+
+def is_url(text: str | None) -> bool:
+    """Return whether a text is a URL, such as s3://bucket/run; a URL of a local file is one too."""
+    return text is not None and re.match(r"[A-Za-z][A-Za-z0-9+.:-]*://", text) is not None
+
+
+def local_path(path: Path | str) -> Path:
+    """Return a path, or raise InputError for a URL of object storage, of which Path would make a relative path."""
+    found = _REMOTE.match(str(path))
+    if found is None:
+        return Path(path)
+    raise InputError(
+        f"a local path is required, got a URL of {found[1]}://",
+        code="spec.path-is-url",
+        fix="download a checkpoint with train --resume URL, or copy the files, such as with aws s3 cp --recursive",
+    )
 
 
 SpecT = TypeVar("SpecT", bound=Spec)

@@ -73,6 +73,47 @@ def test_ratios_are_to_both_measurements_of_the_reference_of_the_same_command(bo
     assert text.endswith(after[1])
 
 
+def test_a_row_of_the_page_is_replaced_by_one_of_the_same_shape_and_contender_only(board_table, tmp_path):
+    page = tmp_path / "board.md"
+    old = "GPU, torch 1, bf16 matrix products at 500 TFLOP/s.\n\n| shape | contender | tokens/s |\n|---|---|---|\n"
+    old += "| a | hand-written | 10 |\n| a | float8 | 20 |\n| b | hand-written | 30 |\n\n"
+    old += "- a, float8: an old note\n- a, fabric: failed, OutOfMemoryError\n- b, float8: failed, ValueError: x, y\n"
+    page.write_text(f"before\n{board_table.START}{old}{board_table.END}after\n")
+    record = board_table.Record(
+        run="1",
+        device="GPU",
+        torch="2",
+        matmul_flops=1e15,
+        shape="a",
+        contender="float8",
+        num_parameters=10,
+        rows=2,
+        context=5,
+        flops=1e14,
+        rates=(4.0,),
+        losses=(1.0,),
+    )
+    fabric = dataclasses.replace(record, contender="fabric", note="now it fits")
+    board_table.write_page([record, fabric], page)
+    lines = page.read_text().splitlines()
+    rows = [line.split(" | ")[:3] for line in lines if line.startswith("| ")]
+    assert rows[1:] == [
+        ["| a", "hand-written", "10 |"],
+        ["| a", "float8", "40"],
+        ["| a", "fabric", "40"],
+        ["| b", "hand-written", "30 |"],
+    ]
+    assert [line for line in lines if line.startswith("GPU")] == [
+        "GPU, torch 1, bf16 matrix products at 500 TFLOP/s.",
+        "GPU, torch 2, bf16 matrix products at 1000 TFLOP/s.",
+    ]
+    assert [line for line in lines if line.startswith("- ")] == [
+        "- b, float8: failed, ValueError: x, y",
+        "- a, fabric: now it fits",
+    ]
+    assert (lines[0], lines[-1]) == ("before", "after")
+
+
 @pytest.mark.slow
 def test_the_command_measures_on_a_cpu_and_a_failing_contender_leaves_the_others(board_table, tmp_path):
     fails = tmp_path / "fails.py"

@@ -69,6 +69,16 @@ def one_token(folder):
     replaced('"corpus"}, length=32, packed=True', '"corpus.npy"}, length=32')(folder)
 
 
+def other_test(tokens):
+    """Return a change that evaluates on a file of token ids of a larger vocabulary."""
+
+    def change(folder):
+        np.save(folder / "test.npy", np.array(tokens, np.uint16))
+        replaced('"corpus"}, length=32, packed=True', '"corpus"}, length=32, test="test.npy"')(folder)
+
+    return change
+
+
 PACKED = "packed=True"
 BAD = {
     "missing shard": (without("shard-00000.bin"), "data.shard-missing", ["shard-00000.bin"]),
@@ -85,6 +95,9 @@ BAD = {
     "unknown source": (replaced(PACKED, 'proportions={"wbe": 1}'), "data.source-unknown", ["wbe"]),
     "small vocabulary": (replaced("257", "256"), "data.vocabulary-too-large", ["web", 257, 256]),
     "small embedding": (own_model, "data.vocabulary-too-large", ["web", 257, 256]),
+    "test ids": (other_test([*range(64), 300]), "data.token-outside-vocabulary", ["test", 300, 257]),
+    "empty test": (other_test([]), "data.no-tokens", ["test.npy"]),
+    "short test": (other_test([5]), "data.source-empty", ["test", 32]),
     "no tokens": (one_token, "data.source-empty", ["web"]),
 }
 

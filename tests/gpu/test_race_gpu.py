@@ -8,7 +8,7 @@ import torch
 from jobs import token_job_text
 from shardwise.job import load_job, refer
 from shardwise.planner.search import race
-from shardwise.planner.search.race import run_race
+from shardwise.planner.search.race_process import run_race
 from shardwise.planner.settle import Tuning, local_device, settle_job_plan
 from shardwise.plans import Plan
 from shardwise.plans.toml import plan_to_toml

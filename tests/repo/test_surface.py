@@ -123,6 +123,7 @@ SURFACE = {
         "--keep",
         "--must-save",
         "--resume",
+        "--upload",
         "--max-restarts",
         "--nnodes",
         "--node-rank",

@@ -6,9 +6,6 @@ write, and every rank raises the same error at the next call.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.checkpoint.disk import run_in_background
 from shardwise.checkpoint.shard import byte_view
 from shardwise.checkpoint.write import PlannedSave, SaveReport
 
@@ -27,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_NICENESS = 10
-"""Niceness of the writing thread, so that training has priority. On Linux, niceness is set per thread."""
+NICENESS = 10
+"""Niceness of the threads that save and upload, so that training has priority."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +52,11 @@ class AsyncSaver:
     """Saves checkpoints in a background thread, one at a time.
 
     `group` must be a gloo process group that no other code uses, because the thread communicates while training does.
+    `on_saved` is called by the thread with each published checkpoint, and must not raise.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None, on_saved: Callable[[SaveReport], None] | None = None) -> None:
+        self._group, self._on_saved = group, on_saved
         self._staging = Staging()
         self._pending: Future[SaveReport] | None = None
 
@@ -76,7 +75,14 @@ class AsyncSaver:
         planned_s, clock = time.perf_counter() - clock, time.perf_counter()
         copies = self._stage(planned)
         copied_s = time.perf_counter() - clock
-        self._pending = _run_in_background(lambda: planned.write(copies.result))
+
+        def write() -> SaveReport:
+            report = planned.write(copies.result)
+            if self._on_saved is not None:
+                self._on_saved(report)
+            return report
+
+        self._pending = run_in_background(write, "checkpoint", niceness=NICENESS)
         return StallReport(waited_s, planned_s, copied_s, planned.bytes_here, previous)
 
     def finish(self) -> SaveReport | None:
@@ -104,22 +110,6 @@ class AsyncSaver:
         except Exception as error:  # noqa: BLE001 - raising here would raise on one rank only
             copies.set_exception(error)
         return copies
-
-
-def _run_in_background(work: Callable[[], SaveReport]) -> Future[SaveReport]:
-    """Run `work` in a daemon thread of low priority."""
-    result: Future[SaveReport] = Future()
-
-    def run() -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        try:
-            result.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - re-raised by Future.result()
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return result
 
 
 CHUNK = 1 << 30

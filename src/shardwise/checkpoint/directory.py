@@ -11,26 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.checkpoint.disk import (
-    BEST,
-    LATEST,
     DamagedError,
     no_results,
-    parse_name,
     remove_atomically,
     replace_synced,
     run_collectively,
     size_of,
 )
-from shardwise.checkpoint.manifest import MANIFEST, read_manifest, read_regular
+from shardwise.checkpoint.manifest import read_manifest, read_regular
+from shardwise.checkpoint.names import BEST, LATEST, MANIFEST, parse_name
 from shardwise.checkpoint.read import load
 from shardwise.checkpoint.shard import find_damage
-from shardwise.checkpoint.spec import CheckReport, ListingRow, ListReport, PruneReport
-from shardwise.errors import InputError, nearest
-from shardwise.runs.console import CHECK_FAILED, DONE
-from shardwise.runs.directory import parse_keep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import torch.distributed as dist
     from torch import Tensor
@@ -38,7 +32,6 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.manifest import Manifest
     from shardwise.checkpoint.read import Forecast, LoadReport
     from shardwise.checkpoint.shard import Damage
-    from shardwise.checkpoint.spec import CheckSpec, ListSpec, PruneSpec
     from shardwise.runs.directory import Keep
 
 
@@ -77,7 +70,7 @@ class CheckpointDirectory:
         entries = []
         for path in self.paths():
             with contextlib.suppress(DamagedError):
-                entries.append(_entry(path))
+                entries.append(entry_of(path, read_manifest(path)))
         return sorted(entries, key=lambda entry: entry.saved_at)
 
     def newest_good(self, *, deep: bool) -> tuple[CheckpointEntry | None, list[Damage]]:
@@ -89,25 +82,25 @@ class CheckpointDirectory:
         for path in self.paths():
             found = find_damage(path, deep=deep)
             if not found:
-                return _entry(path), damages
+                return entry_of(path, read_manifest(path)), damages
             damages += found
         return None, damages
 
-    def prune(self, keep: Keep, *, deep: bool = False) -> list[Path]:
+    def prune(self, keep: Keep, *, deep: bool = False, spare: Collection[Path] = ()) -> list[Path]:
         """Remove the checkpoints that no rule of `keep` retains and return their paths; call on one rank only.
 
         The newest intact checkpoint is never removed; if no checkpoint is intact, none is removed. With `deep`,
-        checksums are verified to find it, which is not needed directly after a save.
+        checksums are verified to find it, which is not needed directly after a save. `spare` are not removed now.
         """
         newest, _ = self.newest_good(deep=deep)
         if newest is None:
             return []
         entries, removed = self.entries(), []
-        for best in _best_first(entries, keep)[:1]:
+        for best in best_first(entries, keep)[:1]:
             with contextlib.suppress(OSError):  # a full disk must not end a training
                 replace_synced(self.path / BEST, best.path.name.encode())
         for entry in to_remove(entries, keep, now=time.time()):
-            if entry.path != newest.path:
+            if entry.path != newest.path and entry.path not in spare:
                 remove_atomically(entry.path)
                 removed.append(entry.path)
         return removed
@@ -189,12 +182,12 @@ def _read_on_all_ranks(path: Path, group: dist.ProcessGroup | None) -> Manifest:
     return read[0]
 
 
-def _entry(path: Path) -> CheckpointEntry:
-    manifest = read_manifest(path)
-    return CheckpointEntry(path, manifest.step, manifest.saved_at, manifest.num_bytes, _metrics(manifest))
+def entry_of(path: Path, manifest: Manifest) -> CheckpointEntry:
+    """Return the entry of a checkpoint with this manifest."""
+    return CheckpointEntry(path, manifest.step, manifest.saved_at, manifest.num_bytes, metrics_of(manifest))
 
 
-def _metrics(manifest: Manifest) -> dict[str, float]:
+def metrics_of(manifest: Manifest) -> dict[str, float]:
     """Return the numeric values of `facts["metrics"]`."""
     metrics: Any = manifest.facts.get("metrics")
     if not isinstance(metrics, dict):
@@ -222,78 +215,12 @@ def to_remove(entries: Sequence[CheckpointEntry], keep: Keep, *, now: float) -> 
     retained = list(entries[-(keep.last or 1) :])
     if keep.age_s is not None:
         retained += [entry for entry in entries if now - entry.saved_at < keep.age_s]
-    retained += _best_first(entries, keep)[: keep.best]
+    retained += best_first(entries, keep)[: keep.best]
     return [entry for entry in entries if entry not in retained]
 
 
-def _best_first(entries: Sequence[CheckpointEntry], keep: Keep) -> list[CheckpointEntry]:
+def best_first(entries: Sequence[CheckpointEntry], keep: Keep) -> list[CheckpointEntry]:
     """Return the entries with a finite value of the metric of `keep`; of equal values the newest is the best."""
     measured = [entry for entry in entries if math.isfinite(entry.metrics.get(keep.metric, math.nan))]
     sign = -1 if keep.highest else 1
     return sorted(measured, key=lambda entry: (sign * entry.metrics[keep.metric], -entry.saved_at))
-
-
-def list_checkpoints(spec: ListSpec) -> ListReport:
-    """List the checkpoints at a path by step, checking manifests, file sizes and headers."""
-    return ListReport(rows=_list(spec.path, deep=False))
-
-
-def check_checkpoints(spec: CheckSpec) -> CheckReport:
-    """Verify the checksums of the checkpoints at a path."""
-    rows = _list(spec.path, deep=True)
-    return CheckReport(rows=rows, exit_code=CHECK_FAILED if any(row.damages for row in rows) else DONE)
-
-
-def prune_checkpoints(spec: PruneSpec) -> PruneReport:
-    """Remove the checkpoints that no rule retains, except the newest intact checkpoint."""
-    keep = parse_keep(spec.keep)
-    rows = _list(spec.path, deep=False)
-    if [row.path for row in rows] == [follow_name(spec.path)]:
-        raise InputError(
-            f"{spec.path} must be a directory of checkpoints, got a single checkpoint",
-            code="checkpoint.single-checkpoint",
-            fix="pass the run directory or the parent directory",
-        )
-    metrics = set().union(*(row.metrics for row in rows))
-    if keep.metric and keep.metric not in metrics:
-        raise InputError(
-            f"no checkpoint in {spec.path} contains the metric {keep.metric!r}",
-            code="checkpoint.metric-unknown",
-            fix=nearest(keep.metric, metrics) if metrics else "use a count or an age, such as --keep 3 or --keep 2d",
-        )
-    removed = CheckpointDirectory(rows[0].path.parent).prune(keep, deep=True)
-    return PruneReport(removed=tuple(removed), num_kept=len(rows) - len(removed))
-
-
-def _list(path: Path, *, deep: bool) -> tuple[ListingRow, ...]:
-    found = find_checkpoints(path)
-    if not found:
-        raise InputError(
-            f"{path} contains no checkpoint",
-            code="checkpoint.none-found",
-            fix="pass a run directory, a directory of checkpoints, or a checkpoint",
-        )
-    directory = CheckpointDirectory(found[0].parent)
-    latest, best = directory.named(LATEST), directory.named(BEST)
-    rows = [_row(each, is_latest=each == latest, is_best=each == best, deep=deep) for each in found]
-    return tuple(sorted(rows, key=lambda row: (row.step or 0, row.path.name)))
-
-
-def _row(path: Path, *, is_latest: bool, is_best: bool, deep: bool) -> ListingRow:
-    damages = tuple(map(str, find_damage(path, deep=deep)))
-    try:
-        manifest = read_manifest(path)
-    except DamagedError:
-        step, _ = parse_name(path.name) or (None, None)
-        return ListingRow(path=path, is_latest=is_latest, is_best=is_best, damages=damages, step=step)
-    return ListingRow(
-        path=path,
-        is_latest=is_latest,
-        is_best=is_best,
-        damages=damages,
-        step=manifest.step,
-        saved_at=manifest.saved_at,
-        num_bytes=manifest.num_bytes,
-        layout=str(manifest.facts.get("layout", "")),
-        metrics=_metrics(manifest),
-    )

@@ -1,4 +1,4 @@
-"""Checkpoint errors and file names, crash-safe file operations, and operations that raise on every rank or on none."""
+"""Checkpoint errors, crash-safe file operations, and operations that raise on every rank or on none."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import secrets
 import shutil
 import socket
+import threading
 import time
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
 from zlib_ng import zlib_ng
@@ -221,31 +222,6 @@ def as_shardwise_error(error: Exception) -> ShardwiseError:
     return CheckpointError(f"{type(error).__name__}: {error}", code="checkpoint.unexpected-error")
 
 
-LATEST = "latest"
-"""Name of the file that contains the name of the newest checkpoint."""
-BEST = "best"
-"""Name of the file that contains the name of the best checkpoint by the metric of --keep."""
-
-_NAME = re.compile(r"step-(\d{8,18})(?:~(\d{1,9}))?")
-
-
-def name_of(step: int, attempt: int = 1) -> str:
-    """Return the directory name of a step. The second save of the same step is named "step-NNNNNNNN~2"."""
-    name = f"step-{step:08d}"
-    return name if attempt == 1 else f"{name}~{attempt}"
-
-
-def parse_name(name: str) -> tuple[int, int] | None:
-    """Return the step and attempt in the name of a checkpoint directory, or None if the name has a different format."""
-    match = _NAME.fullmatch(name)
-    return None if match is None else (int(match[1]), int(match[2] or 1))
-
-
-def shard_name(rank: int) -> str:
-    """Return the name of the shard file of a rank."""
-    return f"rank-{rank:05d}.safetensors"
-
-
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -265,6 +241,48 @@ def run_collectively(
         return combined
     cause = result.cause if isinstance(result, _RankFailure) else reply.cause
     raise reply.as_error(operation, size_of(group)) from cause
+
+
+_POLL_S = 0.2
+
+
+def run_on_main(group: dist.ProcessGroup | None, operation: str, work: Callable[[], R]) -> R:
+    """Run `work` on rank 0 of the group and return its result on every rank; call on every rank.
+
+    Communicates over `group` every 0.2 s: ranks that wait in one collective for long would exceed its timeout.
+    """
+    if group is None:
+        return run_collectively(None, operation, work, lambda results: results)
+    pending: Future[R] | None = None
+    if rank_in(group) == 0:
+        pending = run_in_background(work, operation)
+
+    def poll() -> tuple[bool, R | None]:
+        if pending is None:
+            return False, None
+        wait([pending], _POLL_S)
+        return (True, pending.result()) if pending.done() else (False, None)
+
+    is_done, result = False, None
+    while not is_done:
+        is_done, result = run_collectively(group, operation, poll, lambda states: [states[0]] * len(states))
+    return cast("R", result)
+
+
+def run_in_background(work: Callable[[], R], name: str, *, niceness: int = 0) -> Future[R]:
+    """Run `work` in a daemon thread. On Linux, niceness is set per thread."""
+    result: Future[R] = Future()
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - re-raised by Future.result()
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
 
 
 def no_results(results: list[Any]) -> list[None]:

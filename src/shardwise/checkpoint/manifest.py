@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.disk import CheckpointError, DamagedError, crc32_text, parse_name
+from shardwise.checkpoint.disk import CheckpointError, DamagedError, crc32_text
+from shardwise.checkpoint.names import MANIFEST, parse_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -56,7 +57,6 @@ DTYPES = {
 """Supported dtypes by their name in the safetensors format."""
 CODES = dict(zip(DTYPES.values(), DTYPES, strict=True))
 """The safetensors name of each dtype."""
-MANIFEST = "manifest.json"
 FORMAT = "shardwise-checkpoint"
 VERSION = 1
 MAX_BYTES = 1 << 30

@@ -13,7 +13,8 @@ import msgspec
 import torch
 
 from shardwise.checkpoint.disk import DamagedError, crc32, crc32_text
-from shardwise.checkpoint.manifest import DTYPES, MANIFEST, open_regular, read_manifest
+from shardwise.checkpoint.manifest import DTYPES, open_regular, read_manifest
+from shardwise.checkpoint.names import MANIFEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardwise.checkpoint.manifest import Manifest
+    from shardwise.data.storage.locations import Location
 
 
 T = TypeVar("T")
@@ -76,7 +78,7 @@ class ShardLayout:
         return cls(header, ranges, start + end)
 
 
-def layouts_of(checkpoint: Path, manifest: Manifest, files: Collection[str]) -> dict[str, ShardLayout]:
+def layouts_of(checkpoint: Location, manifest: Manifest, files: Collection[str]) -> dict[str, ShardLayout]:
     """Return the layout that the manifest of a checkpoint implies for each of the shard files `files`."""
     tensors: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {file: {} for file in files}
     for name, entry in manifest.tensors.items():

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from shardwise.data.storage.locations import RemotePath, check_url
 from shardwise.errors import InputError
 from shardwise.runs.console import render_table
 from shardwise.runs.directory import parse_keep
-from shardwise.spec import NonNegativeInt, PositiveInt, Report, Spec, argument, option
+from shardwise.spec import NonNegativeInt, PositiveInt, Report, Spec, argument, is_url, option
 from shardwise.units import MISSING, format_bytes_si
 
 if TYPE_CHECKING:
@@ -27,8 +28,15 @@ Kind = Literal["torch", "dcp", "hf", "mlx", "peft", "deepspeed", "shardwise"]
 class ListSpec(Spec, frozen=True, kw_only=True):
     """The request to list checkpoints."""
 
-    path: Annotated[Path, argument("PATH")]
-    """A run directory, a directory of checkpoints, or a checkpoint."""
+    path: Annotated[str, argument("PATH")]
+    """A run directory, a directory of checkpoints, or a checkpoint; also the URL of one on object storage."""
+
+    def __post_init__(self) -> None:
+        """Accept a Path, and reject URLs that contain secrets."""
+        msgspec.structs.force_setattr(self, "path", str(self.path))
+        super().__post_init__()
+        if is_url(self.path):
+            check_url(self.path)
 
 
 class CheckSpec(ListSpec, frozen=True, kw_only=True):
@@ -101,7 +109,7 @@ _MAX_FACT_LENGTH = 300
 class ListingRow(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint in a listing; if its manifest is unreadable, the fields read from it are None or empty."""
 
-    path: Path
+    path: Path | RemotePath
     is_latest: bool
     damages: tuple[str, ...]
     step: int | None

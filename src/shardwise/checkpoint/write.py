@@ -17,17 +17,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.checkpoint.disk import (
-    LATEST,
     CheckpointError,
     lock,
-    name_of,
-    parse_name,
     rank_in,
     remove_atomically,
     remove_temporary_files,
     replace_synced,
     run_collectively,
-    shard_name,
     sync_directory,
     temporary_name,
     unlock,
@@ -36,7 +32,6 @@ from shardwise.checkpoint.disk import (
 )
 from shardwise.checkpoint.manifest import (
     CODES,
-    MANIFEST,
     Manifest,
     Piece,
     TensorEntry,
@@ -47,6 +42,7 @@ from shardwise.checkpoint.manifest import (
     local_data,
     propose,
 )
+from shardwise.checkpoint.names import LATEST, MANIFEST, name_of, parse_name, shard_name
 from shardwise.checkpoint.shard import ShardLayout, write_shard
 
 if TYPE_CHECKING:
@@ -220,15 +216,8 @@ class Publication:
                 )
         write_synced(temporary / MANIFEST, encode(manifest))
         sync_directory(temporary)
-        older = _attempts(self._step, self._directory)
-        path = self._directory / name_of(self._step, max(older.values(), default=0) + 1)
-        temporary.rename(path)
+        path = publish_directory(temporary, self._directory, self._step)
         self._temporary = None
-        sync_directory(self._directory)
-        replace_synced(self._directory / LATEST, path.name.encode())
-        for replaced in older:
-            with contextlib.suppress(OSError):  # a previous save of the step that cannot be removed is harmless
-                remove_atomically(replaced)
         return [Published(path, manifest.num_bytes)] * len(results)
 
     def close(self) -> None:
@@ -259,6 +248,22 @@ class Publication:
                 code="checkpoint.tensors-incomplete",
             )
         return manifest
+
+
+def publish_directory(temporary: Path, directory: Path, step: int) -> Path:
+    """Rename a complete and flushed checkpoint to the name of its step, update `latest` and return its path.
+
+    Previous saves of the step are removed afterwards. The caller must own the lock of the directory.
+    """
+    older = _attempts(step, directory)
+    path = directory / name_of(step, max(older.values(), default=0) + 1)
+    temporary.rename(path)
+    sync_directory(directory)
+    replace_synced(directory / LATEST, path.name.encode())
+    for replaced in older:
+        with contextlib.suppress(OSError):  # a previous save of the step that cannot be removed is harmless
+            remove_atomically(replaced)
+    return path
 
 
 def _attempts(step: int, directory: Path) -> dict[Path, int]:

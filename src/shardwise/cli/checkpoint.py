@@ -18,8 +18,8 @@ def command() -> None:
 @command.command("ls", no_args_is_help=True)
 @spec_options(ListSpec)
 def ls(spec: ListSpec) -> int:
-    """List the checkpoints of a run directory or another directory; verifies file sizes and headers only."""
-    from shardwise.checkpoint.directory import list_checkpoints
+    """List the checkpoints of a run directory, another directory or a URL; verifies file sizes and headers only."""
+    from shardwise.checkpoint.listing import list_checkpoints
 
     return present(list_checkpoints(spec))
 
@@ -37,7 +37,7 @@ def inspect(spec: InspectSpec) -> int:
 @spec_options(CheckSpec)
 def check(spec: CheckSpec) -> int:
     """Verify the checksums of all files; the exit code is 3 if a checkpoint is damaged."""
-    from shardwise.checkpoint.directory import check_checkpoints
+    from shardwise.checkpoint.listing import check_checkpoints
 
     return present(check_checkpoints(spec))
 
@@ -55,7 +55,7 @@ def diff(spec: DiffSpec) -> int:
 @spec_options(PruneSpec)
 def prune(spec: PruneSpec) -> int:
     """Remove old checkpoints. The newest intact one is always kept."""
-    from shardwise.checkpoint.directory import prune_checkpoints
+    from shardwise.checkpoint.listing import prune_checkpoints
 
     return present(prune_checkpoints(spec))
 

@@ -296,7 +296,7 @@ def _click_type(kind: Any, bounds: msgspec.Meta | None) -> Any:
     if typing.get_origin(kind) is Literal:
         return click.Choice([str(choice) for choice in typing.get_args(kind)])
     if kind is Path:
-        return click.Path(path_type=Path)
+        return click.Path()  # a str, so that the Spec can refuse a URL, of which Path removes a slash
     if bounds is None:
         return kind
     if bounds.gt is not None:

@@ -6,14 +6,15 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows
 from shardwise.data.cursor import Cursor
 from shardwise.data.feed import LoadedStep
-from shardwise.data.loaders import worker_generator
+from shardwise.data.loaders import raise_errors, read_in_worker, worker_generator
 from shardwise.data.row_reads import BatchMemory
-from shardwise.errors import DataError
+from shardwise.data.sources.source import outside_vocabulary, vocabulary_too_large
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from shardwise.data.cursor import Slices
     from shardwise.data.row_reads import RowRequest
+    from shardwise.errors import DataError, InputError
 
 Batch = list["Tensor"]
 """The fields of rows, int64 [rows, length]."""
@@ -84,17 +86,13 @@ class CorpusLoader:
         for name, source in self._corpus.sources.items():
             size = getattr(source, "vocab_size", None)
             if size is not None and size > vocab_size:
-                raise DataError(
-                    f"source {name} has a vocabulary of {size} ids, but the model has {vocab_size}",
-                    code="data.vocabulary-too-large",
-                    fix=f"set the vocabulary size of the model to {size} or more, or use another tokenizer",
-                )
+                raise vocabulary_too_large(name, size, vocab_size)
             if size is None:
                 self._reads.vocab_size = vocab_size
 
     def steps(self) -> Iterator[LoadedStep]:
         """Yield the steps of this rank in order, each with the position after it."""
-        slices, batches = self._slices, iter(self._batches)
+        slices, batches = self._slices, raise_errors(self._batches)
         rows = [slices.micro_batch] * slices.accumulation
         for _ in self._range:
             loaded = list(islice(batches, slices.accumulation))
@@ -135,25 +133,24 @@ class _RowReads(Dataset[Any]):
         self.vocab_size: int | None = None
         """Vocabulary size of the model, if a source does not know the ids that occur in it."""
 
-    def __getitems__(self, request: RowRequest) -> Batch:
+    def __getitems__(self, request: RowRequest) -> Batch | InputError:
         """Return the fields of these rows in new tensors."""
-        return self.read(request, BatchMemory())
+        return read_in_worker(lambda request: self.read(request, BatchMemory()), request)
 
     def read(self, request: RowRequest, memory: BatchMemory) -> Batch:
         """Return the fields of these rows; raises DataError if a token id is outside the model's vocabulary."""
         fields = self._corpus.read(request, memory)
-        if self.vocab_size is not None and int(fields[0].max()) >= self.vocab_size:
-            raise self._outside(request, fields[0].amax(dim=1), self.vocab_size)
+        if self.vocab_size is not None:
+            inputs, targets = fields[0], fields[-1]
+            # Only the last target of a row is not one of its inputs.
+            if max(int(inputs.max()), int(targets[:, -1].max())) >= self.vocab_size:
+                raise self._outside(request, torch.maximum(inputs, targets).amax(dim=1), self.vocab_size)
         return fields
 
     def _outside(self, request: RowRequest, highest: Tensor, vocab_size: int) -> DataError:
         row = int(highest.argmax())
         name = list(self._corpus.sources)[int(request.sources[row])]
-        return DataError(
-            f"source {name} has the token id {int(highest[row])}, but the model has {vocab_size}",
-            code="data.token-outside-vocabulary",
-            fix=f"set the vocabulary size of the model to {int(highest[row]) + 1} or more, or use its tokenizer",
-        )
+        return outside_vocabulary(name, int(highest[row]), vocab_size)
 
 
 class _InProcessReads:

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shardwise.data.documents import documents
+from shardwise.data.images import images
+from shardwise.data.tar_files import webdataset
 from shardwise.data.token_datasets import tokens
 from shardwise.errors import DataError, nearest
 
@@ -25,7 +27,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ("digits", "documents", "fashion_mnist", "idx_folder", "mnist", "text", "tokens")
+__all__ = (
+    "digits",
+    "documents",
+    "fashion_mnist",
+    "idx_folder",
+    "images",
+    "mnist",
+    "text",
+    "tokens",
+    "webdataset",
+)
 
 DIGITS = Path(__file__).parent / "files" / "digits"
 WHITE = 255

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from shardwise.data.cursor import Cursor, SamplePositions, sample_ids
 from shardwise.data.feed import LoadedStep
 from shardwise.data.rows import Collated, CountedCollate
-from shardwise.errors import DataError
+from shardwise.errors import DataError, InputError
 from shardwise.job.generators import (
     KINDS,
     host_generators,
@@ -24,6 +24,8 @@ from shardwise.job.generators import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+
+    from torch.utils.data import Subset
 
     from shardwise.data.cursor import Slices
     from shardwise.job import Job
@@ -70,7 +72,7 @@ class IndexLoader:
 
     def steps(self) -> Iterator[LoadedStep]:
         """Yield the steps of this rank in order."""
-        slices, batches = self._slices, iter(self._batches)
+        slices, batches = self._slices, raise_errors(self._batches)
         whole_steps, whole_rows = slices.length // slices.batch_size, [slices.micro_batch] * slices.accumulation
         own_rows = slices.micro_batch * slices.accumulation
         for number in self._range:
@@ -128,7 +130,7 @@ class _InProcessBatches:
         self._reads = reads
 
     def __iter__(self) -> Iterator[Collated]:
-        return map(self._reads.__getitems__, self._loader.requests())
+        return map(self._reads.read, self._loader.requests())
 
 
 class _BatchRequests:
@@ -210,8 +212,12 @@ class SeededReads(Dataset[Any]):
         self._used_generators: set[str] = set()
         """Names of the generators that the dataset and the collate function used during observation."""
 
-    def __getitems__(self, request: Request) -> Collated:
+    def __getitems__(self, request: Request) -> Collated | InputError:
         """Return the collated micro-batch of a request."""
+        return read_in_worker(self.read, request)
+
+    def read(self, request: Request) -> Collated:
+        """Return the collated micro-batch of a request; errors of the dataset are raised."""
         ids = request.ids
         if not self._num_observed and not self._used_generators:
             if self._tensors is not None:
@@ -246,6 +252,46 @@ class SeededReads(Dataset[Any]):
         return value
 
 
+class CollatedReads(Dataset[Any]):
+    """A dataset that reads and collates one micro-batch at a time, without seeds."""
+
+    def __init__(self, dataset: Subset[Any], collate: Callable[[list[Any]], Collated]) -> None:
+        self._dataset, self._collate = dataset, collate
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, ids: list[int]) -> Collated | InputError:
+        """Return the collated micro-batch of these ids."""
+        return read_in_worker(lambda ids: self._collate(self._dataset.__getitems__(ids)), ids)
+
+
 def already_collated(batch: Collated) -> Collated:
-    """Return the batch unchanged: the collate function of a DataLoader over SeededReads."""
+    """Return the batch unchanged: the collate function of a DataLoader over SeededReads or CollatedReads."""
     return batch
+
+
+# Errors of DataLoader workers. torch creates the exception of a worker again from its traceback, as a RuntimeError
+# without the code and the exit code of ours: so a worker returns such an error as if it were a batch.
+
+
+RequestT = TypeVar("RequestT")
+BatchT = TypeVar("BatchT")
+
+
+def read_in_worker(read: Callable[[RequestT], BatchT], request: RequestT) -> BatchT | InputError:
+    """Return `read(request)` or, in a DataLoader worker, the InputError that it raised, for `raise_errors`."""
+    try:
+        return read(request)
+    except InputError as error:
+        if get_worker_info() is None:
+            raise
+        return error
+
+
+def raise_errors(batches: Iterable[BatchT | InputError]) -> Iterator[BatchT]:
+    """Yield batches, and raise the error that a DataLoader worker returned in the place of a batch."""
+    for batch in batches:
+        if isinstance(batch, InputError):
+            raise batch
+        yield batch

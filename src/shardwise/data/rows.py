@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from shardwise.errors import DataError, JobError, PlanError
 from shardwise.job.generators import untouched_generators
@@ -198,8 +198,10 @@ class CountedCollate:
 
 
 def stack_samples(samples: list[Any]) -> Any:
-    """Collate like torch's default_collate, with a faster path for tuples of tensors."""
+    """Collate like torch's default_collate, with a faster path for tuples of tensors outside of DataLoader workers."""
     first = samples[0]
+    if get_worker_info() is not None:
+        return default_collate(samples)  # which stacks tensors in shared memory: images need one copy less
     if type(first) is tuple and all(type(value) is torch.Tensor for value in first):
         return [torch.stack(values) for values in zip(*samples, strict=True)]
     return default_collate(samples)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from shardwise.data.cursor import Cursor, Slices
 from shardwise.data.feed import StreamPosition
-from shardwise.data.loaders import IndexLoader, Request, SeededReads, already_collated, dataset_length
+from shardwise.data.loaders import IndexLoader, Request, SeededReads, already_collated, dataset_length, raise_errors
 from shardwise.data.rows import CountedCollate, move
 from shardwise.data.streams import StreamLoader
 from shardwise.errors import DataError
@@ -345,7 +345,7 @@ class EvaluationLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches on its device."""
-        for collated in self._batches:
+        for collated in raise_errors(self._batches):
             yield self._rank.to_device(collated.batch)
 
 

@@ -18,6 +18,7 @@ from shardwise.data.row_groups import make_group
 from shardwise.data.row_reads import BatchMemory, RowRequest, read_packed, read_windows
 from shardwise.data.sources.iterables import ShardedIterable
 from shardwise.data.sources.open import open_source
+from shardwise.data.sources.source import outside_vocabulary, vocabulary_too_large
 from shardwise.data.storage.locations import locate
 from shardwise.errors import DataError, nearest
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     """A path for `open_source`, documents that are tokenized during training, or a source."""
     Proportions = Mapping[str, float]
 
+_TEST = "test"
+"""Name of the source of the test split in errors."""
 _ONLY = "tokens"
 """Name of a source that is passed without one."""
 
@@ -48,6 +51,19 @@ class TokenRows(Dataset[tuple[Tensor, ...]]):
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
+
+    def limit_ids(self, vocab_size: int) -> None:
+        """Raise DataError if a token id is not below `vocab_size`; reads all tokens if the vocabulary is unknown."""
+        size = getattr(self._source, "vocab_size", None)
+        if size is not None and size > vocab_size:
+            raise vocabulary_too_large(_TEST, size, vocab_size)
+        if size is not None:
+            return
+        for row in range(len(self)):
+            inputs, *_, targets = self[row]
+            highest = max(int(inputs.max()), int(targets.max()))
+            if highest >= vocab_size:
+                raise outside_vocabulary(_TEST, highest, vocab_size)
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         if not 0 <= index < len(self):
@@ -142,7 +158,14 @@ class _TokenData:
             return self._corpus()
         if self.test is None:
             return None
-        return TokenRows(_open("test", self.test), self.length, packed=bool(self.packed))
+        rows = TokenRows(_open(_TEST, self.test), self.length, packed=bool(self.packed))
+        if not len(rows):
+            raise DataError(
+                f"source {_TEST} has no row of {self.length} tokens, so there is nothing to evaluate",
+                code="data.source-empty",
+                fix="pass a test source with documents, or omit test=",
+            )
+        return rows
 
     def _corpus(self) -> Corpus:
         sources = {name: _open(name, given) for name, given in self.given.items()}

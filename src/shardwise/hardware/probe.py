@@ -61,6 +61,33 @@ def probe_gpus() -> tuple[Gpu, ...]:
         pynvml.nvmlShutdown()
 
 
+def driver_version() -> str:
+    """Return the version of the NVIDIA driver, without initializing CUDA; empty without a driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ""
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def gpu_utilization(device: int) -> int:
+    """Return the percentage of the last second in which kernels ran on a GPU, by its number in CUDA; 0 if unknown."""
+    try:
+        index = probe_gpus()[device].index
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError, IndexError):
+        return 0
+    try:
+        return int(pynvml.nvmlDeviceGetUtilizationRates(pynvml.nvmlDeviceGetHandleByIndex(index)).gpu)
+    except pynvml.NVMLError:  # a MIG device has no such counter
+        return 0
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def select_visible(uuids: tuple[str, ...], visible: tuple[str, ...] | None) -> tuple[int, ...]:
     """Return the indices of `uuids` that CUDA_VISIBLE_DEVICES selects by index or by UUID prefix, in its order."""
     if visible is None:

@@ -17,6 +17,7 @@ from shardwise.job.callbacks import Callbacks, EarlyStopping, as_callbacks, chec
 from shardwise.job.lora import Lora
 from shardwise.job.losses import Loss, Metric
 from shardwise.job.schedules import Constant, Schedule, is_torch_scheduler
+from shardwise.spec import local_path
 
 if TYPE_CHECKING:
     from torch import nn
@@ -203,6 +204,8 @@ class Job:
         if self.engine not in get_args(Framework):
             names = " or ".join(f'"{name}"' for name in get_args(Framework))
             raise JobError(f"unknown Job.engine {self.engine!r}", code="job.unknown-engine", fix=f"use {names}")
+        if self.weights is not None:
+            local_path(self.weights)  # raises for a URL
 
     def _check_callbacks(self) -> None:
         if self.evaluate_every is not None:

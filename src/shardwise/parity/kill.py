@@ -20,7 +20,8 @@ import msgspec
 import torch
 
 from shardwise.checkpoint import CheckpointDirectory
-from shardwise.checkpoint.disk import TEMPORARY, name_of, parse_name
+from shardwise.checkpoint.disk import TEMPORARY
+from shardwise.checkpoint.names import name_of, parse_name
 from shardwise.data.rows import CountedCollate, RowMarks, num_rows, settle_marks, stack_samples, tensors
 from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError, TrainingError

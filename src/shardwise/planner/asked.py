@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from shardwise.hardware.machine import Cluster
     from shardwise.planner.model.shape import ModelShape
-    from shardwise.planner.search.search import Question
+    from shardwise.planner.search.question import Question
     from shardwise.planner.settle import Chooser
     from shardwise.plans.sections import Precision
 

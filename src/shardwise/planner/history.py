@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from shardwise.hardware.machine import Cluster
     from shardwise.job import Job
     from shardwise.planner.cost.time import Time
-    from shardwise.planner.search.search import Answer, Question, Rejected
+    from shardwise.planner.search.question import Question
+    from shardwise.planner.search.search import Answer, Rejected
     from shardwise.plans.plan import Plan
 
 LEAST_RUNS = 3

@@ -49,7 +49,8 @@ from shardwise.spec import Report, signature_of
 if TYPE_CHECKING:
     from shardwise.hardware.machine import Cluster
     from shardwise.job import Job
-    from shardwise.planner.search.search import Answer, Candidate, EngineForm, Question
+    from shardwise.planner.search.question import Question
+    from shardwise.planner.search.search import Answer, Candidate, EngineForm
     from shardwise.planner.search.subject import Subject
     from shardwise.plans.plan import Plan
 
@@ -223,7 +224,7 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
     answer, sizes = _searched(with_memory_margin(subject.question(cluster, max_bytes), history), spec.max_gpus)
     answer = corrected(answer, history)
     if spec.plan == "auto" and overrides:
-        own = resolve(answer.question.cluster, choose=lambda _: _best_of(answer))
+        own = resolve(answer.question.cluster, choose=lambda _, __: _best_of(answer))
     asked = None
     if own is not None:
         question = subject.in_precision(own.precision).question(answer.question.cluster, max_bytes)

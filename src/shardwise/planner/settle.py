@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.engines.engine import engine_for, engine_named
-from shardwise.errors import InputError, LaunchError, PlanError, nearest
+from shardwise.errors import InputError, LaunchError, PlanError, ShardwiseError, nearest
 from shardwise.hardware import probe_gpus
 from shardwise.hardware.probe import BF16_CAPABILITY
 from shardwise.job import Job, Lora, refer
@@ -20,11 +20,13 @@ from shardwise.job.optimizers import SGD, AdamW, Muon
 from shardwise.job.schedules import Constant, Cosine, Linear
 from shardwise.parallel.support import check_device
 from shardwise.planner.search.choices import SPEED_OPTIONS
-from shardwise.planner.search.subject import choose_precision, search_plan
+from shardwise.planner.search.question import FixedFields
+from shardwise.planner.search.subject import choose_precision, job_question, search_plan
 from shardwise.plans.pipeline import fill_pipeline, split_batch
 from shardwise.plans.plan import Plan, preset_degrees
 from shardwise.plans.sections import Precision
 from shardwise.plans.toml import read_plan
+from shardwise.units import format_gb
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,10 +37,12 @@ if TYPE_CHECKING:
     from shardwise.job.job import Framework
 
 
-Chooser = Callable[[int], tuple[Plan | None, str]]
-"""Function that returns the best plan for a number of ranks, or None, and the reason."""
+Chooser = Callable[[FixedFields, int], tuple[Plan | None, str]]
+"""Function that returns the best plan with the fixed fields for a number of ranks, or None, and the reason."""
 
 BATCH_KEYS = ("micro_batch", "accumulation")
+NOT_SEARCHED = ("zero", "engine")
+"""Fields that --set changes after the search: a ZeRO stage belongs to a layout, and the engine to the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,9 @@ def settle(
     On GPUs, "auto" is the plan that `choose` returns; elsewhere, and if it returns None, "auto" is ddp.
     """
     overrides = dict(overrides or {})
-    plan, searched = _named(spec, world_size, device, choose)
+    batch = _requested_batch(overrides)
+    fixed = functools.partial(_fixed_fields, device, overrides, batch)
+    plan, searched = _named(spec, world_size, device, choose, fixed)
     plan = _apply_overrides(plan, {key: value for key, value in overrides.items() if key not in BATCH_KEYS})
     plan = with_engine(plan, device.engine)
     if plan.layout.world_size != world_size:
@@ -100,8 +106,7 @@ def settle(
             code="plan.world-size-mismatch",
             fix=f"use --nproc {plan.layout.world_size}, or a preset",
         )
-    batch_overrides = {key: overrides[key] for key in BATCH_KEYS if key in overrides}
-    return _settle_batch(plan, batch_size, batch_overrides, fixed=searched or spec.endswith(".toml"))
+    return _settle_batch(plan, batch_size, batch, fixed=searched or spec.endswith(".toml"))
 
 
 def with_engine(plan: Plan, engine: Framework) -> Plan:
@@ -112,7 +117,9 @@ def with_engine(plan: Plan, engine: Framework) -> Plan:
     return dataclasses.replace(plan, engine=engine, sources={**plan.sources, "engine": "the job's engine"})
 
 
-def _named(spec: str, world_size: int, device: LocalDevice, choose: Chooser | None) -> tuple[Plan, bool]:
+def _named(
+    spec: str, world_size: int, device: LocalDevice, choose: Chooser | None, fixed: Callable[[], FixedFields]
+) -> tuple[Plan, bool]:
     """Return the plan that a spec names, and whether a search found it."""
     if spec.endswith(".toml"):
         return read_plan(Path(spec)), False
@@ -120,7 +127,7 @@ def _named(spec: str, world_size: int, device: LocalDevice, choose: Chooser | No
         return _preset(spec, f"preset {spec}", world_size, device), False
     if device.kind == "cpu" or choose is None:
         return _preset("ddp", device.default_reason, world_size, device), False
-    plan, why = choose(world_size)
+    plan, why = choose(fixed(), world_size)
     if plan is not None:
         return plan, True
     return _preset("ddp", f"auto: ddp, since a plan {why}", world_size, device), False
@@ -132,6 +139,15 @@ def _preset(name: str, source: str, world_size: int, device: LocalDevice) -> Pla
     return Plan(
         layout=layout, zero=zero, precision=precision, sources={"layout": source, "zero": source, "precision": reason}
     )
+
+
+def _fixed_fields(device: LocalDevice, overrides: Mapping[str, str], batch: Mapping[str, int]) -> FixedFields:
+    """Return the fields that --set gives, with their values, for the search."""
+    searched = {key: text for key, text in overrides.items() if key not in (*BATCH_KEYS, *NOT_SEARCHED)}
+    plan = _apply_overrides(_preset("ddp", "", 1, device), searched)
+    names = {key.partition(".")[0] for key in searched}
+    given: dict[str, Any] = dict(batch)
+    return FixedFields(plan=dataclasses.replace(plan, **given), names=frozenset({*names, *searched, *batch}))
 
 
 def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:
@@ -157,9 +173,9 @@ def _value(key: str, text: str) -> Any:
     return "none" if text == "none" else literal(text)
 
 
-def _settle_batch(plan: Plan, batch_size: int, overrides: Mapping[str, str], *, fixed: bool) -> Plan:
-    """Return the plan with micro-batch and accumulation: from --set, a plan file, or the default accumulation."""
-    requested = {key: literal(text) for key, text in overrides.items()}
+def _requested_batch(overrides: Mapping[str, str]) -> dict[str, int]:
+    """Return the micro-batch and accumulation of --set; raises PlanError if they are not positive integers."""
+    requested = {key: literal(overrides[key]) for key in BATCH_KEYS if key in overrides}
     for key, value in requested.items():
         if not isinstance(value, int) or value < 1:
             raise PlanError(
@@ -167,6 +183,12 @@ def _settle_batch(plan: Plan, batch_size: int, overrides: Mapping[str, str], *, 
                 code="plan.not-whole-number",
                 fix="use an integer of at least 1",
             )
+    return requested
+
+
+def _settle_batch(plan: Plan, batch_size: int, given: Mapping[str, int], *, fixed: bool) -> Plan:
+    """Return the plan with micro-batch and accumulation: from --set, a plan file, or the default accumulation."""
+    requested = dict(given)
     if fixed and not requested:
         split_batch(batch_size, dp=plan.layout.dp, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
         return plan
@@ -174,7 +196,7 @@ def _settle_batch(plan: Plan, batch_size: int, overrides: Mapping[str, str], *, 
         requested = {"accumulation": fill_pipeline(batch_size, plan.layout)}
     split = split_batch(batch_size, dp=plan.layout.dp, **requested)
     derived = f"derived: batch_size {batch_size} over dp {plan.layout.dp}"
-    sources = {key: "--set" if key in overrides else derived for key in BATCH_KEYS}
+    sources = {key: "--set" if key in given else derived for key in BATCH_KEYS}
     return dataclasses.replace(
         plan, micro_batch=split.micro_batch, accumulation=split.accumulation, sources={**plan.sources, **sources}
     )
@@ -294,13 +316,32 @@ def _tuned(job: Job, plan: Plan, tuning: Tuning, *, fixed: AbstractSet[str]) -> 
     """Return the plan with the options of the run that is resumed, or of the fastest measured plan."""
     stored = tuning.stored
     if stored is not None:
-        return with_stored_options(plan, stored, fixed)
+        kept = with_stored_options(plan, stored, fixed)
+        refusal = _lacking_capacity(job, kept)
+        if not refusal or kept == plan:
+            return kept
+        tuning.note(f"note: the options of the run that is resumed do not apply, because {refusal}")
+        return plan
     if tuning.refusal:
         tuning.note(f"note: --plan auto chooses by predictions, because {tuning.refusal}")
         return plan
     from shardwise.planner.search.race import tune_plan  # imports torch
 
     return tune_plan(job, plan, tuning, fixed=fixed)
+
+
+def _lacking_capacity(job: Job, plan: Plan) -> str:
+    """Return why a plan does not fit on the devices of this machine; empty if it does, or cannot be predicted."""
+    try:
+        question = job_question(job, plan.layout.world_size, FixedFields(plan=plan, names=frozenset({"precision"})))[1]
+    except ShardwiseError:
+        return ""
+    memory = question.memory_of(plan)
+    if question.has_capacity(memory):
+        return ""
+    device = question.cluster.device
+    needed = f"they need {format_gb(memory.total)} of the {format_gb(device.memory_bytes)} of {device.name}"
+    return needed if memory.total > question.capacity else f"they need {format_gb(memory.host)} of host memory per rank"
 
 
 def with_stored_options(plan: Plan, stored: Plan, fixed: AbstractSet[str]) -> Plan:

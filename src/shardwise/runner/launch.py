@@ -170,7 +170,7 @@ def _run(spec: LaunchSpec, settled: SettledLaunch) -> tuple[Launched, RunDirecto
         tee = Tee(run, settled.shown)
         return launch_local(local, run, observers=[tee, *guards], note=echo_error), run, guards, tee
 
-    def make_run(named: Path | None) -> RunDirectory:
+    def make_run(named: Path | None, _: str) -> RunDirectory:
         return create_run(spec.run_dir, local.target.name) if named is None else share_run(spec.run_dir or named)
 
     facts = node_facts(settled.nodes, shlex.join(local.target.typed()))

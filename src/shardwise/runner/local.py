@@ -37,6 +37,7 @@ from shardwise.plans.toml import plan_to_toml, read_plan
 from shardwise.recorder.imports import RecorderOptions, deterministic_variables
 from shardwise.runs import RunDirectory, create_run, share_run
 from shardwise.runs.console import echo_error
+from shardwise.spec import is_url
 from shardwise.torch_private.distributed import DYNAMO
 from shardwise.training.spec import RunStart
 
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 _DDP = frozenset({"DistributedDataParallel", "DDP"})
 _DYNAMO_USERS = _DDP | {"fully_shard", "FullyShardedDataParallel", "compile"}
+LEAST_JOIN_S = 400.0
+"""Seconds for which the other nodes must wait for node 0 while it measures plans: the limit of a race is 300 s."""
 PRELOAD = ("torch", DYNAMO)
 """Modules that every rank of a job imports: torch, and Dynamo, which the first DDP imports (800 modules, 1.5 s)."""
 
@@ -196,7 +199,11 @@ def _names(target: Target) -> frozenset[str] | None:
 
 
 def open_run(spec: TrainSpec, reference: JobReference) -> RunDirectory:
-    """Return a new run directory; with --resume auto or --resume RUN_DIR, an existing run of the same job."""
+    """Return a new run directory; with --resume auto or --resume RUN_DIR, an existing run of the same job.
+
+    First checks that the URLs of --upload and --resume can be used.
+    """
+    spec.save.check_remote(spec.run_dir)
     run = RunDirectory(spec.run_dir or Path())
     continues = spec.run_dir is not None and spec.save.resume in ("auto", str(run.path.resolve()))
     if not continues or not run.is_resumable:
@@ -230,24 +237,27 @@ def resumed_run(spec: TrainSpec) -> RunDirectory | None:
     """Return the run that a Spec resumes, given as a run, its checkpoints or one checkpoint; None for a new run."""
     resumed = spec.save.resume
     path = spec.run_dir if resumed == "auto" else Path(resumed or "")
-    if path is None or resumed in {None, "never"}:
+    if path is None or resumed in {None, "never"} or is_url(resumed):
         return None
     runs = [RunDirectory(folder) for folder in (path, *path.resolve().parents[:3])]
     return next((run for run in runs if run.job.is_file()), None)
 
 
-def tuning_of(spec: TrainSpec, reference: JobReference | None, *, num_nodes: int = 1) -> Tuning | None:
+def tuning_of(spec: TrainSpec, reference: JobReference | None, nodes: NodesSpec | None = None) -> Tuning | None:
     """Return how the plan auto is measured, None with --no-tune; a dry run uses earlier measurements only.
 
-    A resumed run keeps the options of its plan. `reference` is None for a Job that is not in a file.
+    A resumed run keeps the options of its plan. `reference` is None for a Job that is not in a file. Of several nodes,
+    node 0 decides, so the others predict.
     """
-    if not spec.tune:
+    if not spec.tune or (nodes is not None and nodes.node_rank):
         return None
     refusal = ""
     if reference is None:
         refusal = "this Job is not in a file, from which a measuring process could load it"
-    elif num_nodes > 1:  # every node settles the plan by itself, and its measurements could choose another plan
-        refusal = "all nodes must choose the same plan"
+    elif nodes is not None and nodes.node_rank is None:
+        refusal = "node 0, which decides, is known only after the nodes have joined; pass --node-rank"
+    elif nodes is not None and nodes.join_s < LEAST_JOIN_S:
+        refusal = f"the other nodes wait for at most {nodes.join_s:g} s; pass --rdzv-conf join_timeout=600"
     elif spec.deterministic:
         refusal = "--deterministic changes the kernels that would be measured"
     run = resumed_run(spec)
@@ -285,6 +295,7 @@ def worker_launch(
         target=Module("shardwise.worker", (worker_spec.to_json(),)),
         nproc=nproc,
         max_restarts=spec.max_restarts,
+        grace_s=LocalLaunch.grace_s + spec.save.upload_grace_s,
         preload=PRELOAD,
         record=spec.hang.after_s > 0,
         variables={**(added or {}), **deterministic},

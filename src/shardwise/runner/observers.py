@@ -31,7 +31,7 @@ from shardwise.launcher.policy import Finish, root_cause
 from shardwise.runner.local import resume_argv
 from shardwise.runs import RunDirectory, Tail
 from shardwise.runs.console import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED, PREEMPTED, echo_error
-from shardwise.runs.failure import NOT_SAVED
+from shardwise.runs.failure import NOT_SAVED, NOT_UPLOADED
 from shardwise.runs.progress import ProgressView
 from shardwise.runs.state import RunState
 from shardwise.spec import Report
@@ -329,6 +329,9 @@ def conclude(spec: TrainSpec, launched: Launched, run: RunDirectory, *, is_first
         code = INTERRUPTED if outcome.interrupted == signal.SIGINT else PREEMPTED
         is_saved = not any(each.failure and NOT_SAVED in each.failure.message for each in outcome.exits)
         state = "stopped and saved" if is_saved else "stopped, but the last state was not saved"
+        if is_saved and spec.save.upload is not None:
+            uploaded = not any(each.failure and NOT_UPLOADED in each.failure.message for each in outcome.exits)
+            state = f"stopped, saved {'and uploaded' if uploaded else NOT_UPLOADED} to {spec.save.upload}"
         command = shlex.join(resume_argv(spec, run.path))
         return TrainReport(exit_code=code, run=where, failure=f"shardwise: {state}; continue with: {command}")
     if outcome.interrupted:

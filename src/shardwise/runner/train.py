@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,8 +17,6 @@ from shardwise.job import Job, JobReference, load_job, refer
 from shardwise.job.load import refuse_during_import
 from shardwise.launcher.local.attempts import Launched, LocalLaunch
 from shardwise.launcher.local.attempts import launch as launch_local
-from shardwise.launcher.nodes.node import NodesSpec, join_run, node_facts
-from shardwise.launcher.nodes.rounds import launch_nodes
 from shardwise.monitor.sinks import SinkSpec, parse_sink
 from shardwise.planner.settle import check_model_fits, local_device, settle_in_world, settle_job_plan, split_settings
 from shardwise.plans import Plan
@@ -28,7 +25,6 @@ from shardwise.plans.toml import plan_to_toml
 from shardwise.recorder.imports import be_deterministic
 from shardwise.runner.local import (
     describe_plan,
-    has_inputs,
     open_run,
     settle_nodes,
     settle_preset,
@@ -37,8 +33,8 @@ from shardwise.runner.local import (
     worker_launch,
     write_run_inputs,
 )
+from shardwise.runner.nodes import NodeInputs, run_on_nodes
 from shardwise.runner.observers import (
-    Follower,
     TrainReport,
     conclude,
     following,
@@ -48,7 +44,7 @@ from shardwise.runner.observers import (
     start_guard,
 )
 from shardwise.runner.remote import start_by_slurm, start_remote
-from shardwise.runs import RunDirectory, create_run, share_run
+from shardwise.runs import RunDirectory, create_run
 from shardwise.runs.console import echo, echo_error
 from shardwise.runs.failure import describe_failure, write_failure
 from shardwise.spec import signature_of
@@ -56,9 +52,9 @@ from shardwise.training.spec import TrainSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from shardwise.dist import World
+    from shardwise.launcher.nodes.node import NodesSpec
 
 T = TypeVar("T")
 
@@ -126,6 +122,7 @@ def _train_here(
         job, tuning = load_job(reference), tuning_of(spec, reference)
 
     def prepare() -> tuple[Plan, RunDirectory]:
+        spec.save.check_remote(run.path if run is not None else spec.run_dir)
         settled = settle_in_world(job, plan, world, {}, tuning) if isinstance(plan, str) else plan
         made = run or create_run(spec.run_dir, _script_name())
         if not made.plan.exists():
@@ -168,7 +165,7 @@ def train_job(spec: TrainSpec) -> TrainReport:
     started_at = time.time()
     report_preset(spec.preset)  # first, so that an unknown preset raises here and not on every machine
     sinks = tuple(parse_sink(text) for text in spec.sinks)
-    code = start_remote(spec, grace_s=LocalLaunch.grace_s, dry_run=spec.dry_run)
+    code = start_remote(spec, grace_s=LocalLaunch.grace_s + spec.save.upload_grace_s, dry_run=spec.dry_run)
     if code is not None:
         return TrainReport(exit_code=code)
     me = identify()
@@ -177,7 +174,9 @@ def train_job(spec: TrainSpec) -> TrainReport:
     job = load_job(reference)
     requested = spec
     spec = spec.replace(save=spec.save.resolved())
-    code = start_by_slurm(requested, reference.name, grace_s=LocalLaunch.grace_s, dry_run=spec.dry_run)
+    code = start_by_slurm(
+        requested, reference.name, grace_s=LocalLaunch.grace_s + spec.save.upload_grace_s, dry_run=spec.dry_run
+    )
     if code is not None:
         return TrainReport(exit_code=code)
     nodes = _nodes(spec)
@@ -191,14 +190,9 @@ def train_job(spec: TrainSpec) -> TrainReport:
     nproc = spec.nproc or 1
     device = local_device(spec.place.device, nproc, job.engine)
     num_nodes = nodes.most if nodes else 1
-    tuning = tuning_of(spec, reference, num_nodes=num_nodes)
+    tuning = tuning_of(spec, reference, nodes)
     plan = settle_job_plan(
-        job,
-        spec.plan,
-        world_size=nproc * num_nodes,
-        device=device,
-        overrides=plan_overrides,
-        tuning=tuning,
+        job, spec.plan, world_size=nproc * num_nodes, device=device, overrides=plan_overrides, tuning=tuning
     )
     check_model_fits(job, plan)
     if spec.dry_run:
@@ -208,9 +202,8 @@ def train_job(spec: TrainSpec) -> TrainReport:
     added = settle_preset(spec.preset, nproc=nproc, num_gpus=num_gpus, uses_ddp=uses_ddp(plan))
     spec = spec.replace(nproc=nproc, place=spec.place.replace(device=device.kind))
     if nodes is not None:
-        launched, run, is_first = _run_on_nodes(
-            spec, nodes, plan, reference, sinks=sinks, variables=added, started_at=started_at
-        )
+        given = NodeInputs(spec=spec, reference=reference, plan=plan, overrides=plan_overrides, device=device)
+        launched, run, is_first = run_on_nodes(given, nodes, sinks=sinks, variables=added, started_at=started_at)
     else:
         run, is_first = open_run(spec, reference), True
         write_run_inputs(run, reference, plan, spec=requested, started_at=started_at)
@@ -270,60 +263,6 @@ def _run(spec: TrainSpec, run: RunDirectory, sinks: Sequence[SinkSpec], variable
         guards = start_guard(run, spec.hang, range(nproc), note=follower.line)
         local = worker_launch(spec, run, nproc=nproc, added=variables)
         return launch_local(local, run, observers=[follower, *guards], note=echo_error)
-
-
-def _run_on_nodes(
-    spec: TrainSpec,
-    nodes: NodesSpec,
-    plan: Plan,
-    reference: JobReference,
-    *,
-    sinks: Sequence[SinkSpec],
-    variables: Mapping[str, str],
-    started_at: float,
-) -> tuple[Launched, RunDirectory, bool]:
-    """Run one node of a multi-node training run; return the outcome, the run directory, and whether this is node 0.
-
-    `plan` is for the maximum number of nodes. The workers refit it to the nodes that have joined. Node 0 mirrors the
-    run to the sinks.
-    """
-    nproc = spec.nproc or 1
-    for fewer in range(nodes.least, nodes.most):
-        plan.refit(fewer * nproc)  # raises an error now instead of after the loss of a node
-    facts = {
-        **node_facts(nodes, reference.name),
-        "job file": reference.digest[:12],
-        "plan": hashlib.sha256(plan_to_toml(plan).encode()).hexdigest()[:12],
-    }
-
-    def make_run(named: Path | None) -> RunDirectory:
-        run = open_run(spec, reference) if named is None else share_run(spec.run_dir or named)
-        # Node 0 writes the inputs of this command; other nodes do if their disk is not shared.
-        if named is None or not has_inputs(run, reference, plan):
-            write_run_inputs(run, reference, plan, spec=spec, started_at=started_at)
-        return run
-
-    with join_run(nodes, facts, make_run, echo_error) as (link, run):
-        is_first = link.node == 0
-        shown: AbstractContextManager[list[Follower]] = following(run, sinks) if is_first else nullcontext([])
-        with shown as followers:
-            note = followers[0].line if followers else echo_error
-            guards = start_guard(run, spec.hang, range(0), exchange=link, note=note)
-
-            def follow(placed: range) -> None:
-                for guard in guards:
-                    guard.follow(placed)
-
-            launched = launch_nodes(
-                worker_launch(spec, run, nproc=nproc, added=variables),
-                nodes,
-                link,
-                run,
-                observers=[*followers, *guards],
-                on_assigned=follow,
-                note=echo_error,
-            )
-            return launched, run, is_first
 
 
 def _train_in_world(

@@ -35,6 +35,7 @@ _PEER_ERRORS = (RuntimeError, ConnectionError)
 
 
 NOT_SAVED = "and not saved"
+NOT_UPLOADED = "but not uploaded"
 """Part of the message of a rank that was stopped and could not save a checkpoint."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,8 +44,9 @@ from shardwise.parallel.weights import BuiltWeights, broadcast_values
 from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
 from shardwise.plans.rules import accumulates_in_fp32, compiles_head, gathers_float8, uses_ddp
+from shardwise.spec import local_path
 from shardwise.training.float8 import settle_float8
-from shardwise.training.loading import check_vocabulary, make_feed, token_shard
+from shardwise.training.loading import check_vocabulary, make_feed, token_shard, vocabulary_of
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
 from shardwise.training.step.captured import plain_step, sampled_batches
@@ -69,6 +69,7 @@ from shardwise.training.step.update import choose_update
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -123,7 +124,7 @@ def build_step(
         group = None
         if world.size > 1:
             group = world.own_host_group()
-        resumed = Resuming(Path(resume), job, plan, world, note).run(
+        resumed = Resuming(local_path(resume), job, plan, world, note).run(
             lambda start: engine.build(
                 job, start.planned(plan), world, replace(context, first_step=start.step, position=start.position)
             ),
@@ -182,7 +183,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
         note_dtypes(meta_model.module, plan, context.note)
     meta_model, plan = settle_float8(meta_model, plan, world, context.note)
     step_context = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))
-    check_vocabulary(step_context.feed, meta_model.module)
+    check_vocabulary(job, step_context.feed, vocabulary_of(meta_model.module))
     make = for_model(job.optimizer, meta_model.module)  # the full model, which a pipeline splits
     split, model = _apply_plan(job, meta_model, plan, mesh_context)
     # Data-parallel ranks sample different dropout masks, independent of the model's initialization.

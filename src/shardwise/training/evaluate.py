@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from shardwise.checkpoint.convert.hugging_face import write_adapters
 from shardwise.checkpoint.disk import no_results, remove_atomically, run_collectively
 from shardwise.data.feed import MicroBatch
-from shardwise.data.loaders import dataset_length, dataset_of
+from shardwise.data.loaders import CollatedReads, already_collated, dataset_length, dataset_of, raise_errors
 from shardwise.data.rows import Collated, CountedCollate, fill_rows, move
 from shardwise.data.streams import StreamShare
 from shardwise.errors import JobError
@@ -29,7 +29,7 @@ from shardwise.training.loading import token_shard
 from shardwise.training.step.module_step import adapter_facts, gather_objects, user_class, user_module, whole_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import IO
 
     from torch import Tensor
@@ -86,7 +86,7 @@ def evaluation_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]
     shard = token_shard(job, plan, world, job.metrics)
     dtype = torch.float64 if plan.precision.compute == "fp64" else None
     previous: Collated | None = None
-    batches = iter(_rank_batches(job, plan, world, dataset))
+    batches = _rank_batches(job, plan, world, dataset)
     while True:
         loaded = next(batches, None)
         rows = 0 if loaded is None else loaded.rows
@@ -117,21 +117,24 @@ def _first(job: Job, dataset: Any) -> Collated:
     return CountedCollate(job.collate)([sample])
 
 
-def _rank_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -> DataLoader[Collated]:
+def _rank_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -> Iterator[Collated]:
     dp_size, dp_rank = plan.layout.dp, plan.layout.data_index(world.rank)
     share: Dataset[Any]
+    collate: Callable[[Any], Collated] = CountedCollate(job.collate)
     if isinstance(dataset, IterableDataset):
         share = StreamShare(dataset, dp_rank=dp_rank, dp_size=dp_size, micro_batch=plan.micro_batch)
     else:
         length = dataset_length(dataset)  # type: ignore[arg-type]
-        share = Subset(dataset, range(length * dp_rank // dp_size, length * (dp_rank + 1) // dp_size))
-    return DataLoader(
+        own = Subset(dataset, range(length * dp_rank // dp_size, length * (dp_rank + 1) // dp_size))
+        share, collate = CollatedReads(own, collate), already_collated
+    batches: DataLoader[Any] = DataLoader(
         share,
         batch_size=plan.micro_batch,
-        collate_fn=CountedCollate(job.collate),
+        collate_fn=collate,
         num_workers=job.num_workers,
         generator=torch.Generator(),  # the global generator is for training: evaluation must not change dropout masks
     )
+    return raise_errors(batches)
 
 
 # Exporting from any strategy: the trained weights as one file, and adapters as a directory that peft loads.

@@ -16,6 +16,7 @@ from shardwise.data.feed import Feed, StreamPosition
 from shardwise.data.loaders import IndexLoader, dataset_length, dataset_of
 from shardwise.data.rows import TokenShard
 from shardwise.data.streams import StreamLoader
+from shardwise.data.token_datasets import TokenRows
 from shardwise.errors import DataError, JobError
 
 if TYPE_CHECKING:
@@ -171,20 +172,32 @@ def make_feed(
     return feed, length
 
 
-def check_vocabulary(feed: Feed, model: nn.Module) -> None:
-    """Raise DataError if a corpus may have ids outside the vocabulary of a model, now or when such an id is read."""
-    vocab_size = _vocabulary_of(model)
-    if vocab_size is not None:
-        feed.limit_ids(vocab_size)
+def check_vocabulary(job: Job, feed: Feed, vocab_size: int | None) -> None:
+    """Raise DataError if token ids of a split may be outside of a model's vocabulary, now or when such an id is read.
+
+    `vocab_size` is that of the model, and None if it is unknown.
+    """
+    if vocab_size is None:
+        return
+    feed.limit_ids(vocab_size)
+    test = dataset_of(job, "test")
+    if isinstance(test, TokenRows):
+        test.limit_ids(vocab_size)
 
 
-def _vocabulary_of(model: nn.Module) -> int | None:
+def vocabulary_of(model: nn.Module) -> int | None:
     """Return the vocabulary size of a model's config, else the size of its largest embedding; None without both."""
-    size = getattr(getattr(model, "config", None), "vocab_size", None)
-    if isinstance(size, int):
+    size = config_vocabulary(model)
+    if size is not None:
         return size
     # An embedding of positions may be larger than that of tokens; then ids that are too large are not detected here.
     return max((each.num_embeddings for each in model.modules() if isinstance(each, torch.nn.Embedding)), default=None)
+
+
+def config_vocabulary(model: Any) -> int | None:
+    """Return the vocabulary size in the config of a model, as those of transformers have it; None without one."""
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    return size if isinstance(size, int) else None
 
 
 # The length of a training: epochs, steps or tokens, converted to optimizer steps before the first step.

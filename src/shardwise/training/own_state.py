@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,12 +26,14 @@ from shardwise.checkpoint.manifest import DTYPES
 from shardwise.errors import InputError, nearest, some_of
 from shardwise.parallel.collectives import stages_of
 from shardwise.parallel.optimizer import Optimized
+from shardwise.spec import local_path
 from shardwise.training.saving import state_of
 from shardwise.training.state import USER, is_plain, plain_states, restore_plain_states, user_load_targets
 from shardwise.training.step.module_step import make_states, states_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
+    from pathlib import Path
 
     from shardwise.checkpoint import Manifest, SaveReport
     from shardwise.training.step.module_step import Forms
@@ -52,9 +53,9 @@ def save(folder: Path | str, state: Mapping[str, Any] | Step, *, step: int = 0) 
     """
     if not isinstance(state, Mapping):
         tensors, facts = state_of(state, {})
-        return save_tensors(folder, state.number, tensors, facts, group=_group())
+        return save_tensors(local_path(folder), state.number, tensors, facts, group=_group())
     parts = _StateParts(state)
-    return save_tensors(folder, step, parts.tensors(), parts.facts(step), group=_group())
+    return save_tensors(local_path(folder), step, parts.tensors(), parts.facts(step), group=_group())
 
 
 def load(path: Path | str, state: MutableMapping[str, Any]) -> int | None:
@@ -65,10 +66,10 @@ def load(path: Path | str, state: MutableMapping[str, Any]) -> int | None:
     values of `state` are replaced. Returns the step of the checkpoint; returns None and leaves `state` unchanged if
     `path` contains no checkpoint, and raises InputError if it is a checkpoint of another format.
     """
-    parts = _StateParts(state)
-    report = load_newest(Path(path), parts.load_targets, group=_group(), strict=False)
+    parts, path = _StateParts(state), local_path(path)
+    report = load_newest(path, parts.load_targets, group=_group(), strict=False)
     if report is None:
-        _refuse_foreign(Path(path))
+        _refuse_foreign(path)
         return None
     state.update(parts.restore(report.facts))
     return report.step

@@ -29,6 +29,7 @@ from shardwise.parallel.gradsync import local
 from shardwise.runs.console import PREEMPTED
 from shardwise.runs.directory import RunDirectory, parse_keep
 from shardwise.runs.failure import NOT_SAVED
+from shardwise.spec import is_url
 from shardwise.training.compile_artifact import CompileArtifact
 from shardwise.training.float8 import with_saved_layers
 from shardwise.training.state import (
@@ -46,6 +47,7 @@ from shardwise.training.state import (
     state_tensors,
     user_load_targets,
 )
+from shardwise.training.uploads import Uploads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -96,7 +98,8 @@ class Saving:
         self._callbacks = callbacks
         self._job, self._plan, self._world, self._events = job, plan, world, events
         self._group = world.own_host_group() if world.size > 1 else None
-        self._saver = AsyncSaver(self._group)
+        self._uploads = Uploads(spec, folder, keep, world=world, group=self._group, events=events)
+        self._saver = AsyncSaver(self._group, self._uploads.submit)
         self._compiled = CompileArtifact(RunDirectory(folder.parent).compiled, plan, world, self._note)
         self._last_saved: int | None = None
         self._has_shared_storage = False
@@ -111,11 +114,13 @@ class Saving:
         self._compiled.load()
         if self.spec.resume == "never":
             return None
-        is_auto = self.spec.resume in (None, "auto")
-        path = self.folder if is_auto else Path(str(self.spec.resume))
+        self._uploads.download()
+        is_own = self.spec.resume in (None, "auto") or is_url(self.spec.resume)
+        path = self.folder if is_own else Path(str(self.spec.resume))
         resuming = Resuming(path, self._job, self._plan, self._world, self._note, callbacks=self._callbacks)
         step = resuming.run(build, self._group)
-        if step is None and not is_auto:
+        self._uploads.submit_latest()
+        if step is None and not is_own:
             raise InputError(
                 f"--resume {path} contains no checkpoint",
                 code="checkpoint.none-found",
@@ -133,6 +138,7 @@ class Saving:
         `evaluation` contains the metrics evaluated at this step; empty if there was no evaluation.
         """
         self._compiled.after_step()
+        self._uploads.write_events()
         if not self._has_checked_states:
             plain_states(step.optimized)  # raises if optimizer states, created in the first step, cannot be saved
             self._has_checked_states = True
@@ -142,8 +148,8 @@ class Saving:
         step.mark("save", step.number)
         self.save(step, evaluation)
         if is_stopping:
-            self.finish()
-            outcome = f"saved at step {step.number}"
+            uploaded = self.finish(self.spec.upload_grace_s)
+            outcome = f"saved at step {step.number} {uploaded}".rstrip()
             if self._last_saved != step.number:
                 outcome = NOT_SAVED
             fix = f"continue with --resume {self.folder}"
@@ -159,6 +165,7 @@ class Saving:
             return
         began = time.perf_counter()
         previous = self._settle()
+        self._uploads.check()
         waited_s = time.perf_counter() - began
         tensors, facts = state_of(step, evaluation)
         if self._callbacks is not None:
@@ -174,7 +181,7 @@ class Saving:
         self._last_saved = step.number
         self._events.write("save", step=step.number, stall_s=waited_s + stall.stall_s, bytes=stall.bytes_here)
         if self._world.is_main and previous is not None:
-            CheckpointDirectory(self.folder).prune(self.keep)
+            CheckpointDirectory(self.folder).prune(self.keep, spare=self._uploads.paths())
 
     def _settle(self) -> SaveReport | None:
         """Wait for the pending save and return its report; return None if it failed or no save is pending."""
@@ -185,8 +192,8 @@ class Saving:
             self._report_failure(error)
             return None
 
-    def finish(self) -> None:
-        """Wait until the last save is durable; call on every rank."""
+    def finish(self, upload_timeout_s: float | None = None) -> str:
+        """Wait until the last save is durable and uploaded; call on every rank. Returns the outcome of the upload."""
         began = time.perf_counter()
         self._compiled.finish()
         try:
@@ -194,9 +201,11 @@ class Saving:
         except CheckpointError as error:
             self._last_saved = None
             self._report_failure(error)
+        outcome = self._uploads.finish(upload_timeout_s)
         if self._world.is_main:
             CheckpointDirectory(self.folder).prune(self.keep)
         self._events.write("saved", waited_s=time.perf_counter() - began)
+        return outcome
 
     def _report_failure(self, error: CheckpointError) -> None:
         if self.spec.must_save:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - msgspec reads the annotations
 from typing import Annotated, ClassVar
 
 import msgspec
 
+from shardwise.checkpoint.remote import RemoteCheckpoints, find_remote
+from shardwise.data.storage.locations import check_url
 from shardwise.errors import InputError
 from shardwise.launcher.spec import DeviceSpec, HangSpec, RendezvousSpec, SubmitSpec
-from shardwise.runs.directory import parse_keep
+from shardwise.runs.directory import RunDirectory, parse_keep
 from shardwise.runs.drift import CHECK_EVERY, ReplicaSpec
-from shardwise.spec import NonNegativeInt, PositiveInt, Spec, argument, option
+from shardwise.spec import NonNegativeInt, PositiveInt, Spec, argument, is_url, local_path, option
 
 
 class SaveSpec(Spec, frozen=True, kw_only=True):
@@ -22,15 +24,26 @@ class SaveSpec(Spec, frozen=True, kw_only=True):
     keep: Annotated[str | int, option(metavar="RULES")] = "3"
     """Checkpoints to keep: a count (3), an age (12h, 2d), min:METRIC or max:METRIC, comma separated, or all."""
     must_save: bool = False
-    """Fail when a checkpoint cannot be saved (default: report it and continue)."""
+    """Fail when a checkpoint cannot be saved or uploaded (default: report it and continue)."""
     resume: str | None = None
-    """A run directory or checkpoint to resume from; auto continues the run that is in --run-dir, if there is one; never
-    starts at step 0 (default: a new run; a restart resumes from the newest checkpoint of its run)."""
+    """A run directory, checkpoint or URL to resume from; auto continues the run that is in --run-dir or was uploaded to
+    --upload, if there is one; never starts at step 0 (default: a new run; a restart resumes from the newest checkpoint
+    of its run)."""
+    upload: Annotated[str | None, option(metavar="URL")] = None
+    """Copy each checkpoint to object storage while training continues, such as s3://BUCKET/RUN."""
 
     def __post_init__(self) -> None:
-        """Reject retention rules that cannot be parsed."""
+        """Reject retention rules that cannot be parsed, and URLs that are invalid or contain secrets."""
         super().__post_init__()
         parse_keep(str(self.keep))
+        for url in (self.upload, self.resume if is_url(self.resume) else None):
+            if url is not None:
+                check_url(url)
+
+    @property
+    def upload_grace_s(self) -> float:
+        """Seconds after a stop request that ranks have to upload the checkpoint, beside those to save it."""
+        return 90.0 if self.upload is not None else 0.0
 
     @property
     def is_periodic(self) -> bool:
@@ -39,9 +52,9 @@ class SaveSpec(Spec, frozen=True, kw_only=True):
 
     def resolved(self) -> SaveSpec:
         """Return the spec with an absolute `resume` path; raise InputError if the path is not a checkpoint or run."""
-        if self.resume in (None, "auto", "never"):
+        if self.resume in (None, "auto", "never") or is_url(self.resume):
             return self
-        path = Path(self.resume)
+        path = local_path(str(self.resume))
         is_name = path.name in {"latest", "best"} and path.is_file()
         if not is_name and not any((path / name).is_dir() for name in ("", "checkpoints")):
             raise InputError(
@@ -50,6 +63,28 @@ class SaveSpec(Spec, frozen=True, kw_only=True):
                 fix="pass an existing run directory or checkpoint",
             )
         return self.replace(resume=str(path.resolve()))
+
+    def check_remote(self, run_dir: Path | None) -> None:
+        """Check that checkpoints can be uploaded, and that the one to resume from exists, before a run is created.
+
+        A new run is refused if its URL has the checkpoints of another one, as a run directory that is not empty is.
+        """
+        if is_url(self.resume):
+            find_remote(str(self.resume))
+        if self.upload is None:
+            return
+        remote = RemoteCheckpoints.of_run(self.upload)
+        remote.check_access()
+        continues = self.resume == "auto" or (run_dir is not None and RunDirectory(run_dir).checkpoints.exists())
+        if continues or f"{self.resume}/".startswith(f"{self.upload.rstrip('/')}/"):
+            return
+        names = remote.newest_first()
+        if names:
+            raise InputError(
+                f"--upload {self.upload} already has checkpoints, the newest {names[0]}",
+                code="run.upload-not-empty",
+                fix="continue that run with --resume auto, or choose another URL",
+            )
 
 
 class TrainSpec(Spec, frozen=True, kw_only=True):

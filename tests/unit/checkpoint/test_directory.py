@@ -18,7 +18,8 @@ from shardwise.checkpoint import (
     to_remove,
 )
 from shardwise.checkpoint.convert.contents import read_shardwise
-from shardwise.checkpoint.directory import find_checkpoints, list_checkpoints, prune_checkpoints
+from shardwise.checkpoint.directory import find_checkpoints
+from shardwise.checkpoint.listing import list_checkpoints, prune_checkpoints
 from shardwise.checkpoint.spec import ListSpec, PruneSpec
 from shardwise.runs.directory import Keep
 from shardwise.testing import run_ranks

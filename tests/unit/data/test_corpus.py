@@ -25,6 +25,7 @@ from shardwise.data.packed_batches import packed_batch
 from shardwise.data.row_reads import BatchMemory
 from shardwise.data.sources.iterables import ShardedIterable
 from shardwise.errors import JobError
+from shardwise.planner.search.question import FixedFields
 from shardwise.planner.search.subject import search_plan
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Float8, Plan, Precision
@@ -213,7 +214,7 @@ def losses_of(world, plan_name, folder=None, *, every=0, resume=None, **changes)
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_auto_plans_a_job_whose_corpus_has_no_length(packed):
-    plan, why = search_plan(corpus_job(packed=packed), 2)
+    plan, why = search_plan(corpus_job(packed=packed), FixedFields(), 2)
     assert plan is not None, why
     assert plan.layout.world_size == 2
 

@@ -38,7 +38,9 @@ class Run:
 
     def __init__(self, least, most, **limits):
         self.now = 0.0
-        self.roster = Roster(NodeLimits(least=least, most=most, **limits), facts=FACTS, host="a", run="/run", now=0.0)
+        self.roster = Roster(
+            NodeLimits(least=least, most=most, **limits), facts=FACTS, host="a", welcome=Welcome(0, "/run"), now=0.0
+        )
         self.sent = {}
 
     def join(self, host, node_rank=None, **facts):

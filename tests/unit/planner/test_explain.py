@@ -19,8 +19,9 @@ from shardwise.planner.search.explain import (
     reason,
     savings,
 )
+from shardwise.planner.search.question import Question
 from shardwise.planner.search.report_data import answer_data
-from shardwise.planner.search.search import Question, search
+from shardwise.planner.search.search import search
 from shardwise.planner.search.subject import published_subject, usual_batch
 from shardwise.plans.plan import Plan
 from shardwise.plans.sections import Precision

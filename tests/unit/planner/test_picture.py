@@ -11,7 +11,8 @@ from shardwise.planner.cost.time import TimeModel, timeline
 from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
 from shardwise.planner.search.page import draw
-from shardwise.planner.search.search import Question, search
+from shardwise.planner.search.question import Question
+from shardwise.planner.search.search import search
 from shardwise.plans import Plan, Precision
 from shardwise.plots.svg import SHEET
 

@@ -1,6 +1,7 @@
 """The race of `--plan auto`: candidates, their measurement in a child process, the decision and the cache."""
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,14 @@ from shardwise.cli.train import command
 from shardwise.dist import fake_world
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.job import load_job, refer
+from shardwise.launcher.nodes.node import NodesSpec
+from shardwise.measurement import race_worker
 from shardwise.measurement.race_worker import Race, count_blocks, extend, truncated
 from shardwise.models import resnet18
 from shardwise.parallel.meta_model import structure
-from shardwise.planner.search import race
-from shardwise.planner.search.race import (
-    RaceRecord,
-    TimedPlan,
-    measured_plans,
-    race_candidates,
-    run_race,
-    tune_plan,
-)
+from shardwise.planner.search import race, race_process
+from shardwise.planner.search.race import measured_plans, race_candidates, tune_plan
+from shardwise.planner.search.race_process import RaceRecord, TimedPlan, run_race
 from shardwise.planner.search.search import search
 from shardwise.planner.search.speed import Measured, decide, explain_choice, with_speed_options
 from shardwise.planner.search.subject import job_subject
@@ -95,9 +92,13 @@ def test_plan_whose_step_could_not_be_captured_is_chosen_without_a_graph():
 # The candidates.
 
 
-def candidates(job, cluster="1xH100", *, fixed=(), **changes):
+def question_of(job, cluster="1xH100"):
     found = parse_cluster(cluster)
-    question = job_subject(job, found).question(found)
+    return job_subject(job, found).question(found)
+
+
+def candidates(job, cluster="1xH100", *, fixed=(), **changes):
+    question = question_of(job, cluster)
     plan = dataclasses.replace(with_speed_options(job, search(question).best.plan, question), **changes)
     return plan, race_candidates(job, plan, question, fixed=fixed)
 
@@ -159,6 +160,100 @@ def test_process_that_cannot_start_reports_the_reason(job_file):
     assert "changed since" in timed.error
 
 
+CRASH = "class Block(torch.nn.Module):"
+"""Line of the job's file before which `crashing` defines a function that ends the process."""
+
+
+def crashing_plans(job_file):
+    """Let the process of the job die with a micro-batch of 4; return three plans, of which the second one has it."""
+    text = token_job_text(1).replace("torch.relu(self.linear(x))", "torch.relu(self.linear(ends(x)))")
+    ends = "def ends(x):\n    if len(x) == 4 and x.device.type != 'meta':\n        os._exit(139)\n    return x\n"
+    Path(job_file).write_text(text.replace(CRASH, f"import os\n\n\n{ends}\n\n{CRASH}"))
+    splits = ((8, 1), (4, 2), (2, 4))
+    return [dataclasses.replace(EAGER, micro_batch=size, accumulation=number) for size, number in splits]
+
+
+def test_plan_that_ends_the_process_is_reported_and_the_others_are_measured(job_file):
+    plans = crashing_plans(job_file)
+    record = run_race(refer(job_file, {}), [plan_to_toml(plan) for plan in plans], device="cpu", budget_s=12)
+    assert [timed.number for timed in record.timed] == [0, 1, 2]
+    assert [bool(timed.error) for timed in record.timed] == [False, True, False]
+    assert "139" in record.timed[1].error
+
+
+def test_process_is_restarted_only_a_few_times(job_file, monkeypatch):
+    monkeypatch.setattr(race_process, "MOST_RESTARTS", 0)
+    plans = crashing_plans(job_file)
+    record = run_race(refer(job_file, {}), [plan_to_toml(plan) for plan in plans], device="cpu", budget_s=12)
+    assert [timed.number for timed in record.timed] == [0, 1]
+
+
+def test_device_that_fails_while_memory_is_freed_is_the_error_of_its_plan(job_file, monkeypatch):
+    with fake_world(1) as here:
+        found = Race(load_job(refer(job_file, {})), here, budget_s=60)
+        monkeypatch.setattr(race_worker, "time_steps", lambda *_: race_worker.Steps(0.1, 0.0, is_captured=False))
+        assert not found.measure(0, EAGER, share_s=0.1).error
+        monkeypatch.setattr(torch.compiler, "reset", lambda: (_ for _ in ()).throw(RuntimeError("illegal access")))
+        timed = found.measure(1, EAGER, share_s=0.1)
+    assert (timed.error, found.has_failed) == ("RuntimeError: illegal access", True)
+
+
+def test_only_compilation_that_took_place_does_not_count_to_the_time_limit(job_file, monkeypatch):
+    Path(job_file).write_text(token_job_text(24))
+    compile_s = iter((0.05, 0.08))
+
+    def steps(*_):
+        time.sleep(0.2)
+        return race_worker.Steps(0.01, next(compile_s), is_captured=False)
+
+    monkeypatch.setattr(race_worker, "time_steps", steps)
+    with fake_world(1) as here:
+        found = Race(load_job(refer(job_file, {})), here, budget_s=60)
+        timed = found.measure(0, MODEL, share_s=0.1)
+    assert timed.compile_s == pytest.approx(0.05 + 0.03 / 2 * 22)  # of all 24 blocks
+    assert timed.compiling_s == pytest.approx(0.13)  # of 2 and of 4 of them
+    assert timed.measuring_s >= 0.4 - 0.13
+    assert found.left_s == pytest.approx(60 - timed.measuring_s)
+
+
+@pytest.mark.parametrize("number", [0, 6, 23])
+def test_time_and_memory_of_partial_recompute_are_extrapolated_by_both_kinds_of_blocks(job_file, monkeypatch, number):
+    Path(job_file).write_text(token_job_text(24))
+
+    def steps(job, plan, *_):
+        num_blocks = count_names(job.model())
+        recomputed = min(plan.recompute_blocks or num_blocks, num_blocks) if plan.recompute != "none" else 0
+        kept = num_blocks - recomputed
+        return race_worker.Steps(1.0 + 0.4 * recomputed + 0.3 * kept, 0.0, False, 1e9 + 1e8 * recomputed + 3e8 * kept)
+
+    monkeypatch.setattr(race_worker, "time_steps", steps)
+    plan = dataclasses.replace(EAGER, recompute="full", recompute_blocks=number)
+    with fake_world(1) as here:
+        timed = Race(load_job(refer(job_file, {})), here, budget_s=60).measure(0, plan, share_s=0.1)
+    recomputed = number or 24
+    assert timed.step_s == pytest.approx(1.0 + 0.4 * recomputed + 0.3 * (24 - recomputed))
+    assert timed.peak_bytes == pytest.approx(1e9 + 1e8 * recomputed + 3e8 * (24 - recomputed))
+
+
+def count_names(model):
+    """Return the number of blocks of the model of `token_job_text`."""
+    return sum(type(module).__name__ == "Block" for module in model)
+
+
+def test_plan_whose_measured_peak_does_not_fit_is_not_used():
+    question = question_of(sentences_job(steps=100_000))
+    capacity = question.capacity
+    timed = [
+        TimedPlan(number=0, step_s=1.0, peak_bytes=0.5 * capacity),
+        TimedPlan(number=1, step_s=0.5, peak_bytes=0.999 * capacity, blocks=(2, 4)),
+    ]
+    found = measured_plans(RaceRecord(timed=tuple(timed), seconds=1.0), [EAGER, BLOCKS], question)
+    assert decide(found, None).plan == EAGER
+    assert found[0].error == ""
+    assert found[1].error.startswith("it needs 8")
+    assert "by its measured peak with 2 and 4 blocks" in found[1].error
+
+
 class NeedsEveryBlock(torch.nn.Module):
     """Reads its seventh block by index."""
 
@@ -210,8 +305,8 @@ def test_truncated_models_keep_their_first_blocks(job_file):
     assert one[0].weight.equal(other[0].weight)
     assert one[0].weight is not other[0].weight
     assert structure(short.model, 0).module[0].weight.is_meta
-    assert extend((2, 4), (0.3, 0.5), 12) == pytest.approx(1.3)
-    assert extend((2, 4), (0.5, 0.4), 12) == pytest.approx(0.5)  # noise: a deeper model is not faster
+    assert extend((0.3, 0.5), 12, 12) == pytest.approx(1.3)
+    assert extend((0.5, 0.4), 12, 12) == pytest.approx(0.5)  # noise: a deeper model is not faster
 
 
 # The whole choice, with the measuring process replaced.
@@ -222,11 +317,11 @@ def races(monkeypatch):
     """Replace the child process: every candidate takes 1 s a step but the last, which takes 0.5 s."""
     calls = []
 
-    def fake(reference, plans, **_):
+    def fake(reference, plans, *, first, **_):
         calls.append(reference)
         timed = [TimedPlan(number=number, step_s=1.0, compile_s=1.0) for number in range(len(plans))]
         timed[-1] = dataclasses_replace(timed[-1], step_s=0.5)
-        return RaceRecord(timed=tuple(timed), seconds=2.0)
+        return RaceRecord(timed=tuple(timed[first:]), seconds=2.0)
 
     monkeypatch.setattr(race, "run_race", fake)
     monkeypatch.setattr(race, "LEAST_JOB_S", 0.0)
@@ -256,6 +351,57 @@ def test_measurements_are_cached_and_decide(job_file, races, tmp_path):
     assert len(races) == 2
 
 
+def test_measurements_depend_on_the_driver_and_on_transformers(job_file, races, tmp_path, monkeypatch):
+    reference = refer(job_file, {})
+    job = load_job(reference)
+    tuning = Tuning(reference=reference, note=lambda _: None, device="cpu", folder=tmp_path / "cache")
+    versions = {"transformers": "5.0", "driver": "570.1"}
+    known = race.package_version
+    monkeypatch.setattr(race, "package_version", lambda name: versions.get(name) or known(name))
+    monkeypatch.setattr(race, "driver_version", lambda: versions["driver"])
+    tune_plan(job, EAGER, tuning, fixed=())
+    versions["transformers"] = "5.1"  # the model is not of transformers
+    tune_plan(job, EAGER, tuning, fixed=())
+    assert len(races) == 1
+    versions["driver"] = "580.2"
+    tune_plan(job, EAGER, tuning, fixed=())
+    assert len(races) == 2
+    monkeypatch.setattr(race, "_uses_transformers", lambda _: True)
+    for version in ("5.1", "5.2"):
+        versions["transformers"] = version
+        tune_plan(job, EAGER, tuning, fixed=())
+    assert len(races) == 4
+
+
+def test_measurements_of_a_gpu_that_others_use_are_not_kept(job_file, races, tmp_path, monkeypatch):
+    reference, notes = refer(job_file, {}), []
+    tuning = Tuning(reference=reference, note=notes.append, folder=tmp_path / "cache")
+    for percent, number in ((60, 1), (3, 2), (60, 2)):  # the last one reads what the second one has kept
+        monkeypatch.setattr(race, "gpu_utilization", lambda device, percent=percent: percent if device == 0 else 0)
+        tune_plan(load_job(reference), EAGER, tuning, fixed=())
+        assert len(races) == number
+    assert [note for note in notes if "other processes used 60 % of cuda:0" in note] == [notes[2]]
+
+
+def test_race_that_did_not_reach_all_plans_is_continued_by_the_next_run(job_file, races, tmp_path, monkeypatch):
+    reference, notes, firsts = refer(job_file, {}), [], []
+    job, whole = load_job(reference), race.run_race
+    tuning = Tuning(reference=reference, note=notes.append, device="cpu", folder=tmp_path / "cache")
+
+    def two_plans(*args, first, **options):
+        firsts.append(first)
+        record = whole(*args, first=first, **options)
+        return dataclasses_replace(record, timed=record.timed[:2])
+
+    monkeypatch.setattr(race, "run_race", two_plans)
+    assert tune_plan(job, EAGER, tuning, fixed=()) == EAGER
+    assert "measured 2 of" in notes[-1]
+    tuned = [tune_plan(job, EAGER, tuning, fixed=()) for _ in range(3)]
+    assert firsts == [0, 2]
+    assert tuned[-1] != EAGER  # the last plan is the fastest
+    assert tuned[1] == tuned[2]
+
+
 def test_other_job_is_measured_again_and_short_job_is_not(job_file, races, tmp_path, monkeypatch):
     for overrides in ({}, {"optimizer.lr": "0.1"}):
         reference = refer(job_file, overrides)
@@ -266,12 +412,32 @@ def test_other_job_is_measured_again_and_short_job_is_not(job_file, races, tmp_p
     assert tune_plan(load_job(reference), EAGER, tuning, fixed=()) is EAGER
 
 
-def settled(monkeypatch, spec, *, device=H100, overrides=None, reference="reference", num_nodes=1):
+def test_options_of_the_resumed_run_are_kept_only_if_they_fit_this_device(monkeypatch, tmp_path):
+    (tmp_path / "job.json").write_text("{}")
+    (tmp_path / "plan.toml").write_text(plan_to_toml(EAGER))
+    spec = TrainSpec.of("job.py", resume=str(tmp_path))
+    question = question_of(sentences_job(steps=100_000))
+    needed = question.memory_of(EAGER).total
+    sizes = []
+
+    def small(*_):
+        return None, dataclasses.replace(question, max_bytes=sizes[0])
+
+    monkeypatch.setattr("shardwise.planner.settle.job_question", small)
+    sizes.append(needed + 1)
+    assert settled(monkeypatch, spec) == (EAGER, [])
+    sizes[0] = needed - 1
+    plan, notes = settled(monkeypatch, spec)
+    assert (plan, len(notes)) == (MODEL, 1)
+    assert "the options of the run that is resumed do not apply, because they need" in notes[0]
+
+
+def settled(monkeypatch, spec, *, device=H100, overrides=None, reference="reference", nodes=None):
     """Return the plan that `train` settles on for a job whose search finds MODEL, and the notes."""
     notes, job = [], sentences_job(steps=100_000)
     monkeypatch.setattr("shardwise.planner.settle.search_plan", lambda *_: (MODEL, ""))
     monkeypatch.setattr(race, "tune_plan", lambda *_, **__: BLOCKS)
-    tuning = tuning_of(spec, reference, num_nodes=num_nodes)
+    tuning = tuning_of(spec, reference, nodes)
     tuning = tuning and dataclasses.replace(tuning, note=notes.append)
     plan = settle_job_plan(job, "auto", world_size=1, device=device, overrides=overrides or {}, tuning=tuning)
     return plan, notes
@@ -282,7 +448,12 @@ def test_only_auto_on_a_gpu_with_tuning_measures(monkeypatch):
     assert settled(monkeypatch, spec) == (BLOCKS, [])
     assert settled(monkeypatch, TrainSpec.of("job.py", tune=False)) == (MODEL, [])
     assert settled(monkeypatch, spec, device=LocalDevice())[0].compile == "none"
-    for changes in ({"num_nodes": 2}, {"reference": None}, {"spec": spec.replace(deterministic=True)}):
+    two = NodesSpec(least=2, most=2, host="a", port=1, node_rank=0)
+    assert settled(monkeypatch, spec, nodes=two) == (BLOCKS, [])
+    assert settled(monkeypatch, spec, nodes=dataclasses.replace(two, node_rank=1)) == (MODEL, [])  # node 0 decides
+    without = (dataclasses.replace(two, node_rank=None), dataclasses.replace(two, join_s=60.0))
+    refused = [{"nodes": nodes} for nodes in without]
+    for changes in (*refused, {"reference": None}, {"spec": spec.replace(deterministic=True)}):
         plan, notes = settled(monkeypatch, **{"spec": spec, **changes})
         assert (plan, len(notes)) == (MODEL, 1)
 
@@ -298,6 +469,7 @@ def test_no_tune_travels_on_the_command_line():
 
 def test_resumed_run_keeps_its_options_without_measuring(monkeypatch, tmp_path):
     stored = dataclasses.replace(EAGER, micro_batch=4, accumulation=2, recompute="full")
+    monkeypatch.setattr("shardwise.planner.settle.job_question", lambda *_: (None, question_of(sentences_job())))
     (tmp_path / "job.json").write_text("{}")
     (tmp_path / "plan.toml").write_text(plan_to_toml(stored))
     plan, _ = settled(monkeypatch, TrainSpec.of("job.py", resume=str(tmp_path)))

@@ -21,7 +21,8 @@ from shardwise.planner.search.choices import (
     variants,
 )
 from shardwise.planner.search.floors import Floors
-from shardwise.planner.search.search import Candidate, Question, Rejected, anything_fits, choose, search
+from shardwise.planner.search.question import Question
+from shardwise.planner.search.search import Candidate, Rejected, anything_fits, choose, search
 from shardwise.plans.pipeline import SCHEDULES, split_layers
 from shardwise.plans.plan import Plan
 from shardwise.plans.sections import Precision

@@ -23,13 +23,13 @@ def settled(spec="auto", *, batch_size=12, world_size=2, device=None, choose=Non
     )
 
 
-def sharded(world_size):
+def sharded(_, world_size):
     plan = Plan.preset("zero3", world_size, batch_size=12, accumulation=3)
     return replace(plan, sources={"layout": "auto: zero3 of 7 plans"}), ""
 
 
 def test_auto_on_a_cpu_is_ddp_without_a_search_and_says_so():
-    plan = settled(choose=lambda _: pytest.fail("searched"))
+    plan = settled(choose=lambda *_: pytest.fail("searched"))
     assert plan.layout.replicate == 2
     assert plan.source("layout") == "auto: the simplest, on a CPU"
 
@@ -41,7 +41,7 @@ def test_auto_on_gpus_is_what_the_search_chose():
 
 
 def test_auto_without_a_found_plan_is_ddp_and_says_why():
-    plan = settled(device=H200, choose=lambda _: (None, "could not be searched (it has no model)"))
+    plan = settled(device=H200, choose=lambda *_: (None, "could not be searched (it has no model)"))
     assert plan.zero == 0
     assert plan.source("layout") == "auto: ddp, since a plan could not be searched (it has no model)"
 
@@ -50,6 +50,21 @@ def test_a_searched_plan_gives_way_to_the_command_line():
     plan = settled(device=H200, choose=sharded, micro_batch="1", recompute="full")
     assert (plan.micro_batch, plan.accumulation, plan.recompute) == (1, 6, "full")
     assert plan.source("recompute") == "--set"
+
+
+def test_the_search_knows_what_the_command_line_gives():
+    found = []
+
+    def choose(fixed, world_size):
+        found.append(fixed)
+        return sharded(fixed, world_size)
+
+    overrides = {"precision.parameter": "bf16", "fused_loss": "true", "micro_batch": "2", "zero": "3"}
+    plan = settled(device=H200, choose=choose, **overrides)
+    [fixed] = found
+    assert fixed.names == {"precision", "precision.parameter", "fused_loss", "micro_batch"}
+    assert (fixed.plan.precision.parameter, fixed.plan.precision.compute) == ("bf16", "bf16")
+    assert (fixed.plan.fused_loss, fixed.plan.micro_batch, plan.fused_loss) == (True, 2, True)
 
 
 @pytest.mark.parametrize(("device", "compute"), [(LocalDevice(), "fp32"), (H200, "bf16"), (V100, "fp16")])

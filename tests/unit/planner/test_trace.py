@@ -15,7 +15,8 @@ from shardwise.launcher.local.function import run_forked
 from shardwise.layout import Layout
 from shardwise.measurement.memory import LiveBytes
 from shardwise.planner.cost.memory import predict_memory
-from shardwise.planner.search.search import Question, search
+from shardwise.planner.search.question import Question
+from shardwise.planner.search.search import search
 from shardwise.planner.search.subject import job_subject
 from shardwise.planner.trace.rehearsal import TracedModel
 from shardwise.planner.trace.trace import context_degrees, describe, head_of, trace

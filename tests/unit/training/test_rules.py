@@ -16,7 +16,8 @@ from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.parallel import support
 from shardwise.planner.search.explain import reason
-from shardwise.planner.search.search import Question, search
+from shardwise.planner.search.question import Question
+from shardwise.planner.search.search import search
 from shardwise.planner.search.subject import job_subject, published_subject
 from shardwise.planner.trace.trace import describe
 from shardwise.training.preflight import ModelRules

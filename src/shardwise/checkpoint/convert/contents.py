@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.directory import CheckpointDirectory, find_checkpoints, follow_name
-from shardwise.checkpoint.disk import name_of
 from shardwise.checkpoint.manifest import CODES, DTYPES, read_manifest
+from shardwise.checkpoint.names import name_of
 from shardwise.checkpoint.read import TensorLoader
 from shardwise.checkpoint.shard import ShardLayout
 from shardwise.checkpoint.write import PlannedSave

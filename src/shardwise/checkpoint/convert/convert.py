@@ -29,7 +29,8 @@ from shardwise.checkpoint.convert.deepspeed import is_deepspeed
 from shardwise.checkpoint.convert.hugging_face import merge_adapters, only_adapters
 from shardwise.checkpoint.convert.torch_formats import METADATA, read_directory, read_file, write_directory, write_file
 from shardwise.checkpoint.directory import find_checkpoints
-from shardwise.checkpoint.disk import as_shardwise_error, parse_name, sync_directory, write_synced
+from shardwise.checkpoint.disk import as_shardwise_error, sync_directory, write_synced
+from shardwise.checkpoint.names import parse_name
 from shardwise.checkpoint.spec import ConvertReport, DiffReport, InspectReport, TensorDifference, TensorRow
 from shardwise.errors import InputError
 from shardwise.runs.console import CHECK_FAILED

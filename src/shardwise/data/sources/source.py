@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from shardwise.data.storage.remote_file import RemoteArray
+from shardwise.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -260,3 +261,24 @@ class EvenStarts:
     def first_from(self, position: int) -> int:
         """Return the first multiple of `length` from `position`."""
         return min(-(-position // self.length) * self.length, self.num_tokens)
+
+
+# Token ids that a model does not know.
+
+
+def vocabulary_too_large(name: str, size: int, vocab_size: int) -> DataError:
+    """Return the error for a source whose tokenizer has more ids than the model."""
+    return DataError(
+        f"source {name} has a vocabulary of {size} ids, but the model has {vocab_size}",
+        code="data.vocabulary-too-large",
+        fix=f"set the vocabulary size of the model to {size} or more, or use another tokenizer",
+    )
+
+
+def outside_vocabulary(name: str, token_id: int, vocab_size: int) -> DataError:
+    """Return the error for a token id that the model does not have."""
+    return DataError(
+        f"source {name} has the token id {token_id}, but the model has {vocab_size}",
+        code="data.token-outside-vocabulary",
+        fix=f"set the vocabulary size of the model to {token_id + 1} or more, or use its tokenizer",
+    )

@@ -39,6 +39,31 @@ def open_bytes(path: Location) -> FileArray:
         raise unreadable(path, error) from error
 
 
+class LocalFile:
+    """A file of this machine of which ranges are read; a read has no position, so forked processes may share it."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("rb", buffering=0)
+        except FileNotFoundError:
+            raise missing(path) from None
+        except OSError as error:
+            raise unreadable(path, error) from error
+        self._path = path
+
+    def read(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Return bytes [start, stop), fewer if the file ends before."""
+        try:
+            return np.frombuffer(os.pread(self._file.fileno(), stop - start, start), np.uint8)
+        except OSError as error:
+            raise unreadable(self._path, error) from error
+
+
+def open_ranges(path: Location) -> LocalFile | RemoteFile:
+    """Return a file whose `read(start, stop)` reads one range of bytes."""
+    return LocalFile(path) if isinstance(path, Path) else _open_remote(path)
+
+
 def typed(content: FileArray, dtype: np.dtype[Any], start: int = 0, stop: int | None = None) -> FileArray:
     """Return bytes [start, stop) of a file as an array of another type, without reading them."""
     if isinstance(content, RemoteArray):

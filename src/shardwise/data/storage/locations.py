@@ -41,6 +41,15 @@ class RemotePath:
         """Whether a folder is listed with sizes: web servers have pages at most."""
         return self.scheme not in {"http", "https"}
 
+    def check_writable(self) -> None:
+        """Raise DataError if objects of this scheme cannot be written."""
+        if not self.can_list:
+            raise DataError(
+                f"{self.scheme}:// URLs are read-only, got {self}",
+                code="data.scheme-read-only",
+                fix="pass a URL of s3://, gs:// or another object store",
+            )
+
     @property
     def name(self) -> str:
         """The last part."""
@@ -77,6 +86,30 @@ class RemotePath:
 Location = Path | RemotePath
 
 
+def locate_url(text: str) -> RemotePath:
+    """Return the location of a URL of object storage; raises DataError for any other text, as `locate` does."""
+    check_url(text)
+    location = locate(text)
+    if isinstance(location, Path):
+        raise _not_remote(text)
+    return location
+
+
+def check_url(text: str) -> None:
+    """Raise DataError if a text is not a URL, has parts that may be secrets, or names no bucket; needs no package."""
+    found = _URL.fullmatch(text)
+    if found is None or found[1].lower() == "file":
+        raise _not_remote(text)
+    _check_parts(found[1].lower(), found[2])
+
+
+def _not_remote(text: str) -> DataError:
+    shown = "the value" if re.search("[@?#]", text) else text  # it may have secrets
+    return DataError(
+        f"{shown} is not a URL of object storage", code="data.url-invalid", fix="pass a URL such as s3://BUCKET/PATH"
+    )
+
+
 def locate(text: str | Path) -> Location:
     """Return the location of a path or a URL; raises DataError for URLs of unknown schemes or with credentials."""
     return locate_all([text])[0]
@@ -95,20 +128,20 @@ def _locate(text: str | Path, stores: dict[str, ObjectStore]) -> Location:
     if found is None:
         return Path(text)
     scheme, rest = found[1].lower(), found[2]
-    _check_secrets(scheme, rest)
+    _check_parts(scheme, rest)
     if scheme == "file":
         return Path(rest.removeprefix("localhost"))
-    if not rest.strip("/"):
-        raise DataError(
-            f"{scheme}:// names no bucket or host", code="data.url-incomplete", fix=f"pass {scheme}://BUCKET/PATH"
-        )
     store = stores.setdefault(scheme, ObjectStore(scheme))
     store.check_scheme()
     return RemotePath(scheme, PurePosixPath(rest), store)
 
 
-def _check_secrets(scheme: str, rest: str) -> None:
-    """Raise DataError if a URL has parts that may be secrets; the message leaves them out."""
+def _check_parts(scheme: str, rest: str) -> None:
+    """Raise DataError if a URL has parts that may be secrets, which the message leaves out, or names no bucket."""
+    if scheme != "file" and not rest.strip("/"):
+        raise DataError(
+            f"{scheme}:// names no bucket or host", code="data.url-incomplete", fix=f"pass {scheme}://BUCKET/PATH"
+        )
     authority = rest.partition("/")[0]
     port = authority.partition(":")[2]
     is_port = scheme in {"http", "https"} and port.isdigit()

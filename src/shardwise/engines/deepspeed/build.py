@@ -27,6 +27,8 @@ from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
 from shardwise.parallel.sharded import LOWER
 from shardwise.parallel.weights import fill_buffers, fill_parameters
 from shardwise.training.build import make_mesh_context, prepare_meta_model
+from shardwise.training.loading import check_vocabulary, vocabulary_of
+from shardwise.training.step.document_probe import DocumentProbe, ProbedModel
 from shardwise.training.step.step import Autocast, StepParts
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ def build_deepspeed_step(job: Job, plan: Plan, world: World, context: BuildConte
     place = make_mesh_context(plan, world)
     meta_model = prepare_meta_model(job, plan, world)
     around = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))
+    check_vocabulary(job, around.feed, vocabulary_of(meta_model.module))
     step = _build(job, plan, place, meta_model, around, local_rank=world.local_rank)
     seed_generators(job.seed + 1 + plan.layout.draw_index(world.rank))
     return step
@@ -92,11 +95,14 @@ def _build(
 
     if not plain:
         _export_trained_values(module, state)
+    autocast = Autocast(device_type=place.device.type, dtype=None)
+    probed = ProbedModel(module, job.forward, lambda program: program(engine.module), autocast, compute=low)
     parts = StepParts(
         optimized=Optimized(optimizer=engine.basic_optimizer, named=named, refresh=refresh, groups=groups),
         sync=EngineSync(plan.layout.dp),
         update=update,
-        autocast=Autocast(device_type=place.device.type, dtype=None),
+        autocast=autocast,
+        batch_checks=(DocumentProbe(probed, around.source.world, around.note),),
         origin=meta_model.weights.description if meta_model.weights is not None else "",
         **vars(around),
     )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardwise.planner.cost.memory import OptimizerShape
     from shardwise.planner.cost.time import Time, TimeModel
     from shardwise.planner.model.shape import ModelShape
-    from shardwise.planner.search.search import Question
+    from shardwise.planner.search.question import Question
 
 
 class _Spec(NamedTuple):

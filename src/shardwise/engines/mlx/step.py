@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
+from shardwise.data.packed_batches import packed_batch
 from shardwise.engines.mlx.arrays import foreign_batch_norms, form_of, share_batch_norms, to_torch
 from shardwise.engines.mlx.functions import Forward, Gradient, norm_of, sum_over, update_by
 from shardwise.engines.mlx.ring import join_group
@@ -26,6 +27,7 @@ from shardwise.engines.mlx.weights import make_groups, read_weights, set_rates, 
 from shardwise.errors import JobError, some_of
 from shardwise.job.generators import seed_generators
 from shardwise.runs.calls import GroupKey, Operation, pack
+from shardwise.training.loading import check_vocabulary, config_vocabulary
 from shardwise.training.step.first_step_checks import check_counted
 from shardwise.training.step.step import StepReport
 
@@ -51,6 +53,7 @@ def build_mlx_step(job: Job, plan: Plan, world: World, context: BuildContext) ->
     note = context.note
     group = join_group(world, note=note)
     model = _make_model(job, plan)
+    check_vocabulary(job, around.feed, _vocabulary_of(model))
     norms = _synchronize_batch_norms(model, group if plan.batch_norm == "sync" else None)
     form = form_of(model)
     origin = read_weights(Path(job.weights), model, form) if job.weights is not None else share_weights(model, form)
@@ -150,6 +153,8 @@ class MlxStep(MlxState):
 
     def __call__(self, batch: StepBatch) -> StepReport:
         """Train on one global batch. Communicates over MLX's group; call on every rank."""
+        if self._note is not None:
+            _refuse_packed_rows(batch)
         rate = self._set_rates()
         self.mark("forward", self.number)
         # The sum over the real rows of all ranks, divided by the loss normalizer of the global batch, is the mean that
@@ -243,6 +248,24 @@ class MlxStep(MlxState):
             found[name] = float(measure.sum_of(output, batch))
             found[f"{name}/count"] = measure.count_of(micro_batch.batch, micro_batch.rows)
         return found
+
+
+def _vocabulary_of(model: nn.Module) -> int | None:
+    """Return the vocabulary size of a model's config, else the size of its largest embedding; None without both."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    largest = max((len(module.weight) for module in embeddings), default=None)
+    return config_vocabulary(model) or largest
+
+
+def _refuse_packed_rows(batch: StepBatch) -> None:
+    """Raise JobError for packed rows: nothing checks that an MLX model keeps their documents apart."""
+    packed = packed_batch(batch.micro_batches[0].batch)
+    if packed is not None and packed.has_documents:
+        raise JobError(
+            "engine mlx does not train on packed rows, since nothing checks that documents do not influence each other",
+            code="support.mlx-packed",
+            fix="set packed=False in sw.datasets.tokens, or use a torch model",
+        )
 
 
 # Evaluation of a step's sums over ranks. `record` replaces both functions in this module, so `__call__` finds the

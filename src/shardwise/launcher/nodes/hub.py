@@ -78,12 +78,17 @@ def start_hub(
     facts: Mapping[str, str],
     host: str,
     run: str,
+    decided: str = "",
 ) -> RankProcess:
-    """Fork a hub that serves `listener`; it exits when the run is over or this process exits."""
+    """Fork a hub that serves `listener`; it exits when the run is over or this process exits.
+
+    Every node receives `run` and `decided`, a text, when it joins.
+    """
+    welcome = Welcome(0, run, limits.lost_s, decided)
 
     def serve() -> int:
         ignore_stop_signals()  # the hub ends with the run
-        roster = Roster(limits, facts=facts, host=host, run=run, now=time.monotonic())
+        roster = Roster(limits, facts=facts, host=host, welcome=welcome, now=time.monotonic())
         Hub(listener, secret, roster, version=facts.get("shardwise", ""), lost_s=limits.lost_s).serve()
         return 0
 

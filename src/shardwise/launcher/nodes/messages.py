@@ -23,7 +23,7 @@ from shardwise.launcher.transport import MessageStream
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the messages between nodes; nodes with a different version are rejected."""
 LOST_S = 5.0
 """Seconds of silence after which a node is lost: five heartbeats, so that one retransmitted packet is tolerated."""
@@ -92,6 +92,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     node: int
     run: str
     lost_s: float = LOST_S
+    decided: str = ""
+    """What node 0 has decided for all nodes, such as a plan."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

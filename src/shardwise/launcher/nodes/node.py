@@ -59,6 +59,8 @@ class HubLink:
         """Use a stream on which the hub has sent `welcome`."""
         self.node = welcome.node
         self.run = welcome.run
+        self.decided = welcome.decided
+        """What node 0 has decided for all nodes."""
         self._lost_s = welcome.lost_s
         connection = cast("socket.socket", stream.end)
         self.own_address = str(connection.getsockname()[0])
@@ -259,12 +261,15 @@ def node_facts(nodes: NodesSpec, command: str) -> dict[str, str]:
 def join_run(
     nodes: NodesSpec,
     facts: Mapping[str, str],
-    make_run: Callable[[Path | None], RunDirectory],
+    make_run: Callable[[Path | None, str], RunDirectory],
     note: Callable[[str], None],
+    *,
+    decides: str = "",
 ) -> Iterator[tuple[HubLink, RunDirectory]]:
     """Start the hub if this is node 0, join it, and yield the connection and the run directory.
 
-    `make_run` creates that directory: a new one for None, or the path that node 0 has sent.
+    `make_run` creates that directory: a new one for None, or the path that node 0 has sent. It also receives the text
+    that node 0 `decides` for all nodes.
     """
     host = socket.gethostname()
     run, hub, where = None, None, nodes.host
@@ -273,7 +278,7 @@ def join_run(
     if listener is not None:
         with listener:
             where = str(listener.getsockname()[0])
-            run = make_run(None)
+            run = make_run(None, decides)
             note(
                 f"shardwise: node 0 waits for nodes at {where}:{nodes.port} on {interface_of(where) or 'its interface'}"
             )
@@ -282,12 +287,13 @@ def join_run(
                     f"shardwise: SHARDWISE_SECRET is not set, so any host that can connect to {where}:{nodes.port} with"
                     f" --rdzv-id {nodes.run_id!r} can join; export the same random secret on every node"
                 )
-            hub = start_hub(listener, secret, nodes, facts=facts, host=host, run=str(run.path.resolve()))
+            path = str(run.path.resolve())
+            hub = start_hub(listener, secret, nodes, facts=facts, host=host, run=path, decided=decides)
     hello = Hello(host, nodes.node_rank, dict(facts), is_host=hub is not None)
     try:
         link = join_hub(where, nodes.port, secret, hello, timeout_s=nodes.join_s, note=note)
         try:
-            yield link, run or make_run(Path(link.run))
+            yield link, run or make_run(Path(link.run), link.decided)
         finally:
             link.close()
     finally:

@@ -119,11 +119,12 @@ class _Round:
 class Roster:
     """The state machine of a run: receives events in order and queues messages to nodes; node 0 runs the store."""
 
-    def __init__(self, limits: NodeLimits, *, facts: Mapping[str, str], host: str, run: str, now: float) -> None:
-        """Create an empty roster; `facts` must be the same on all nodes, `host` and `run` are those of node 0."""
+    def __init__(
+        self, limits: NodeLimits, *, facts: Mapping[str, str], host: str, welcome: Welcome, now: float
+    ) -> None:
+        """Create an empty roster; `facts` must be the same on all nodes, `host` and `welcome` are of node 0."""
         self.is_over = False
-        self._limits = limits
-        self._facts, self._host, self._run = facts, host, run
+        self._limits, self._facts, self._host, self._welcome = limits, facts, host, welcome
         self._members: dict[int, _Member] = {}
         self._dismissed: dict[int, str] = {}
         """Hosts of released nodes that are still connected, whose node numbers are not free yet."""
@@ -149,7 +150,7 @@ class Roster:
             self._send(0, Note(f"rejected a node: {node.fact}"))
             return node
         self._members[node] = _Member(node, hello.host)
-        self._send(node, Welcome(node, self._run, self._limits.lost_s))
+        self._send(node, msgspec.structs.replace(self._welcome, node=node))
         if self._was_whole:
             self._note(f"{self._members[node].name} has connected and will join")
         return node

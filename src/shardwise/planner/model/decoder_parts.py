@@ -17,6 +17,8 @@ from shardwise.plans.catalogue import BYT5_COMMON, BYT5_SIZES, RESNETS, SIZES, T
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardwise.planner.model.decoder_form import DecoderForm
     from shardwise.planner.model.shape import Part
     from shardwise.planner.model.tape import Storage, Value
@@ -75,15 +77,20 @@ def decoder_shape(
         tokens_per_sample=length,
         tp_degrees=_tp_degrees(form),
         cp_degrees=_divisors(math.gcd(form.num_heads, length)),
-        head=Head(
-            vocab_size=form.vocab_size,
-            width=form.width,
-            rows=length,
-            hidden_bytes=_norm(form, length, Tape(compute, gathered), given(Tape(compute, gathered))).width,
-            split=True,
-            trained=lora == 0,
-            before=describe.footprint(partial(_norm, form, length), given),
-        ),
+        head=_head(form, length, describe, given),
+    )
+
+
+def _head(form: DecoderForm, length: int, describe: Describer, given: Callable[[Tape], Value]) -> Head:
+    tape = Tape(describe.compute, describe.gathered)
+    return Head(
+        vocab_size=form.vocab_size,
+        width=form.width,
+        rows=length,
+        hidden_bytes=_norm(form, length, tape, given(tape)).width,
+        split=True,
+        trained=describe.lora == 0,
+        before=describe.footprint(partial(_norm, form, length), given),
     )
 
 

@@ -21,7 +21,8 @@ from shardwise.units import format_rate, format_seconds
 
 if TYPE_CHECKING:
     from shardwise.hardware.machine import NodeType
-    from shardwise.planner.search.search import Answer, Candidate, Question
+    from shardwise.planner.search.question import Question
+    from shardwise.planner.search.search import Answer, Candidate
 
 LARGEST = 65_536
 """Devices of the largest cluster that `smallest_cluster` tries."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.layout import Layout
 from shardwise.planner.search.choices import LEAST_TOKENS, slices
-from shardwise.planner.search.search import FILL, HOST_FILL, TIE, Candidate, Rejected
+from shardwise.planner.search.question import FILL, HOST_FILL
+from shardwise.planner.search.search import TIE, Candidate, Rejected
 from shardwise.plans.plan import Plan
 from shardwise.units import format_gb, format_seconds
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from shardwise.planner.asked import Asked
     from shardwise.planner.cost.memory import Memory
     from shardwise.planner.model.shape import ModelShape
-    from shardwise.planner.search.search import Answer, EngineForm, Question
+    from shardwise.planner.search.question import Question
+    from shardwise.planner.search.search import Answer, EngineForm
 
 
 EQUAL = 0.005

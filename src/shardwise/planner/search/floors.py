@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardwise.planner.cost.time import TimeModel
     from shardwise.planner.model.shape import Amount, ModelShape, Part, Recompute
     from shardwise.planner.search.choices import ChoiceGroup, PlanVariant
-    from shardwise.planner.search.search import Question
+    from shardwise.planner.search.question import Question
 
 
 class Load(NamedTuple):

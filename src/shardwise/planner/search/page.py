@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from shardwise.planner.cost.events import Span
     from shardwise.planner.cost.memory import Memory
+    from shardwise.planner.search.question import Question
     from shardwise.planner.search.report_data import ReportContent
-    from shardwise.planner.search.search import Answer, Question
+    from shardwise.planner.search.search import Answer
 
 
 # The SVG file: memory of each family by kind, and the timeline of one step of the best plan.

@@ -2,9 +2,9 @@
 
 The time model does not know how well the compiler fuses a model. Predictions choose the layout, the precision and at
 most five candidates with other options of speed (compilation, CUDA graph, fused loss, recompute, micro-batches); their
-measured times choose between the candidates. One child process measures them (`measurement/race_worker.py`), so that
-the launching process initializes no CUDA context. The invariant: a candidate passes the rules of `train` and computes
-the same results as the predicted plan. Measurements are cached per job, device and versions.
+measured times choose between the candidates. A child process measures them (`race_process.py`). The invariant: a
+candidate passes the rules of `train` and computes the same results as the predicted plan. Measurements are cached per
+job, device and versions; a race that did not reach all candidates is continued by the next run.
 """
 
 from __future__ import annotations
@@ -14,36 +14,34 @@ import dataclasses
 import hashlib
 import itertools
 import os
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from shardwise.engines.engine import engine_named
-from shardwise.environment import cache_directory, rank_environment
+from shardwise.environment import cache_directory
 from shardwise.errors import ShardwiseError
-from shardwise.hardware.probe import package_version
-from shardwise.job import JobReference  # noqa: TC001 - read at run time by msgspec
-from shardwise.launcher.local.processes import RankProcess, compile_cache
+from shardwise.hardware.probe import driver_version, gpu_utilization, package_version
+from shardwise.parallel.meta_model import structure
 from shardwise.planner.cost.time import WAITING
 from shardwise.planner.search.choices import RECOMPUTES, SPEED_OPTIONS, divisors
+from shardwise.planner.search.question import FixedFields
+from shardwise.planner.search.race_process import VERSION, RaceRecord, TimedPlan, run_race
 from shardwise.planner.search.search import refused_by_rule
 from shardwise.planner.search.speed import Measured, count_steps, decide, differing, explain_choice, is_capturable
 from shardwise.planner.search.subject import job_question
 from shardwise.planner.trace.trace import fingerprint
 from shardwise.plans.toml import plan_to_toml
 from shardwise.training.step.captured import sampled_forms
+from shardwise.units import format_gb
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
+    from pathlib import Path
 
     from shardwise.job import Job
-    from shardwise.planner.search.search import Question
+    from shardwise.planner.search.question import Question
     from shardwise.planner.settle import Tuning
     from shardwise.plans.plan import Plan
 
@@ -55,51 +53,10 @@ KIND_ERROR = 0.4
 loss: on an H200, blocks took 1.7 times as long as the whole GPT-2 124M in one graph, and 1.14 were predicted."""
 SPLIT_ERROR = 0.1
 """The same of a candidate that differs in its micro-batches, recompute or CUDA graph only."""
+MOST_UTILIZATION = 10
+"""Percentage of time in which other processes may use the GPU before a race whose measurements are cached."""
 LEAST_JOB_S = 1200.0
 """Predicted seconds of the shortest job for which plans are measured: a race takes one to two minutes."""
-COMPILE_LIMIT_S = 240.0
-"""Seconds of compilation in addition to those of measuring, after which the race ends with what it has measured."""
-WORKER = "shardwise.measurement.race_worker"
-VERSION = 2
-"""Version of the measurement and of its files."""
-
-
-class RaceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of the process that measures plans."""
-
-    reference: JobReference
-    plans: tuple[str, ...]
-    """The candidates as TOML."""
-    device: str
-    budget_s: float
-    results: str
-    """File to which each TimedPlan is appended as one line of JSON."""
-    parent_pid: int
-
-
-class TimedPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurement of one candidate."""
-
-    number: int
-    """Index of the candidate."""
-    step_s: float = 0.0
-    """Seconds of one optimizer step of the whole model on one rank, without communication."""
-    compile_s: float = 0.0
-    is_captured: bool = False
-    """Whether the measured steps ran as a CUDA graph; a step with host synchronization does not."""
-    error: str = ""
-    """Why the candidate cannot be used; empty if it was measured."""
-    blocks: tuple[int, ...] = ()
-    """Numbers of blocks from which `step_s` was extrapolated; empty if the whole model was measured."""
-
-
-class RaceRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurements of one race, as cached."""
-
-    version: int = VERSION
-    timed: tuple[TimedPlan, ...]
-    seconds: float
-    """Seconds of the whole race."""
 
 
 def tune_plan(job: Job, plan: Plan, tuning: Tuning, *, fixed: Collection[str]) -> Plan:
@@ -108,7 +65,8 @@ def tune_plan(job: Job, plan: Plan, tuning: Tuning, *, fixed: Collection[str]) -
     `fixed` are fields that the user has set. The plan is returned unchanged if measuring would not pay.
     """
     try:
-        question = job_question(job, plan.layout.world_size)[1]
+        known = FixedFields(plan=plan, names=frozenset((*fixed, "precision")))
+        question = job_question(job, plan.layout.world_size, known)[1]
     except ShardwiseError:
         return plan  # auto is ddp without a search
     num_steps = count_steps(job)
@@ -135,20 +93,34 @@ def measured_plans(
     found = []
     for timed in record.timed:
         plan = plans[timed.number]
+        error = timed.error or lacking_memory(timed, plan, question)
         step_s = timed.step_s + _communication_s(question, plan)
         failed_capture = plan.capture == "step" and not timed.is_captured and "capture" not in fixed
-        if failed_capture and not timed.error:
+        if failed_capture and not error:
             plan = dataclasses.replace(plan, capture="none")
         found.append(
             Measured(
                 plan=plan,
                 step_s=step_s,
                 compile_s=timed.compile_s,
-                error=timed.error,
+                error=error,
                 failed_capture=failed_capture,
             )
         )
     return found
+
+
+def lacking_memory(timed: TimedPlan, plan: Plan, question: Question) -> str:
+    """Return a sentence if a plan needs more memory by measurement than the device has; empty otherwise."""
+    if timed.peak_bytes is None:
+        return ""
+    predicted = question.memory_of(plan)
+    needed = timed.peak_bytes * predicted.reserved / predicted.peak + predicted.outside
+    if needed <= question.capacity:
+        return ""
+    measured = f"with {' and '.join(map(str, sorted(set(timed.blocks))))} blocks" if timed.blocks else "of the model"
+    device = format_gb(question.cluster.device.memory_bytes)
+    return f"it needs {format_gb(needed)} of {device}, by its measured peak {measured}"
 
 
 def is_worth_racing(job: Job, plan: Plan, question: Question, num_steps: int | None) -> bool:
@@ -254,29 +226,50 @@ def _is_possible(job: Job, plan: Plan, question: Question) -> bool:
 
 
 def cached_race(job: Job, plans: Sequence[Plan], question: Question, tuning: Tuning) -> RaceRecord | None:
-    """Return the measurements of these plans from the cache, or measure them now if `tuning` permits; else None."""
+    """Return the measurements of these plans from the cache; measure those that it lacks if `tuning` permits.
+
+    None if there are no measurements.
+    """
     if tuning.reference is None:
         return None
     texts = tuple(plan_to_toml(dataclasses.replace(plan, sources={})) for plan in plans)
     folder = tuning.folder or cache_directory() / "races"
     path = folder / f"{_race_key(job, texts, question, tuning)}.json"
-    try:
-        record = msgspec.json.decode(path.read_bytes(), type=RaceRecord)
-        if record.version == VERSION and all(timed.number < len(plans) for timed in record.timed):
-            return record
-    except (OSError, msgspec.DecodeError):
-        pass  # never measured, or the file is damaged
-    if not tuning.may_measure:
-        return None
+    known = _read_record(path, num_plans=len(plans))
+    num_known = len(known.timed) if known is not None else 0
+    if num_known == len(plans) or not tuning.may_measure:
+        return known
     tuning.note(
-        f"shardwise: measuring {len(plans)} plans for at most {tuning.budget_s:.0f} s, and the time of their"
-        " compilation; --no-tune skips this, and later runs of this job read the result"
+        f"shardwise: measuring {len(plans) - num_known} plans for at most {tuning.budget_s:.0f} s, and the time of"
+        " their compilation; --no-tune skips this, and later runs of this job read the result"
     )
-    record = run_race(tuning.reference, texts, device=tuning.device, budget_s=tuning.budget_s)
-    _report_race(record, plans, tuning)
-    if sum(not timed.error for timed in record.timed) > 1:
+    used = _utilization(tuning.device)  # before the race, which uses the GPU itself
+    record = run_race(tuning.reference, texts, device=tuning.device, budget_s=tuning.budget_s, first=num_known)
+    _report_race(record, plans, question, tuning)
+    if known is not None:
+        record = RaceRecord(timed=(*known.timed, *record.timed), seconds=known.seconds + record.seconds)
+    if used > MOST_UTILIZATION:
+        tuning.note(f"note: the measurements are not kept, because other processes used {used} % of {tuning.device}")
+    elif sum(not timed.error for timed in record.timed) > 1:
         _write_atomically(path, msgspec.json.format(msgspec.json.encode(record), indent=1))
     return record
+
+
+def _utilization(device: str) -> int:
+    """Return the percentage of time in which processes use a device such as "cuda:0"; 0 if it is unknown."""
+    kind, _, number = device.partition(":")
+    return gpu_utilization(int(number or 0)) if kind == "cuda" else 0
+
+
+def _read_record(path: Path, *, num_plans: int) -> RaceRecord | None:
+    """Return the record in a file; None if there is none, or it is damaged or of another version."""
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=RaceRecord)
+    except (OSError, msgspec.DecodeError):
+        return None
+    numbers = [timed.number for timed in record.timed]
+    is_usable = record.version == VERSION and numbers == list(range(len(numbers))) and len(numbers) <= num_plans
+    return record if is_usable else None
 
 
 def _race_key(job: Job, texts: Sequence[str], question: Question, tuning: Tuning) -> str:
@@ -284,12 +277,22 @@ def _race_key(job: Job, texts: Sequence[str], question: Question, tuning: Tuning
     reference = tuning.reference
     digest = hashlib.sha256(fingerprint(job, question.precision.activations).encode())
     versions = [package_version(name) for name in ("shardwise", "torch", "torchao", "triton")]
+    versions.append(driver_version())
+    if _uses_transformers(job):
+        versions.append(package_version("transformers"))
     given = (reference and (reference.digest, reference.attribute, sorted(reference.overrides.items())), job.batch_size)
     digest.update(f"{VERSION} {versions} {torch.version.cuda} {question.cluster.device.name} {given}".encode())
     digest.update(f"{tuning.device.partition(':')[0]} {question.cluster.num_devices}".encode())
     for text in texts:
         digest.update(text.encode())
     return digest.hexdigest()[:32]
+
+
+def _uses_transformers(job: Job) -> bool:
+    """Return whether modules of the model are defined in transformers, or derived from those."""
+    kinds = {type(module) for module in structure(job.model, job.seed).module.modules()}
+    bases = itertools.chain.from_iterable(kind.__mro__ for kind in kinds)
+    return any(base.__module__.partition(".")[0] == "transformers" for base in bases)
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
@@ -300,76 +303,22 @@ def _write_atomically(path: Path, data: bytes) -> None:
         part.replace(path)
 
 
-def _report_race(record: RaceRecord, plans: Sequence[Plan], tuning: Tuning) -> None:
+def _report_race(record: RaceRecord, plans: Sequence[Plan], question: Question, tuning: Tuning) -> None:
     """Pass to `note` how long the race took, and which candidates were removed or not reached."""
-    compile_s = sum(timed.compile_s for timed in record.timed)
-    num_measured = sum(not timed.error for timed in record.timed)
+    compiling_s = sum(timed.compiling_s for timed in record.timed)
+    measured = [plans[timed.number] for timed in record.timed if not timed.error]
     tuning.note(
-        f"shardwise: measured {num_measured} of {len(plans)} plans in {record.seconds:.0f} s,"
-        f" {compile_s:.0f} s of them compilation"
+        f"shardwise: measured {len(measured)} of {len(plans)} plans in {record.seconds:.0f} s,"
+        f" {compiling_s:.0f} s of them compilation"
     )
     for timed in record.timed:
+        plan = plans[timed.number]
         if timed.error:
-            tuning.note(f"note: {describe_options(plans[timed.number])} was not measured: {timed.error}")
+            tuning.note(f"note: {describe_options(plan)} was not measured: {timed.error}")
+        elif lacking := lacking_memory(timed, plan, question):
+            tuning.note(f"note: {describe_options(plan)} is not used: {lacking}")
 
 
 def describe_options(plan: Plan) -> str:
     """Return the options of speed of a plan as text."""
     return ", ".join(f"{name} = {str(getattr(plan, name)).lower()}" for name in SPEED_OPTIONS)
-
-
-# The child process that measures.
-
-
-def run_race(
-    reference: JobReference,
-    plans: Sequence[str],
-    *,
-    device: str,
-    budget_s: float,
-    compile_limit_s: float = COMPILE_LIMIT_S,
-) -> RaceRecord:
-    """Measure plans one after another in a child process; a plan that was not reached in time has no TimedPlan."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
-        results, output = Path(name) / "results", Path(name) / "output"
-        spec = RaceSpec(
-            reference=reference,
-            plans=tuple(plans),
-            device=device,
-            budget_s=budget_s,
-            results=str(results),
-            parent_pid=os.getpid(),
-        )
-        environ = rank_environment(rank=0, world_size=1, local_rank=0, local_world_size=1)
-        environ |= compile_cache(environ)
-        with output.open("wb") as file:
-            argv = [sys.executable, "-m", WORKER, msgspec.json.encode(spec).decode()]
-            popen = subprocess.Popen(
-                argv, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, process_group=0
-            )
-        process = RankProcess(0, popen.pid, popen)
-        try:
-            while process.poll() is None and time.monotonic() - began < budget_s + compile_limit_s:
-                time.sleep(0.02)
-            code = process.poll()
-        finally:
-            process.end()
-        timed = read_results(results)
-        if not timed and code:
-            lines = output.read_text(errors="replace").split("\n")
-            reason = next(
-                (line for line in reversed(lines) if line.strip()), f"the process ended with exit code {code}"
-            )
-            timed = (TimedPlan(number=0, error=reason),)
-    return RaceRecord(timed=timed, seconds=time.monotonic() - began)
-
-
-def read_results(path: Path) -> tuple[TimedPlan, ...]:
-    """Return the measurements in a file of JSON lines; a line that is not complete is ignored."""
-    found = []
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    for line in lines:
-        with contextlib.suppress(msgspec.DecodeError):
-            found.append(msgspec.json.decode(line, type=TimedPlan))
-    return tuple(found)

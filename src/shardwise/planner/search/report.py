@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     from shardwise.planner.asked import Asked
     from shardwise.planner.cost.memory import Memory
+    from shardwise.planner.search.question import Question
     from shardwise.planner.search.report_data import ReportContent
-    from shardwise.planner.search.search import Answer, Question
+    from shardwise.planner.search.search import Answer
     from shardwise.plans.plan import Plan
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.planner.search.advice import capture_gain, compile_gain, rounds_gain
 from shardwise.planner.search.explain import asked_verdict, decision_path, form_reason, reason
-from shardwise.planner.search.search import FILL, Candidate, choose_form
+from shardwise.planner.search.question import FILL
+from shardwise.planner.search.search import Candidate, choose_form
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

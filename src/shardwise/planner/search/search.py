@@ -11,12 +11,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardwise.errors import InputError
-from shardwise.planner.cost.memory import ADAMW, predict_memory
-from shardwise.planner.cost.time import TimeModel
 from shardwise.planner.search.choices import (
     FAMILIES,
     ChoiceGroup,
@@ -34,87 +32,25 @@ from shardwise.planner.search.choices import (
     variants,
 )
 from shardwise.planner.search.floors import Floors
-from shardwise.plans.plan import Plan
-from shardwise.plans.sections import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from shardwise.hardware.calibration import Calibration
-    from shardwise.hardware.machine import Cluster
-    from shardwise.planner.cost.memory import Memory, OptimizerShape
+    from shardwise.planner.cost.memory import Memory
     from shardwise.planner.cost.time import Time
-    from shardwise.planner.model.forms import Model
+    from shardwise.planner.search.question import Question
+    from shardwise.plans.plan import Plan
 
-FILL = 0.95
-"""Fraction of a device's memory that a plan may use; the rest is for other processes and fragmentation."""
-HOST_FILL = 0.9
-"""Fraction of a node's host memory that a plan may use; the system and data loaders need the rest."""
 TIE = 0.01
 """Relative difference in time below which plans of one family are equal within model error, so the simpler wins."""
 FAMILY_TIE = 0.05
 """Such a difference between families of data parallelism and ZeRO, which share most errors of the time model."""
 STRUCTURE_TIE = 0.1
 """Such a difference between these and families that split the model, whose bubbles and collectives add errors."""
-MANY_NODES = 8
-"""Nodes beyond which HSDP wins over flat sharding within FAMILY_TIE (Zhao et al. 2023, section 3.2.2)."""
 LOGIT_BYTES = 10
 """Bytes per logit with the tensors that a loss derives from it, in bf16 and fp32."""
 LOGIT_SHARE = 0.02
 """Fraction of a device's memory that logits may take before the search tries a fused loss."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """The input of the search: a model, a cluster and a global batch size."""
-
-    model: Model
-    cluster: Cluster
-    calibration: Calibration
-    batch_size: int
-    """Samples per optimizer step over all devices."""
-    precision: Precision = field(default_factory=Precision)
-    optimizer: OptimizerShape = ADAMW
-    compile: Literal["none", "blocks"] = "none"
-    """Compilation of the searched plans; those that do not support it stay eager."""
-    memory_ratio: float = 1.0
-    """Measured over predicted memory in earlier runs on this machine, at least 1."""
-    accepts: Callable[[Plan], None] = field(default=lambda _: None, compare=False)
-    """Raises InputError for plans that `train` would reject, by the same rules."""
-    max_bytes: float = math.inf
-    """Bytes that a plan may use on each device, if fewer than FILL of its memory."""
-
-    @property
-    def context(self) -> float:
-        """Device memory of a process outside of the allocator, in bytes."""
-        return self.calibration.context_bytes.value
-
-    @property
-    def capacity(self) -> float:
-        """Bytes that a plan may use on each device."""
-        return min(FILL * self.cluster.device.memory_bytes / self.memory_ratio, self.max_bytes)
-
-    @property
-    def widest(self) -> int:
-        """Devices over which a model may be sharded before HSDP is preferred."""
-        return MANY_NODES * self.cluster.devices_per_node
-
-    @property
-    def host_capacity(self) -> float:
-        """Bytes of host memory that each rank may use."""
-        return HOST_FILL * self.cluster.node.host_memory_bytes / self.cluster.devices_per_node
-
-    def has_capacity(self, memory: Memory) -> bool:
-        """Whether a plan that needs this memory fits on device and host."""
-        return memory.total <= self.capacity and memory.host <= self.host_capacity
-
-    def memory_of(self, plan: Plan) -> Memory:
-        """Return the predicted memory of a plan."""
-        return predict_memory(self.model.for_plan(plan), plan, optimizer=self.optimizer, context=self.context)
-
-    def time_model(self) -> TimeModel:
-        """Return the time model of the cluster and the optimizer."""
-        return TimeModel(self.cluster, self.calibration, optimizer=self.optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +130,7 @@ class _Search:
         self._exhaustive = exhaustive
         self._time = question.time_model()
         self._floors = Floors(question, self._time)
-        self._base = Plan(precision=question.precision, compile=question.compile)
+        self._base = question.base
         self._found: dict[str, list[Candidate]] = {family: [] for family in FAMILIES}
         self._best: dict[tuple[str, bool], float] = {}  # by family, and whether the plan shards widely
         self._smallest: dict[str, tuple[float, ChoiceGroup, PlanVariant]] = {}
@@ -242,7 +178,8 @@ class _Search:
         found = groups(
             question.model.plain, question.cluster.num_devices, question.cluster.devices_per_node, question.batch_size
         )
-        return sorted((self._floors.seconds(group), group) for group in found)
+        allowed = filter(None, map(question.fixed.group, found))
+        return sorted((self._floors.seconds(group), group) for group in allowed)
 
     def _run(self, ordered: list[tuple[float, ChoiceGroup]], *, offload: bool) -> None:
         for floor, group in ordered:
@@ -254,21 +191,24 @@ class _Search:
 
     def _variants(self, group: ChoiceGroup) -> Iterator[PlanVariant]:
         """Yield the variants of a group; under tensor parallelism, a fused loss also saves the gather of logits."""
+        is_fixed = self.question.fixed.has("fused_loss")
         for variant in variants(group):
-            yield variant
-            if group.tp > 1 and self._fuses(group):
+            yield self.question.fixed.variant(variant)
+            if group.tp > 1 and self._fuses(group) and not is_fixed:
                 yield variant._replace(fused_loss=True)
 
     def _forms(self, group: ChoiceGroup, variant: PlanVariant, *, offload: bool) -> Iterator[PlanVariant]:
         if not offload:
             yield variant
         fuses = group.tp == 1 and self._fuses(group)
-        yield from leaner(group, variant, offload=offload, fuses=fuses)
+        for form in leaner(group, variant, offload=offload, fuses=fuses):
+            if self.question.fixed.variant(form) == form:
+                yield form
 
     def _fuses(self, group: ChoiceGroup) -> bool:
         """Whether to try a fused loss: logits would take more than LOGIT_SHARE of the device."""
         head = self.question.model.plain.head
-        if head is None:
+        if head is None or self.question.fixed.has("fused_loss"):
             return False
         logits = group.micro_batch * head.rows / group.cp * head.vocab_size / group.tp * LOGIT_BYTES
         return logits > LOGIT_SHARE * self.question.capacity
@@ -300,6 +240,8 @@ class _Search:
         for family, found in self._found.items():
             best = choose(found, self.question.widest)
             number = best.plan.recompute_blocks if best is not None else 0
+            if self.question.fixed.has("recompute_blocks"):
+                number = 0
             while best is not None and number > 1:
                 number -= 1
                 if not self._predict((family, False), dataclasses.replace(best.plan, recompute_blocks=number)):

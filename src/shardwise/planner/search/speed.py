@@ -17,18 +17,19 @@ from torch.utils.data import IterableDataset
 from shardwise.data.corpus import Corpus
 from shardwise.data.loaders import dataset_length, dataset_of
 from shardwise.job.optimizers import Muon
-from shardwise.planner.search.choices import SPEED_OPTIONS
+from shardwise.planner.search.choices import SPEED_OPTIONS, divisors
 from shardwise.planner.search.search import refused_by_rule, search
 from shardwise.plans.pipeline import SCHEDULES
 from shardwise.plans.rules import is_exact_in_graph
 from shardwise.training.loading import training_length
 from shardwise.training.step.captured import sampled_forms
+from shardwise.units import format_gb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardwise.job import Job
-    from shardwise.planner.search.search import Question
+    from shardwise.planner.search.question import Question
     from shardwise.plans import Plan
 
 COMPILE_S = {"blocks": 15.0, "model": 10.0}
@@ -43,10 +44,16 @@ LEAST_GAIN = 0.01
 
 def with_speed_options(job: Job, plan: Plan, question: Question) -> Plan:
     """Return the plan with the compilation and capture that make this job faster; `sources` has the reasons."""
-    if len(set(sampled_forms(job, plan.micro_batch))) > 1:
-        return _with(plan, "compile", "none", "eager, since the shapes of batches change")
-    plan = _with(plan, "compile", *_choose_compile(job, plan, question))
-    if not is_capturable(job, plan, question) or refused_by_rule(question, dataclasses.replace(plan, capture="step")):
+    fixed = question.fixed
+    given: dict[str, Any] = {name: getattr(fixed.plan, name) for name in ("compile", "capture") if fixed.has(name)}
+    plan = dataclasses.replace(plan, **given)
+    if "compile" not in given:
+        if len(set(sampled_forms(job, plan.micro_batch))) > 1:
+            return _with(plan, "compile", "none", "eager, since the shapes of batches change")
+        plan = _with(plan, "compile", *_choose_compile(job, plan, question))
+    if "capture" in given or not is_capturable(job, plan, question):
+        return plan
+    if refused_by_rule(question, dataclasses.replace(plan, capture="step")):
         return plan
     _, gain = _predicted_gain(question, plan, capture="step")
     return _with(plan, "capture", "step", f"one CUDA graph, {gain:.0%} of a step saved (predicted)")
@@ -58,7 +65,7 @@ def best_with_speed_options(job: Job, question: Question, eager: Plan) -> Plan:
     Compilation speeds up memory-bound operators, so that a simpler plan may be within model error of the fastest one.
     """
     plan = with_speed_options(job, eager, question)
-    if plan.compile == "none":
+    if plan.compile == "none" or question.fixed.has("compile"):
         return plan
     compiled = search(dataclasses.replace(question, compile="blocks")).best
     if compiled is None:
@@ -110,6 +117,45 @@ def _predicted_gain(question: Question, plan: Plan, **changes: Any) -> tuple[flo
     before = time.predict(question.model.for_plan(plan), plan).seconds
     saved = before - time.predict(question.model.for_plan(changed), changed).seconds
     return saved, saved / before
+
+
+def gains_of_memory_options(question: Question, plan: Plan) -> dict[str, str]:
+    """Return what recompute, a fused loss and the micro-batch gain, each compared with another value in the plan."""
+    recompute = "selective" if plan.recompute == "none" else "none"
+    found = {
+        "recompute": _gain_over(question, plan, "recompute", recompute, recompute_blocks=0),
+    }
+    head = question.model.plain.head
+    if plan.fused_loss or (head is not None and head.rows > 1):  # images have few logits
+        found["fused_loss"] = _gain_over(question, plan, "fused_loss", not plan.fused_loss)
+    sizes = divisors(plan.micro_batch * plan.accumulation)
+    if len(sizes) > 1:
+        place = sizes.index(plan.micro_batch)
+        # The larger one saves time if it fits; the largest one is compared with the next smaller one.
+        other = sizes[place + 1] if place + 1 < len(sizes) else sizes[place - 1]
+        accumulation = plan.micro_batch * plan.accumulation // other
+        found["micro_batch"] = _gain_over(question, plan, "micro_batch", other, accumulation=accumulation)
+        found["accumulation"] = found["micro_batch"]
+    return found
+
+
+def _gain_over(question: Question, plan: Plan, name: str, value: Any, **more: Any) -> str:
+    """Return the predicted speed of a plan in multiples of the same plan with another value, or why that is refused."""
+    changes: dict[str, Any] = {name: value, **more}
+    other = dataclasses.replace(plan, **changes)
+    shown = f"{name} = {str(value).lower()}"
+    refusal = refused_by_rule(question, other)
+    if refusal:
+        return f"auto: {shown} is not supported, since {refusal}"
+    needed = question.memory_of(other)
+    if not question.has_capacity(needed):
+        device = format_gb(question.cluster.device.memory_bytes)
+        return f"auto: {shown} would need {format_gb(needed.total)} of {device} (predicted)"
+    _, lost = _predicted_gain(question, plan, **changes)
+    ratio = 1 - lost  # seconds with the other value, in multiples of those of the plan
+    if abs(ratio - 1) < LEAST_GAIN:
+        return f"auto: as fast as {shown} (predicted)"
+    return f"auto: {ratio:.2f}x the speed of {shown} (predicted)"
 
 
 def count_steps(job: Job) -> int | None:

@@ -19,7 +19,8 @@ from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
 from shardwise.planner.model_config import is_config, read_decoder
 from shardwise.planner.search.choices import family_of
-from shardwise.planner.search.search import Question, search
+from shardwise.planner.search.question import FixedFields, Question
+from shardwise.planner.search.search import search
 from shardwise.plans.sections import Precision
 from shardwise.units import format_gb
 
@@ -228,23 +229,28 @@ def _machines(world_size: int) -> Cluster:
     return this_machine(world_size)
 
 
-def job_question(job: Job, world_size: int) -> tuple[Subject, Question]:
-    """Return the model of a job and the input of its search on machines like this one."""
+def job_question(job: Job, world_size: int, fixed: FixedFields | None = None) -> tuple[Subject, Question]:
+    """Return the model of a job and the input of its search on machines like this one, with the fixed fields."""
     cluster = _machines(world_size)
-    subject = job_subject(job, cluster)
-    return subject, subject.question(cluster)
+    subject, fixed = job_subject(job, cluster), fixed or FixedFields()
+    if fixed.has("precision"):
+        subject = subject.in_precision(fixed.plan.precision)
+    question = dataclasses.replace(subject.question(cluster), fixed=fixed)
+    if fixed.has("compile") and fixed.plan.compile != "none":
+        question = dataclasses.replace(question, compile="blocks")
+    return subject, question
 
 
-def search_plan(job: Job, world_size: int) -> tuple[Plan | None, str]:
-    """Return the best plan for a job on the GPUs of this type of machine, or None, and the reason."""
+def search_plan(job: Job, fixed: FixedFields, world_size: int) -> tuple[Plan | None, str]:
+    """Return the best plan with the fixed fields for a job on the GPUs of this type of machine, or None, and why."""
     try:
-        subject, question = job_question(job, world_size)
+        subject, question = job_question(job, world_size, fixed)
     except ShardwiseError as error:
         return None, f"could not be searched ({error.fact})"
     answer = search(question)
     if answer.best is None:
         return None, "that fits was not found (shardwise plan shows the numbers)"
-    from shardwise.planner.search.speed import best_with_speed_options  # imports torch
+    from shardwise.planner.search.speed import best_with_speed_options, gains_of_memory_options  # imports torch
 
     device = question.cluster.device
     plan = best_with_speed_options(job, question, answer.best.plan)
@@ -253,7 +259,7 @@ def search_plan(job: Job, world_size: int) -> tuple[Plan | None, str]:
         f"auto: {family_of(plan)} of {answer.num_plans} plans, {format_gb(question.memory_of(plan).total)} of"
         f" {format_gb(device.memory_bytes)}, {seconds:.3g} s a step predicted"
     )
-    sources = dict.fromkeys(("layout", "zero", "recompute", "micro_batch", "accumulation", "fused_loss"), why)
+    sources = {**dict.fromkeys(("layout", "zero"), why), **gains_of_memory_options(question, plan)}
     sources |= {"precision": subject.precision_source, **plan.sources}
     return dataclasses.replace(plan, sources=sources), why
 

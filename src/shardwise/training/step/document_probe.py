@@ -55,6 +55,8 @@ class ProbedModel(NamedTuple):
     run: Callable[[Program], None]
     """Runs a program on the model, or on this rank's pipeline stages, of which the last one completes it."""
     autocast: Callable[[], AbstractContextManager[Any]]
+    compute: torch.dtype | None = None
+    """Dtype in which logits are computed, if the model casts them to another one."""
 
 
 class DocumentProbe:
@@ -103,18 +105,20 @@ class DocumentProbe:
         packed, after_change, moved = (self._logits(each) for each in (row, changed, only_second))
         if packed is None or after_change is None or moved is None:
             return ""
-        if not _is_close(after_change[second], packed[second]):
+        compute = self._probed.compute or packed.dtype
+        if not _is_close(after_change[second], packed[second], compute):
             return "support.packed-attention"
-        return "" if _is_close(moved[here], packed[second]) else "support.packed-positions"
+        return "" if _is_close(moved[here], packed[second], compute) else "support.packed-positions"
 
     def _logits(self, row: PackedBatch) -> Tensor | None:
         """Return the logits of a row; None on a rank without the last pipeline stage. Communicates in the model."""
-        model, forward, run, autocast = self._probed
+        probed = self._probed
+        model = probed.model
         outputs: list[Any] = []
         with ExitStack() as stack:
-            for context in (_evaluation_mode(model), uncompiled_probe(model), without_float8(model), autocast()):
+            for context in (_evaluation_mode(model), uncompiled_probe(model), without_float8(model), probed.autocast()):
                 stack.enter_context(context)
-            run(lambda module: outputs.append(forward(module, list(row))))
+            probed.run(lambda module: outputs.append(probed.forward(module, list(row))))
         if not outputs:
             return None
         if isinstance(outputs[0], DeferredLogits):  # a fused loss returns the head's input
@@ -194,7 +198,7 @@ def _shortened(row: PackedBatch) -> PackedBatch:
     )
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
-    limit = _CLOSE.get(one.dtype, _CLOSE[torch.bfloat16])
+def _is_close(one: Tensor, other: Tensor, compute: torch.dtype) -> bool:
+    limit = _CLOSE.get(compute, _CLOSE[torch.bfloat16])
     largest = other.abs().max().clamp(min=torch.finfo(other.dtype).tiny)
     return bool((one - other).abs().max() <= limit * largest)

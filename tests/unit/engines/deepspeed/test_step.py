@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from data.test_corpus import Leaking, corpus_job
 from engines.deepspeed.deepspeed_jobs import HalfFrozen, Poisoned, Unused, digits_job, needs_deepspeed
 
 import shardwise as sw
 from jobs import sentences_job
 from refusals import refuses
 from shardwise.engines.engine import engine_named
+from shardwise.errors import DataError, JobError
 from shardwise.parity.verify import verify
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.runs import EventLog
@@ -164,3 +166,32 @@ def test_fp16_where_the_device_has_none_is_refused():
         pytest.skip("this CPU computes in fp16")
     with refuses("support.deepspeed-fp16-device", "fp16"):
         run_ranks(trained, 2, sentences_job(), "zero1+precision=fp16")
+
+
+def packed_step(world, name, leak):
+    """Return the code with which the first step on packed rows is refused, or None."""
+    job = corpus_job(packed=True, model=lambda: Leaking(leak))
+    step = build_step(job, settled(job, name, world.size), world)
+    try:
+        step(next(iter(step.feed)))
+    except JobError as error:
+        return error.code
+    return None
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3", "zero3+precision.compute=bf16"])
+def test_leaks_between_packed_documents_are_refused(name):
+    assert run_ranks(packed_step, 2, name, "no mask") == ["support.packed-attention"] * 2
+    assert run_ranks(packed_step, 2, name, None) == [None] * 2
+
+
+def unknown_id(world):
+    job = corpus_job(model=lambda: sw.models.decoder("llama-tiny", vocab_size=40, context=32))
+    step = build_step(job, settled(job, "zero1", world.size), world)
+    with pytest.raises(DataError) as refused:
+        next(iter(step.feed))
+    return refused.value.code
+
+
+def test_token_ids_outside_of_the_vocabulary_are_refused():
+    assert run_ranks(unknown_id, 1) == ["data.token-outside-vocabulary"]

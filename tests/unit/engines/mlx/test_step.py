@@ -5,6 +5,7 @@ import dataclasses
 import mlx.core as mx
 import pytest
 import torch
+from data.test_corpus import corpus_job, packed_rows
 from engines.mlx.jobs import KINDS, Net, Picture, longer_job, make_job, make_plan, run, save_first_weights, values_of
 from mlx import nn, optimizers
 from mlx.utils import tree_flatten
@@ -335,3 +336,11 @@ def test_a_model_in_16_bits_is_refused():
 
     with refuses("model.trained-dtype-mismatch", "a.weight, a.bias, b.weight and 1 more", 16):
         trained(make_job(model=model))
+
+
+def test_packed_rows_and_unknown_token_ids_are_refused():
+    job = dataclasses.replace(make_job("words"), data=lambda split: packed_rows() if split == "train" else None)
+    with refuses("support.mlx-packed", "torch model"):
+        trained(job, 1)
+    with refuses("data.token-outside-vocabulary"):
+        trained(dataclasses.replace(job, data=corpus_job().data, epochs=None, steps=1), 1)
