@@ -69,6 +69,11 @@ def one_token(folder):
     replaced('"corpus"}, length=32, packed=True', '"corpus.npy"}, length=32')(folder)
 
 
+def no_documents(folder):
+    np.save(folder / "corpus.npy", np.arange(100, dtype=np.uint16))
+    replaced('"corpus"}', '"corpus.npy"}')(folder)
+
+
 PACKED = "packed=True"
 BAD = {
     "missing shard": (without("shard-00000.bin"), "data.shard-missing", ["shard-00000.bin"]),
@@ -85,6 +90,7 @@ BAD = {
     "unknown source": (replaced(PACKED, 'proportions={"wbe": 1}'), "data.source-unknown", ["wbe"]),
     "small vocabulary": (replaced("257", "256"), "data.vocabulary-too-large", ["web", 257, 256]),
     "small embedding": (own_model, "data.vocabulary-too-large", ["web", 257, 256]),
+    "no documents": (no_documents, "data.packed-without-documents", ["web", "end_id"]),
     "no tokens": (one_token, "data.source-empty", ["web"]),
 }
 

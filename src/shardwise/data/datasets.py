@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shardwise.data.documents import documents
-from shardwise.data.token_datasets import tokens
+from shardwise.data.token_datasets import token_files, tokens
 from shardwise.errors import DataError, nearest
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ("digits", "documents", "fashion_mnist", "idx_folder", "mnist", "text", "tokens")
+__all__ = ("digits", "documents", "fashion_mnist", "idx_folder", "mnist", "text", "token_files", "tokens")
 
 DIGITS = Path(__file__).parent / "files" / "digits"
 WHITE = 255

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from shardwise.data.mixture import make_mixture
 from shardwise.data.packing import pack
-from shardwise.data.sources.open import open_source
+from shardwise.data.sources.open import check_documents, open_source
 from shardwise.errors import DataError, InputError
 from shardwise.runs.console import counted
-from shardwise.spec import PositiveInt, Report, Spec, argument, option, spec_function
+from shardwise.spec import NonNegativeInt, PositiveInt, Report, Spec, argument, option, spec_function
 from shardwise.units import format_count
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ class DataMixSpec(Spec, frozen=True, kw_only=True):
     """Tokens of the training, in place of steps; without both, one epoch of all sources together."""
     packed: Annotated[bool, option("--packed")] = False
     """Rows are packed documents instead of windows over concatenated documents."""
+    end_id: NonNegativeInt | None = None
+    """Token that ends documents, for files that do not store documents."""
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """Type of the tokens of .bin files without a header."""
 
     def __post_init__(self) -> None:
         """Raise InputError if the length of the training is given twice."""
@@ -98,7 +102,7 @@ def data_mix(spec: DataMixSpec) -> DataMixReport:
             raise DataError(
                 f"source {name} is given twice", code="data.source-repeated", fix="give sources different names"
             )
-    sources: dict[str, TokenSource] = {name: open_source(path) for name, path, _ in given}
+    sources = {name: _open(spec, name, path) for name, path, _ in given}
     fills = {name: _fill(source, spec.length) if spec.packed else 1.0 for name, source in sources.items()}
     proportions = _proportions(given, sources)
     mixture = make_mixture(proportions)
@@ -122,6 +126,13 @@ def data_mix(spec: DataMixSpec) -> DataMixReport:
     return DataMixReport(
         period=mixture.period, num_rows=num_rows, num_tokens=num_rows * spec.length, shares=tuple(shares)
     )
+
+
+def _open(spec: DataMixSpec, name: str, path: str) -> TokenSource:
+    source = open_source(path, end_id=spec.end_id, dtype=spec.dtype)
+    if spec.packed:
+        check_documents(name, source, fix="pass --end-id with the token that ends each document, or omit --packed")
+    return source
 
 
 def _parse(text: str) -> tuple[str, str, float | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from torch import Tensor
@@ -17,7 +17,7 @@ from shardwise.data.mixture import make_mixture
 from shardwise.data.row_groups import make_group
 from shardwise.data.row_reads import BatchMemory, RowRequest, read_packed, read_windows
 from shardwise.data.sources.iterables import ShardedIterable
-from shardwise.data.sources.open import open_source
+from shardwise.data.sources.open import check_documents, open_source
 from shardwise.data.storage.locations import locate
 from shardwise.errors import DataError, nearest
 
@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 
     from shardwise.data.sources.source import TokenSource
 
-    Given = str | Path | Documents | TokenSource
-    """A path for `open_source`, documents that are tokenized during training, or a source."""
+    Given = str | Path | TokenFiles | Documents | TokenSource
+    """A path for `open_source`, with or without options, documents that are tokenized during training, or a source."""
     Proportions = Mapping[str, float]
+
+Dtype = Literal["uint16", "uint32"]
 
 _ONLY = "tokens"
 """Name of a source that is passed without one."""
+_PASS_END_ID = "pass sw.datasets.token_files(path, end_id=ID), where ID ends documents, or do not pack it"
 
 
 class TokenRows(Dataset[tuple[Tensor, ...]]):
@@ -65,6 +68,38 @@ class TokenRows(Dataset[tuple[Tensor, ...]]):
         return tuple(values[0] for values in fields)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenFiles:
+    """A token file or a folder of such files, and what they do not store."""
+
+    path: str | Path
+    end_id: int | None
+    dtype: Dtype
+
+    def open(self) -> TokenSource:
+        """Return the files as a source."""
+        return open_source(self.path, end_id=self.end_id, dtype=self.dtype)
+
+
+def token_files(path: str | Path, *, end_id: int | None = None, dtype: Dtype = "uint16") -> TokenFiles:
+    """Return a source for `tokens`: `.bin` or `.npy` files of other tools, with facts that the files do not store.
+
+    `end_id` is the token that ends each document, which packed rows require; `dtype` is that of `.bin` files without a
+    header. Formats that store documents or their dtype use what they store.
+    """
+    if dtype not in get_args(Dtype):
+        raise DataError(
+            f"dtype {dtype!r} is unknown", code="data.dtype-unknown", fix=nearest(str(dtype), get_args(Dtype))
+        )
+    if end_id is not None and (not isinstance(end_id, int) or isinstance(end_id, bool) or end_id < 0):
+        raise DataError(
+            f"end_id must be a token id of at least 0, got {end_id!r}",
+            code="data.end-id-invalid",
+            fix="pass the token that ends documents, or None",
+        )
+    return TokenFiles(path=path, end_id=end_id, dtype=dtype)
+
+
 def tokens(
     train: Given | Mapping[str, Given],
     *,
@@ -93,8 +128,9 @@ def tokens(
     for name in chosen - set(given):
         raise _unknown_source("packed", name, given)
     for each in (*given.values(), test):
-        if isinstance(each, str | Path):
-            locate(each)  # refuses a URL with a secret, before a run directory exists
+        path = each.path if isinstance(each, TokenFiles) else each
+        if isinstance(path, str | Path):
+            locate(path)  # refuses a URL with a secret, before a run directory exists
     stages = None if proportions is None else _stages(proportions, given)
     return _TokenData(given=given, test=test, length=length, stages=stages, packed=chosen)
 
@@ -142,10 +178,15 @@ class _TokenData:
             return self._corpus()
         if self.test is None:
             return None
-        return TokenRows(_open("test", self.test), self.length, packed=bool(self.packed))
+        source = _open("test", self.test)
+        if self.packed:
+            check_documents("test", source, fix=_PASS_END_ID)
+        return TokenRows(source, self.length, packed=bool(self.packed))
 
     def _corpus(self) -> Corpus:
         sources = {name: _open(name, given) for name, given in self.given.items()}
+        for name in sorted(self.packed):
+            check_documents(name, sources[name], fix=_PASS_END_ID)
         stages = self.stages or (MixtureStage(mixture=make_mixture(_shares(sources))),)
         return Corpus(sources=sources, stages=stages, length=self.length, packed=self.packed)
 
@@ -153,6 +194,8 @@ class _TokenData:
 def _open(name: str, given: Given) -> TokenSource:
     if isinstance(given, str | Path):
         return open_source(given)
+    if isinstance(given, TokenFiles):
+        return given.open()
     if isinstance(given, Documents):
         return given.open(name)
     if not (callable(getattr(given, "lengths", None)) and callable(getattr(given, "tokens", None))):

@@ -24,7 +24,7 @@ def test_proportions_become_rows_and_epochs(paths):
 def test_without_proportions_and_length_every_source_is_read_once(paths):
     report = sw.data_mix([f"{name}={path}" for name, path in paths.items()], length=10)
     assert [share.epochs for share in report.shares] == [1.0, 1.0]
-    packed = sw.data_mix([f"web={paths['web']}"], length=700, tokens=9000, packed=True)
+    packed = sw.data_mix([f"web={paths['web']}"], length=700, tokens=9000, packed=True, end_id=1)
     (share,) = packed.shares
     assert share.fill == pytest.approx(9000 / (13 * 700))
     assert packed.num_rows == 13

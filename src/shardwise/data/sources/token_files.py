@@ -97,6 +97,12 @@ def open_streams(
     names = list(sizes)
     first = folder / names[0]
     stream = read_stream(first, open_bytes(first), default=np.dtype(dtype).newbyteorder("<"))
+    if end_id is not None and end_id > np.iinfo(stream.dtype).max:
+        raise DataError(
+            f"the end-of-document id {end_id} does not occur in {first}, whose tokens are {stream.dtype}",
+            code="data.end-id-invalid",
+            fix="pass the token that ends documents in this file",
+        )
     encoded = np.array([os.fsencode(name) for name in names])
     files = StreamFiles(folder, encoded, stream, end_id, chunk_tokens)
     num_bytes = np.fromiter(sizes.values(), np.int64, len(sizes)) - stream.header_bytes
@@ -106,6 +112,7 @@ def open_streams(
         files.open_file,
         vocab_size=stream.vocab_size,
         chunk_tokens=chunk_tokens,
+        has_documents=end_id is not None,
         read_ahead=None if isinstance(folder, Path) else ReadAhead(),
     )
 
