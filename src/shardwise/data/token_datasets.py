@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from torch import Tensor
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from shardwise.data.sources.source import TokenSource
 
-    Given = str | Path | TokenFiles | Documents | TokenSource
+    Given: TypeAlias = "str | Path | TokenFiles | Documents | TokenSource"
     """A path for `open_source`, with or without options, documents that are tokenized during training, or a source."""
     Proportions = Mapping[str, float]
 
@@ -34,7 +34,7 @@ Dtype = Literal["uint16", "uint32"]
 
 _ONLY = "tokens"
 """Name of a source that is passed without one."""
-_PASS_END_ID = "pass sw.datasets.token_files(path, end_id=ID), where ID ends documents, or do not pack it"
+_END_ID_FIX = "pass sw.datasets.token_files(path, end_id=ID), where ID ends documents, or do not pack it"
 
 
 class TokenRows(Dataset[tuple[Tensor, ...]]):
@@ -180,13 +180,13 @@ class _TokenData:
             return None
         source = _open("test", self.test)
         if self.packed:
-            check_documents("test", source, fix=_PASS_END_ID)
+            check_documents("test", source, fix=_END_ID_FIX)
         return TokenRows(source, self.length, packed=bool(self.packed))
 
     def _corpus(self) -> Corpus:
         sources = {name: _open(name, given) for name, given in self.given.items()}
         for name in sorted(self.packed):
-            check_documents(name, sources[name], fix=_PASS_END_ID)
+            check_documents(name, sources[name], fix=_END_ID_FIX)
         stages = self.stages or (MixtureStage(mixture=make_mixture(_shares(sources))),)
         return Corpus(sources=sources, stages=stages, length=self.length, packed=self.packed)
 

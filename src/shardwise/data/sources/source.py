@@ -140,7 +140,7 @@ class FileSource:
 
     @functools.cached_property
     def identity(self) -> str:
-        """A text that changes if the sizes of the files or, as far as `checksum` or `describe` cover it, documents do."""
+        """A text that changes with the sizes of the files, and with what `checksum` and `describe` cover."""
         sizes = zlib.crc32(np.ascontiguousarray(self._tokens_per_file, dtype=np.int64).tobytes(), self._checksum)
         identity = f"{self.num_tokens} tokens in chunks of {self._chunk_tokens}, {sizes:08x}"
         if self._describe is not None:
