@@ -132,7 +132,7 @@ class CorpusRows:
         self._row = 0
         starts: Sequence[SourcePosition] = [SourcePosition()] * len(corpus.sources)
         if position is not None:
-            _check_form(position.form, self._form)
+            check_form(position.form, self._form)
             self._row, starts = position.row, position.sources
         self._sources = [
             _SourceRows(corpus, name, seed=seed, position=start)
@@ -168,7 +168,7 @@ class CorpusRows:
         return RowRequest(join_rows(parts).select(np.argsort(np.concatenate(places))), kept)
 
 
-def _check_form(saved: CorpusForm, now: CorpusForm) -> None:
+def check_form(saved: CorpusForm, now: CorpusForm) -> None:
     """Raise DataError if rows would be repeated or left out because the corpus differs from that of the checkpoint."""
     for name in ("sources", "length", "chunks_per_group"):
         before, after = getattr(saved, name), getattr(now, name)
