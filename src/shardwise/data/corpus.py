@@ -90,6 +90,8 @@ class Corpus(IterableDataset[tuple[Tensor, ...]]):
     length: int
     packed: frozenset[str] = frozenset()
     """Names of the sources whose rows are packed documents; rows of others are windows over concatenated documents."""
+    split_documents: bool = True
+    """Whether packed documents that are longer than a row are split; else they are refused when they are read."""
     chunks_per_group: int = CHUNKS_PER_GROUP
     seed: int = 0
     """Key of the order of `iter`; a training uses the seed of its job."""
@@ -230,6 +232,7 @@ class _SourceRows:
                 chunks,
                 length=self._corpus.length,
                 packed=self.name in self._corpus.packed,
+                split_documents=self._corpus.split_documents,
                 seed=self._seed,
                 number=place.epoch * self._num_groups + place.group,
             )

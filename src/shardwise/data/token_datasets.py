@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -43,10 +44,11 @@ class TokenRows(Dataset[tuple[Tensor, ...]]):
     The rows of each chunk are computed from its lengths, once: for evaluation data, not for a large corpus.
     """
 
-    def __init__(self, source: TokenSource, length: int, *, packed: bool) -> None:
+    def __init__(self, source: TokenSource, length: int, *, packed: bool, split_documents: bool = True) -> None:
         self._source, self._length, self._packed = source, length, packed
         chunks = range(source.num_chunks)
-        self._groups = [make_group(source, np.array([chunk]), length=length, packed=packed) for chunk in chunks]
+        make_rows = partial(make_group, source, length=length, packed=packed, split_documents=split_documents)
+        self._groups = [make_rows(np.array([chunk])) for chunk in chunks]
         self._ends = np.cumsum([group.num_rows for group in self._groups], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -107,6 +109,7 @@ def tokens(
     test: Given | None = None,
     proportions: Proportions | Mapping[int, Proportions] | None = None,
     packed: bool | Collection[str] = False,
+    split_documents: bool = True,
 ) -> Callable[[str], Dataset[tuple[Tensor, ...]] | None]:
     """Return a factory of datasets from a corpus of `shardwise data prepare`, token files of other tools, or documents.
 
@@ -114,8 +117,9 @@ def tokens(
     `proportions` are the relative numbers of rows of each source, which default to their numbers of tokens if these are
     stored, or a curriculum: a mapping from the first step of a stage to its proportions. Rows have `length` tokens:
     windows over concatenated documents or, for all sources or those in `packed`, packed documents, which need a model
-    that restricts attention to `document_ids`. The training split has no end, so the job's length is in steps or
-    tokens. `test` is the test split.
+    that restricts attention to `document_ids`. A packed document that is longer than a row is split, or refused if
+    `split_documents` is False. The training split has no end, so the job's length is in steps or tokens. `test` is the
+    test split.
     """
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise DataError(
@@ -127,12 +131,20 @@ def tokens(
     chosen = frozenset(given if packed is True else packed or ())
     for name in chosen - set(given):
         raise _unknown_source("packed", name, given)
+    if not split_documents and not chosen:
+        raise DataError(
+            "split_documents is False, but no source is packed, so rows are windows that begin anywhere",
+            code="data.split-without-packing",
+            fix="pass packed=True, or remove split_documents=",
+        )
     for each in (*given.values(), test):
         path = each.path if isinstance(each, TokenFiles) else each
         if isinstance(path, str | Path):
             locate(path)  # refuses a URL with a secret, before a run directory exists
     stages = None if proportions is None else _stages(proportions, given)
-    return _TokenData(given=given, test=test, length=length, stages=stages, packed=chosen)
+    return _TokenData(
+        given=given, test=test, length=length, stages=stages, packed=chosen, split_documents=split_documents
+    )
 
 
 def _stages(given: Proportions | Mapping[int, Proportions], names: Collection[str]) -> tuple[MixtureStage, ...]:
@@ -172,6 +184,7 @@ class _TokenData:
     stages: tuple[MixtureStage, ...] | None
     """None for proportions by the number of tokens."""
     packed: frozenset[str]
+    split_documents: bool
 
     def __call__(self, split: str) -> Dataset[tuple[Tensor, ...]] | None:
         if split == "train":
@@ -181,14 +194,20 @@ class _TokenData:
         source = _open("test", self.test)
         if self.packed:
             check_documents("test", source, fix=_END_ID_FIX)
-        return TokenRows(source, self.length, packed=bool(self.packed))
+        return TokenRows(source, self.length, packed=bool(self.packed), split_documents=self.split_documents)
 
     def _corpus(self) -> Corpus:
         sources = {name: _open(name, given) for name, given in self.given.items()}
         for name in sorted(self.packed):
             check_documents(name, sources[name], fix=_END_ID_FIX)
         stages = self.stages or (MixtureStage(mixture=make_mixture(_shares(sources))),)
-        return Corpus(sources=sources, stages=stages, length=self.length, packed=self.packed)
+        return Corpus(
+            sources=sources,
+            stages=stages,
+            length=self.length,
+            packed=self.packed,
+            split_documents=self.split_documents,
+        )
 
 
 def _open(name: str, given: Given) -> TokenSource:

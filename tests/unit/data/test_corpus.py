@@ -588,6 +588,22 @@ def test_token_files_are_the_data_of_a_job(tmp_path, packed):
         assert sw.train(job, Plan.preset("ddp", 1, batch_size=8), world).result.evaluation["loss"] > 0
 
 
+def test_documents_longer_than_a_row_are_split_unless_that_is_refused(tmp_path):
+    shards = ShardedIterable("web", lambda number: [[1] * 5, [2] * (9 - number), [3] * 8], 2, vocab_size=9)
+    data = sw.datasets.tokens({"web": shards}, length=8, packed=True)
+    tokens = torch.cat([row[0] for row in itertools.islice(data("train"), 6)])
+    assert int((tokens == 2).sum()) == 9 + 8
+    refusing = sw.datasets.tokens({"web": shards}, length=8, packed=True, split_documents=False)
+    with refuses("data.document-too-long", "web", 9, 8, "split_documents"):
+        next(iter(refusing("train")))
+    with refuses("data.document-too-long", "web", 9, 8):
+        sw.datasets.tokens({"web": shards}, length=8, packed=True, split_documents=False, test=shards)("test")
+    fitting = sw.datasets.tokens({"web": shards}, length=9, packed=True, split_documents=False)
+    next(iter(fitting("train")))
+    with refuses("data.split-without-packing", "split_documents"):
+        sw.datasets.tokens({"web": shards}, length=8, split_documents=False)
+
+
 def test_invalid_token_datasets_are_refused(tmp_path):
     with refuses("data.window-length-invalid", 0):
         sw.datasets.tokens(tmp_path, length=0)
