@@ -79,6 +79,11 @@ def other_test(tokens):
     return change
 
 
+def no_documents(folder):
+    np.save(folder / "corpus.npy", np.arange(100, dtype=np.uint16))
+    replaced('"corpus"}', '"corpus.npy"}')(folder)
+
+
 PACKED = "packed=True"
 BAD = {
     "missing shard": (without("shard-00000.bin"), "data.shard-missing", ["shard-00000.bin"]),
@@ -98,6 +103,7 @@ BAD = {
     "test ids": (other_test([*range(64), 300]), "data.token-outside-vocabulary", ["test", 300, 257]),
     "empty test": (other_test([]), "data.no-tokens", ["test.npy"]),
     "short test": (other_test([5]), "data.source-empty", ["test", 32]),
+    "no documents": (no_documents, "data.packed-without-documents", ["web", "end_id"]),
     "no tokens": (one_token, "data.source-empty", ["web"]),
 }
 

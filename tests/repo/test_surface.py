@@ -31,7 +31,17 @@ SURFACE = {
         "--verify",
         "--json",
     ],
-    "data mix": ["SOURCES", "--length", "--batch-size", "--steps", "--tokens", "--packed", "--json"],
+    "data mix": [
+        "SOURCES",
+        "--length",
+        "--batch-size",
+        "--steps",
+        "--tokens",
+        "--packed",
+        "--end-id",
+        "--dtype",
+        "--json",
+    ],
     "plan": [
         "MODEL",
         "--cluster",

@@ -90,6 +90,8 @@ class Corpus(IterableDataset[tuple[Tensor, ...]]):
     length: int
     packed: frozenset[str] = frozenset()
     """Names of the sources whose rows are packed documents; rows of others are windows over concatenated documents."""
+    split_documents: bool = True
+    """Whether packed documents that are longer than a row are split; else they are refused when they are read."""
     chunks_per_group: int = CHUNKS_PER_GROUP
     seed: int = 0
     """Key of the order of `iter`; a training uses the seed of its job."""
@@ -132,7 +134,7 @@ class CorpusRows:
         self._row = 0
         starts: Sequence[SourcePosition] = [SourcePosition()] * len(corpus.sources)
         if position is not None:
-            _check_form(position.form, self._form)
+            check_form(position.form, self._form)
             self._row, starts = position.row, position.sources
         self._sources = [
             _SourceRows(corpus, name, seed=seed, position=start)
@@ -168,7 +170,7 @@ class CorpusRows:
         return RowRequest(join_rows(parts).select(np.argsort(np.concatenate(places))), kept)
 
 
-def _check_form(saved: CorpusForm, now: CorpusForm) -> None:
+def check_form(saved: CorpusForm, now: CorpusForm) -> None:
     """Raise DataError if rows would be repeated or left out because the corpus differs from that of the checkpoint."""
     for name in ("sources", "length", "chunks_per_group"):
         before, after = getattr(saved, name), getattr(now, name)
@@ -230,6 +232,7 @@ class _SourceRows:
                 chunks,
                 length=self._corpus.length,
                 packed=self.name in self._corpus.packed,
+                split_documents=self._corpus.split_documents,
                 seed=self._seed,
                 number=place.epoch * self._num_groups + place.group,
             )

@@ -1,29 +1,32 @@
-"""The loader of a Corpus: plans the rows of all ranks, reads those of one data-parallel rank, and stores positions."""
+"""The loaders of a Corpus: plan the rows of all ranks, read those of one data-parallel rank, and store positions."""
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows
-from shardwise.data.cursor import Cursor
+from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows, check_form
+from shardwise.data.cursor import Cursor, Slices
 from shardwise.data.feed import LoadedStep
 from shardwise.data.loaders import raise_errors, read_in_worker, worker_generator
 from shardwise.data.row_reads import BatchMemory
 from shardwise.data.sources.source import outside_vocabulary, vocabulary_too_large
+from shardwise.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
-    from shardwise.data.cursor import Slices
     from shardwise.data.row_reads import RowRequest
-    from shardwise.errors import DataError, InputError
+    from shardwise.data.sharded_loader import DataRank, ReadOptions
+    from shardwise.errors import InputError
 
 Batch = list["Tensor"]
 """The fields of rows, int64 [rows, length]."""
@@ -177,3 +180,95 @@ class _RowRequests:
 
 def _already_collated(batch: Batch) -> Batch:
     return batch
+
+
+# Custom training loops.
+
+
+class ShardedCorpusLoader:
+    """A loader of this data-parallel rank's batches of a corpus for a custom loop, in the order of `train`.
+
+    It has no end and no epochs: `step` is the number of updates whose batches were yielded, also before a resume, and
+    proportions change with it. An update has `accumulation` batches: back-propagate `loss * loader.scale`, and call
+    `optimizer.step()` if `loader.is_update`. Every iteration continues after the last complete update. The rows of an
+    update do not depend on the number of ranks.
+    """
+
+    def __init__(self, corpus: Corpus, options: ReadOptions, rank: DataRank) -> None:
+        if options.collate is not None:
+            raise DataError(
+                "collate is set, but a corpus returns whole batches",
+                code="data.corpus-collate",
+                fix="remove collate=, or change batches in the loop",
+            )
+        self.step = 0
+        self.scale = 1 / options.accumulation
+        self.is_update = True
+        self._corpus, self._options, self._rank = corpus, options, rank
+        self._position = CorpusRows(corpus, seed=options.seed).position
+
+    def __len__(self) -> int:
+        """Raise TypeError, because sources begin their next epochs without end."""
+        raise TypeError("a corpus has no length")
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield this rank's batches without end, from the first one after the last complete update."""
+        options, rank = self._options, self._rank
+        loader = CorpusLoader(
+            self._corpus,
+            Slices(
+                batch_size=options.batch_size * options.accumulation,
+                accumulation=options.accumulation,
+                dp_rank=rank.index,
+                dp_size=rank.size,
+                length=sys.maxsize,
+            ),
+            seed=options.seed,
+            first_step=self.step,
+            num_steps=sys.maxsize,
+            position=self._position,
+            num_workers=options.num_workers,
+            pin_memory=rank.device.type == "cuda",
+        )
+        for update in loader.steps():
+            for number, batch in enumerate(update.batches, start=1):
+                self.is_update = number == options.accumulation
+                if self.is_update and isinstance(update.position, CorpusPosition):
+                    self.step, self._position = self.step + 1, update.position
+                yield rank.to_device(batch)
+
+    def sum(self, value: float | Tensor) -> float:
+        """Return the sum of `value` over the data-parallel ranks. Communicates; call on every rank."""
+        return self._rank.sum(value)
+
+    def mean(self, value: float | Tensor) -> float:
+        """Return the unweighted mean of `value` over the data-parallel ranks. Communicates; call on every rank."""
+        return self._rank.sum(value) / self._rank.size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last complete update; equal on every rank."""
+        return {**self._identity(), "step": self.step, "corpus": msgspec.to_builtins(self._position)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a state saved with any number of ranks; raise DataError if rows would differ."""
+        if "corpus" not in state:
+            raise DataError(
+                "the loader state was saved with another dataset, but this loader has a corpus",
+                code="data.corpus-changed",
+                fix="resume with the data of the run, or leave the loader out of the state that is loaded",
+            )
+        for name, now in self._identity().items():
+            if state[name] != now:
+                raise DataError(
+                    f"the loader state was saved with {name} {state[name]}, but this loader has {now}",
+                    code="data.loader-state-mismatch",
+                    fix=f"create the loader with {name} {state[name]}",
+                )
+        position = msgspec.convert(state["corpus"], CorpusPosition)
+        check_form(position.form, self._corpus.form)
+        self.step, self._position, self.is_update = state["step"], position, True
+
+    def _identity(self) -> dict[str, Any]:
+        """Return the options that determine the order of rows."""
+        options = self._options
+        return {"seed": options.seed, "batch_size": options.batch_size, "accumulation": options.accumulation}

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from shardwise.data.documents import documents
 from shardwise.data.images import images
 from shardwise.data.tar_files import webdataset
-from shardwise.data.token_datasets import tokens
+from shardwise.data.token_datasets import token_files, tokens
 from shardwise.errors import DataError, nearest
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ __all__ = (
     "images",
     "mnist",
     "text",
+    "token_files",
     "tokens",
     "webdataset",
 )

@@ -34,6 +34,8 @@ _ROWS_PER_SHARD = 1024
 """Rows of a map-style dataset that are one shard: 4 MB of text if a document has 4,000 characters."""
 _ROWS_PER_CALL = 256
 """Documents of an IterableDataset that are tokenized in one call."""
+_EVERY_ROW_ONCE = "all_exhausted_without_replacement"
+"""The stopping strategy of interleaved datasets under which shards have the rows of the whole."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -114,12 +116,7 @@ class Documents:
 
     def _open_iterable(self, name: str, encoder: _Encoder) -> ShardedIterable:
         """Open an IterableDataset of Hugging Face by its shards."""
-        if _is_shuffled(self.data):
-            raise DataError(
-                f"source {name} is shuffled with a buffer, whose content depends on where reading starts",
-                code="data.iterable-shuffled",
-                fix="pass the dataset before shuffle(): the corpus shuffles documents",
-            )
+        _check_shards(name, self.data)
         num_shards = self.data.num_shards
         return self._make(name, encoder, num_shards, partial(_read_shard, self.data, num_shards, encoder), [])
 
@@ -153,14 +150,32 @@ def _is_paths(data: Any) -> bool:
     return isinstance(data, str | Path)
 
 
-def _is_shuffled(dataset: Any) -> bool:
-    """Return whether a Hugging Face IterableDataset has a shuffle buffer, by its chain of examples."""
-    examples = getattr(dataset, "_ex_iterable", None)
-    while examples is not None:
-        if hasattr(examples, "buffer_size") and hasattr(examples, "generator"):
-            return True
-        examples = getattr(examples, "ex_iterable", None)
-    return False
+def _parts(dataset: Any) -> Iterator[Any]:
+    """Yield the operations and sources of a Hugging Face IterableDataset."""
+    waiting = [getattr(dataset, "_ex_iterable", None)]
+    while waiting:
+        part = waiting.pop()
+        if part is not None:
+            yield part
+            waiting += [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+
+
+def _check_shards(name: str, dataset: Any) -> None:
+    """Raise DataError if the rows of the shards of an IterableDataset are not those of the whole."""
+    for part in _parts(dataset):
+        if hasattr(part, "buffer_size") and hasattr(part, "generator"):
+            raise DataError(
+                f"source {name} is shuffled with a buffer, whose content depends on where reading starts",
+                code="data.iterable-shuffled",
+                fix="pass the dataset before shuffle(): the corpus shuffles documents",
+            )
+        strategy = getattr(part, "stopping_strategy", _EVERY_ROW_ONCE)
+        if strategy != _EVERY_ROW_ONCE:
+            raise DataError(
+                f"source {name} interleaves datasets with stopping_strategy={strategy!r}, which stops in each shard",
+                code="data.iterable-interleaved",
+                fix="pass each dataset as a source of its own, with proportions=",
+            )
 
 
 def _no_documents(name: str) -> DataError:

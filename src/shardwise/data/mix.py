@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from shardwise.data.mixture import make_mixture
 from shardwise.data.packing import pack
-from shardwise.data.sources.open import open_source
+from shardwise.data.sources.open import check_documents, open_source
 from shardwise.errors import DataError, InputError
 from shardwise.runs.console import counted
-from shardwise.spec import PositiveInt, Report, Spec, argument, option, spec_function
+from shardwise.spec import NonNegativeInt, PositiveInt, Report, Spec, argument, option, spec_function
 from shardwise.units import format_count
 
 if TYPE_CHECKING:
@@ -33,9 +33,13 @@ class DataMixSpec(Spec, frozen=True, kw_only=True):
     steps: PositiveInt | None = None
     """Optimizer steps of the training."""
     tokens: PositiveInt | None = None
-    """Tokens of the training, in place of steps; without both, one epoch of all sources together."""
+    """Tokens of the training, padding included as in a job, in place of steps; without both, one epoch of all."""
     packed: Annotated[bool, option("--packed")] = False
     """Rows are packed documents instead of windows over concatenated documents."""
+    end_id: NonNegativeInt | None = None
+    """Token that ends documents, for files that do not store documents."""
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """Type of the tokens of .bin files without a header."""
 
     def __post_init__(self) -> None:
         """Raise InputError if the length of the training is given twice."""
@@ -62,6 +66,8 @@ class SourceShare(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of the training."""
     fill: float
     """Fraction of a row that has tokens; below 1 for packed rows."""
+    long_documents: float | None
+    """Fraction of the documents that are longer than a row, which packing splits; None for windows."""
     epochs: float
 
 
@@ -72,6 +78,7 @@ class DataMixReport(Report, frozen=True, kw_only=True):
     """Rows after which the order of sources repeats."""
     num_rows: int
     num_tokens: int
+    """Tokens of all rows, without the padding of packed ones."""
     shares: tuple[SourceShare, ...]
 
     def to_text(self) -> str:
@@ -85,6 +92,8 @@ class DataMixReport(Report, frozen=True, kw_only=True):
         for share in self.shares:
             exact = share.rows_per_period / self.period
             lines.append(f"{share.name:16} {share.num_tokens:18,} {exact:8.2%} {share.rows:14,} {share.epochs:8.2f}")
+        long = {share.name: share.long_documents for share in self.shares if share.long_documents}
+        lines += [f"{part:.2%} of the documents of {name} are longer than a row" for name, part in long.items()]
         return "\n".join(lines)
 
 
@@ -98,8 +107,10 @@ def data_mix(spec: DataMixSpec) -> DataMixReport:
             raise DataError(
                 f"source {name} is given twice", code="data.source-repeated", fix="give sources different names"
             )
-    sources: dict[str, TokenSource] = {name: open_source(path) for name, path, _ in given}
-    fills = {name: _fill(source, spec.length) if spec.packed else 1.0 for name, source in sources.items()}
+    sources = {name: _open(spec, name, path) for name, path, _ in given}
+    fills = {name: _Fill() for name in sources}
+    if spec.packed:
+        fills = {name: _measure(source, spec.length) for name, source in sources.items()}
     proportions = _proportions(given, sources)
     mixture = make_mixture(proportions)
     num_rows = _num_rows(spec, sources, fills)
@@ -115,13 +126,20 @@ def data_mix(spec: DataMixSpec) -> DataMixReport:
                 proportion=proportions[name] / total,
                 rows_per_period=per_period,
                 rows=rows,
-                fill=fills[name],
-                epochs=rows * spec.length * fills[name] / size if size else 0.0,
+                fill=fills[name].fill,
+                long_documents=fills[name].long_documents,
+                epochs=rows * spec.length * fills[name].fill / size if size else 0.0,
             )
         )
-    return DataMixReport(
-        period=mixture.period, num_rows=num_rows, num_tokens=num_rows * spec.length, shares=tuple(shares)
-    )
+    num_tokens = round(sum(share.rows * share.fill for share in shares) * spec.length)
+    return DataMixReport(period=mixture.period, num_rows=num_rows, num_tokens=num_tokens, shares=tuple(shares))
+
+
+def _open(spec: DataMixSpec, name: str, path: str) -> TokenSource:
+    source = open_source(path, end_id=spec.end_id, dtype=spec.dtype)
+    if spec.packed:
+        check_documents(name, source, fix="pass --end-id with the token that ends each document, or omit --packed")
+    return source
 
 
 def _parse(text: str) -> tuple[str, str, float | None]:
@@ -157,22 +175,33 @@ def _proportions(given: list[tuple[str, str, float | None]], sources: dict[str, 
     return found
 
 
-def _fill(source: TokenSource, length: int) -> float:
-    """Return the fraction of packed rows that has tokens, from the documents of a few chunks."""
-    num_tokens = num_rows = 0
+class _Fill(NamedTuple):
+    """What packing makes of the documents of a source."""
+
+    fill: float = 1.0
+    long_documents: float | None = None
+
+
+def _measure(source: TokenSource, length: int) -> _Fill:
+    """Return the fractions of packed rows with tokens, and of long documents, from the documents of a few chunks."""
+    num_tokens = num_rows = num_documents = num_long = 0
     step = max(1, source.num_chunks // _SAMPLED_CHUNKS)
     for chunk in range(0, source.num_chunks, step):
         lengths = source.lengths(chunk)
         num_tokens += int(lengths.sum())
         num_rows += pack(lengths, length).num_rows
-    return num_tokens / (num_rows * length) if num_rows else 1.0
+        num_documents += len(lengths)
+        num_long += int((lengths > length).sum())
+    if not num_rows:
+        return _Fill(long_documents=0.0)
+    return _Fill(num_tokens / (num_rows * length), num_long / num_documents)
 
 
-def _num_rows(spec: DataMixSpec, sources: dict[str, TokenSource], fills: dict[str, float]) -> int:
+def _num_rows(spec: DataMixSpec, sources: dict[str, TokenSource], fills: dict[str, _Fill]) -> int:
     if spec.steps is not None:
         return spec.steps * spec.batch_size
     per_step = spec.batch_size * spec.length
     if spec.tokens is not None:
         return -(-spec.tokens // per_step) * spec.batch_size
-    needed = sum(source.num_tokens / fills[name] for name, source in sources.items())
+    needed = sum(source.num_tokens / fills[name].fill for name, source in sources.items())
     return max(1, -(-int(needed) // per_step)) * spec.batch_size

@@ -14,6 +14,7 @@ import heapq
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,7 +61,7 @@ def make_mixture(proportions: Mapping[str, float]) -> Mixture:
     if not proportions:
         raise DataError("a mixture must have a source", code="data.mixture-empty", fix="pass at least one source")
     for name, proportion in proportions.items():
-        if not isinstance(proportion, int | float) or not 0 <= proportion < math.inf:
+        if not _is_proportion(proportion):
             raise DataError(
                 f"the proportion of source {name} must be a number of at least 0, got {proportion!r}",
                 code="data.proportion-invalid",
@@ -79,6 +80,13 @@ def make_mixture(proportions: Mapping[str, float]) -> Mixture:
             fix="give at least one source a positive proportion",
         )
     return Mixture(shares=_apportion([Fraction(str(proportion)) for proportion in proportions.values()]))
+
+
+def _is_proportion(value: object) -> bool:
+    """Return whether a value is a finite number of at least 0; the scalars of NumPy are Real, and True is no number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return 0 <= float(value) < math.inf
 
 
 def _apportion(weights: Sequence[Fraction]) -> tuple[int, ...]:

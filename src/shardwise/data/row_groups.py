@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from shardwise.data.cursor import sample_ids
 from shardwise.data.packing import PackedRows, pack
+from shardwise.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,16 +100,26 @@ class RowGroup:
 
 
 def make_group(
-    source: TokenSource, chunks: Integers, *, length: int, packed: bool, seed: int | None = None, number: int = 0
+    source: TokenSource,
+    chunks: Integers,
+    *,
+    length: int,
+    packed: bool,
+    split_documents: bool = True,
+    seed: int | None = None,
+    number: int = 0,
 ) -> RowGroup:
     """Return the rows of `length` tokens of these chunks.
 
-    `seed` and `number` key the order of documents and of rows; without a seed, both are in the order of the source.
+    Without `split_documents`, raises DataError if a packed document is longer than a row. `seed` and `number` key the
+    order of documents and of rows; without a seed, both are in the order of the source.
     """
     lengths = [source.lengths(chunk) for chunk in chunks.tolist()]
     owners = np.repeat(chunks, [len(each) for each in lengths])
     starts = np.concatenate([np.cumsum(each) - each for each in lengths])
     sizes = np.concatenate(lengths).astype(np.int64)
+    if packed and not split_documents and sizes.max(initial=0) > length:
+        raise _too_long(source.name, int(sizes.max()), int(owners[sizes.argmax()]), length)
     kept = np.flatnonzero(sizes)
     order = kept[_permutation(len(kept), seed=seed, number=2 * number)]
     sizes = sizes[order]
@@ -123,6 +134,15 @@ def make_group(
         offsets,
     )
     return RowGroup(rows=rows, order=_permutation(rows.num_rows, seed=seed, number=2 * number + 1))
+
+
+def _too_long(name: str, size: int, chunk: int, length: int) -> DataError:
+    return DataError(
+        f"chunk {chunk} of {name} has a document of {size} tokens, which is longer than a row of {length}, and"
+        " split_documents is False",
+        code="data.document-too-long",
+        fix=f"pass length={size} or more, or split_documents=True, which also continues this run",
+    )
 
 
 def windows(sizes: Integers, length: int) -> PackedRows:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from torch import Tensor
@@ -17,7 +18,7 @@ from shardwise.data.mixture import make_mixture
 from shardwise.data.row_groups import make_group
 from shardwise.data.row_reads import BatchMemory, RowRequest, read_packed, read_windows
 from shardwise.data.sources.iterables import ShardedIterable
-from shardwise.data.sources.open import open_source
+from shardwise.data.sources.open import check_documents, open_source
 from shardwise.data.sources.source import outside_vocabulary, vocabulary_too_large
 from shardwise.data.storage.locations import locate
 from shardwise.errors import DataError, nearest
@@ -27,14 +28,17 @@ if TYPE_CHECKING:
 
     from shardwise.data.sources.source import TokenSource
 
-    Given = str | Path | Documents | TokenSource
-    """A path for `open_source`, documents that are tokenized during training, or a source."""
+    Given: TypeAlias = "str | Path | TokenFiles | Documents | TokenSource"
+    """A path for `open_source`, with or without options, documents that are tokenized during training, or a source."""
     Proportions = Mapping[str, float]
 
 _TEST = "test"
 """Name of the source of the test split in errors."""
+Dtype = Literal["uint16", "uint32"]
+
 _ONLY = "tokens"
 """Name of a source that is passed without one."""
+_END_ID_FIX = "pass sw.datasets.token_files(path, end_id=ID), where ID ends documents, or do not pack it"
 
 
 class TokenRows(Dataset[tuple[Tensor, ...]]):
@@ -43,10 +47,11 @@ class TokenRows(Dataset[tuple[Tensor, ...]]):
     The rows of each chunk are computed from its lengths, once: for evaluation data, not for a large corpus.
     """
 
-    def __init__(self, source: TokenSource, length: int, *, packed: bool) -> None:
+    def __init__(self, source: TokenSource, length: int, *, packed: bool, split_documents: bool = True) -> None:
         self._source, self._length, self._packed = source, length, packed
         chunks = range(source.num_chunks)
-        self._groups = [make_group(source, np.array([chunk]), length=length, packed=packed) for chunk in chunks]
+        make_rows = partial(make_group, source, length=length, packed=packed, split_documents=split_documents)
+        self._groups = [make_rows(np.array([chunk])) for chunk in chunks]
         self._ends = np.cumsum([group.num_rows for group in self._groups], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -81,6 +86,38 @@ class TokenRows(Dataset[tuple[Tensor, ...]]):
         return tuple(values[0] for values in fields)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenFiles:
+    """A token file or a folder of such files, and what they do not store."""
+
+    path: str | Path
+    end_id: int | None
+    dtype: Dtype
+
+    def open(self) -> TokenSource:
+        """Return the files as a source."""
+        return open_source(self.path, end_id=self.end_id, dtype=self.dtype)
+
+
+def token_files(path: str | Path, *, end_id: int | None = None, dtype: Dtype = "uint16") -> TokenFiles:
+    """Return a source for `tokens`: `.bin` or `.npy` files of other tools, with facts that the files do not store.
+
+    `end_id` is the token that ends each document, which packed rows require; `dtype` is that of `.bin` files without a
+    header. Formats that store documents or their dtype use what they store.
+    """
+    if dtype not in get_args(Dtype):
+        raise DataError(
+            f"dtype {dtype!r} is unknown", code="data.dtype-unknown", fix=nearest(str(dtype), get_args(Dtype))
+        )
+    if end_id is not None and (not isinstance(end_id, int) or isinstance(end_id, bool) or end_id < 0):
+        raise DataError(
+            f"end_id must be a token id of at least 0, got {end_id!r}",
+            code="data.end-id-invalid",
+            fix="pass the token that ends documents, or None",
+        )
+    return TokenFiles(path=path, end_id=end_id, dtype=dtype)
+
+
 def tokens(
     train: Given | Mapping[str, Given],
     *,
@@ -88,6 +125,7 @@ def tokens(
     test: Given | None = None,
     proportions: Proportions | Mapping[int, Proportions] | None = None,
     packed: bool | Collection[str] = False,
+    split_documents: bool = True,
 ) -> Callable[[str], Dataset[tuple[Tensor, ...]] | None]:
     """Return a factory of datasets from a corpus of `shardwise data prepare`, token files of other tools, or documents.
 
@@ -95,8 +133,9 @@ def tokens(
     `proportions` are the relative numbers of rows of each source, which default to their numbers of tokens if these are
     stored, or a curriculum: a mapping from the first step of a stage to its proportions. Rows have `length` tokens:
     windows over concatenated documents or, for all sources or those in `packed`, packed documents, which need a model
-    that restricts attention to `document_ids`. The training split has no end, so the job's length is in steps or
-    tokens. `test` is the test split.
+    that restricts attention to `document_ids`. A packed document that is longer than a row is split, or refused if
+    `split_documents` is False. The training split has no end, so the job's length is in steps or tokens. `test` is the
+    test split.
     """
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise DataError(
@@ -108,11 +147,20 @@ def tokens(
     chosen = frozenset(given if packed is True else packed or ())
     for name in chosen - set(given):
         raise _unknown_source("packed", name, given)
+    if not split_documents and not chosen:
+        raise DataError(
+            "split_documents is False, but no source is packed, so rows are windows that begin anywhere",
+            code="data.split-without-packing",
+            fix="pass packed=True, or remove split_documents=",
+        )
     for each in (*given.values(), test):
-        if isinstance(each, str | Path):
-            locate(each)  # refuses a URL with a secret, before a run directory exists
+        path = each.path if isinstance(each, TokenFiles) else each
+        if isinstance(path, str | Path):
+            locate(path)  # refuses a URL with a secret, before a run directory exists
     stages = None if proportions is None else _stages(proportions, given)
-    return _TokenData(given=given, test=test, length=length, stages=stages, packed=chosen)
+    return _TokenData(
+        given=given, test=test, length=length, stages=stages, packed=chosen, split_documents=split_documents
+    )
 
 
 def _stages(given: Proportions | Mapping[int, Proportions], names: Collection[str]) -> tuple[MixtureStage, ...]:
@@ -152,6 +200,7 @@ class _TokenData:
     stages: tuple[MixtureStage, ...] | None
     """None for proportions by the number of tokens."""
     packed: frozenset[str]
+    split_documents: bool
 
     def __call__(self, split: str) -> Dataset[tuple[Tensor, ...]] | None:
         if split == "train":
@@ -166,16 +215,30 @@ class _TokenData:
                 fix="pass a test source with documents, or omit test=",
             )
         return rows
+        source = _open("test", self.test)
+        if self.packed:
+            check_documents("test", source, fix=_END_ID_FIX)
+        return TokenRows(source, self.length, packed=bool(self.packed), split_documents=self.split_documents)
 
     def _corpus(self) -> Corpus:
         sources = {name: _open(name, given) for name, given in self.given.items()}
+        for name in sorted(self.packed):
+            check_documents(name, sources[name], fix=_END_ID_FIX)
         stages = self.stages or (MixtureStage(mixture=make_mixture(_shares(sources))),)
-        return Corpus(sources=sources, stages=stages, length=self.length, packed=self.packed)
+        return Corpus(
+            sources=sources,
+            stages=stages,
+            length=self.length,
+            packed=self.packed,
+            split_documents=self.split_documents,
+        )
 
 
 def _open(name: str, given: Given) -> TokenSource:
     if isinstance(given, str | Path):
         return open_source(given)
+    if isinstance(given, TokenFiles):
+        return given.open()
     if isinstance(given, Documents):
         return given.open(name)
     if not (callable(getattr(given, "lengths", None)) and callable(getattr(given, "tokens", None))):

@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
+from shardwise.data.corpus import Corpus
+from shardwise.data.corpus_loader import ShardedCorpusLoader
 from shardwise.data.rows import map_tensors
 from shardwise.data.sharded_loader import DataRank, EvaluationLoader, ReadOptions, ShardedLoader, options_of
 from shardwise.dist import world as running_world
@@ -157,7 +159,7 @@ def dataloader(
     seed: int = 0,
     accumulation: int = 1,
     evaluate: bool = False,
-) -> ShardedLoader | EvaluationLoader:
+) -> ShardedLoader | ShardedCorpusLoader | EvaluationLoader:
     """Return a loader of this data-parallel rank's batches of a dataset or DataLoader, on its device.
 
     `batch_size` is global: each data-parallel rank receives an equal share of every batch, and all ranks of a tp, cp
@@ -202,6 +204,14 @@ def dataloader(
     if evaluate:
         return EvaluationLoader(dataset, options, rank)
     split_batch(options.batch_size, dp=dp)
+    if isinstance(dataset, Corpus):
+        if not shuffle:
+            raise DataError(
+                "shuffle is False, but the order of a corpus follows from seed",
+                code="data.corpus-order",
+                fix="remove shuffle=; sw.dataloader reads the test split in order if evaluate=True",
+            )
+        return ShardedCorpusLoader(dataset, options, rank)
     return ShardedLoader(dataset, options, rank)
 
 

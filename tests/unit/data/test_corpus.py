@@ -576,18 +576,33 @@ def test_transformers_family_trains_on_packed_rows_or_its_leak_is_named(family):
 def test_token_files_are_the_data_of_a_job(tmp_path, packed):
     for index, name in enumerate(("web", "code", "test")):
         np.save(tmp_path / f"{name}.npy", (np.arange(400 + 100 * index) * (index + 3) % 50).astype(np.uint16))
-    paths = {name: tmp_path / f"{name}.npy" for name in ("web", "code")}
-    data = sw.datasets.tokens(
-        paths, length=16, test=tmp_path / "test.npy", proportions={"web": 3, "code": 1}, packed=packed
-    )
+    files = {name: sw.datasets.token_files(tmp_path / f"{name}.npy", end_id=40) for name in ("web", "code", "test")}
+    paths = {name: files[name] for name in ("web", "code")}
+    data = sw.datasets.tokens(paths, length=16, test=files["test"], proportions={"web": 3, "code": 1}, packed=packed)
     test = data("test")
     targets = torch.cat([test[index][-1] for index in range(len(test))])
-    assert int((targets >= 0).sum()) == 599
+    assert int((targets >= 0).sum()) == (539 if packed else 599)
     assert data("train").stages[0].mixture.shares == (3, 1)
     assert sw.datasets.tokens(paths, length=16)("train").stages[0].mixture.shares == (4, 5)
     with sw.world() as world:
         job = sentences_job("llama-tiny", data=data, steps=2)
         assert sw.train(job, Plan.preset("ddp", 1, batch_size=8), world).result.evaluation["loss"] > 0
+
+
+def test_documents_longer_than_a_row_are_split_unless_that_is_refused(tmp_path):
+    shards = ShardedIterable("web", lambda number: [[1] * 5, [2] * (9 - number), [3] * 8], 2, vocab_size=9)
+    data = sw.datasets.tokens({"web": shards}, length=8, packed=True)
+    tokens = torch.cat([row[0] for row in itertools.islice(data("train"), 6)])
+    assert int((tokens == 2).sum()) == 9 + 8
+    refusing = sw.datasets.tokens({"web": shards}, length=8, packed=True, split_documents=False)
+    with refuses("data.document-too-long", "web", 9, 8, "split_documents"):
+        next(iter(refusing("train")))
+    with refuses("data.document-too-long", "web", 9, 8):
+        sw.datasets.tokens({"web": shards}, length=8, packed=True, split_documents=False, test=shards)("test")
+    fitting = sw.datasets.tokens({"web": shards}, length=9, packed=True, split_documents=False)
+    next(iter(fitting("train")))
+    with refuses("data.split-without-packing", "split_documents"):
+        sw.datasets.tokens({"web": shards}, length=8, split_documents=False)
 
 
 def test_invalid_token_datasets_are_refused(tmp_path):

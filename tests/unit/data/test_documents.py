@@ -135,6 +135,22 @@ def test_what_cannot_be_exact_is_refused(tmp_path, monkeypatch):
         sw.datasets.documents(compressed).open("web")
 
 
+def test_interleaved_datasets_are_refused_unless_every_row_is_read_once():
+    """A shard of interleaved datasets ends when one of them ends in it: shards have other rows than the whole."""
+    one, other = (datasets.Dataset.from_dict({"text": texts}) for texts in (TEXTS[:120], TEXTS[120:239]))
+    streams = [each.to_iterable_dataset(num_shards=4) for each in (one, other)]
+    interleaved = datasets.interleave_datasets(streams)
+    for stream in (interleaved, interleaved.map(dict), datasets.concatenate_datasets([streams[0], interleaved])):
+        with refuses("data.iterable-interleaved", "web", "first_exhausted", "proportions="):
+            sw.datasets.documents(stream).open("web")
+    with refuses("data.iterable-shuffled", "web"):
+        shuffled = streams[0].shuffle(seed=0, buffer_size=4)
+        sw.datasets.documents(datasets.concatenate_datasets([shuffled, streams[1]])).open("web")
+    whole = datasets.interleave_datasets(streams, stopping_strategy="all_exhausted_without_replacement")
+    for stream in (whole, datasets.concatenate_datasets(streams)):
+        assert len(texts_of(sw.datasets.documents(stream).open("web"))) == 239
+
+
 def test_bad_documents_are_refused(tmp_path):
     make, rows = sw.datasets.documents, datasets.Dataset.from_list(ROWS)
     with refuses("data.text-field-missing", "texts", "did you mean 'text'?"):

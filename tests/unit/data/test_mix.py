@@ -24,11 +24,27 @@ def test_proportions_become_rows_and_epochs(paths):
 def test_without_proportions_and_length_every_source_is_read_once(paths):
     report = sw.data_mix([f"{name}={path}" for name, path in paths.items()], length=10)
     assert [share.epochs for share in report.shares] == [1.0, 1.0]
-    packed = sw.data_mix([f"web={paths['web']}"], length=700, tokens=9000, packed=True)
+    packed = sw.data_mix([f"web={paths['web']}"], length=700, tokens=9000, packed=True, end_id=1)
     (share,) = packed.shares
     assert share.fill == pytest.approx(9000 / (13 * 700))
     assert packed.num_rows == 13
     assert share.epochs == pytest.approx(1.0)
+
+
+def test_packed_rows_count_padding_as_no_tokens_and_long_documents_as_such(tmp_path):
+    """Ten documents of 30 tokens and one of 100, in rows of 40."""
+    lengths = [30] * 10 + [100]
+    np.save(tmp_path / "web.npy", np.concatenate([np.append(np.zeros(size - 1), 1) for size in lengths]).astype("<u2"))
+    web = f"web={tmp_path / 'web.npy'}"
+    report = sw.data_mix([web], length=40, packed=True, end_id=1)
+    assert (report.num_rows, report.num_tokens) == (13, 400)
+    assert report.shares[0].long_documents == pytest.approx(1 / 11)
+    assert "9.09% of the documents of web are longer than a row" in report.to_text()
+    assert "longer" not in sw.data_mix([web], length=100, packed=True, end_id=1).to_text()
+    windows = sw.data_mix([web], length=40)
+    assert (windows.num_tokens, windows.shares[0].long_documents) == (400, None)
+    # As the steps of a job with this number of tokens, which counts rows with their padding.
+    assert sw.data_mix([web], length=40, packed=True, end_id=1, tokens=4000).num_rows == 100
 
 
 def test_invalid_sources_are_refused(paths):

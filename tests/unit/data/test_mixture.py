@@ -1,5 +1,7 @@
 """Mixtures: proportions as integers, a table of one period, and counts of any prefix."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -19,6 +21,11 @@ from shardwise.data.mixture import LONGEST_PERIOD, Mixture, make_mixture
 )
 def test_proportions_become_the_smallest_integers(proportions, shares):
     assert make_mixture({str(index): each for index, each in enumerate(proportions)}).shares == shares
+
+
+def test_proportions_may_be_numbers_of_numpy():
+    proportions = {"web": np.int64(3), "code": np.float32(0.7), "books": Fraction(1, 2)}
+    assert make_mixture(proportions) == make_mixture({"web": 3, "code": 0.7, "books": 0.5})
 
 
 def test_shares_are_rounded_by_less_than_one_row_if_a_period_would_be_too_long():
@@ -57,7 +64,7 @@ def test_position_far_ahead_needs_no_history():
 def test_invalid_proportions_are_refused():
     with refuses("data.mixture-empty"):
         make_mixture({})
-    for value in (-1, float("nan"), float("inf"), "half"):
+    for value in (-1, float("nan"), float("inf"), "half", True, np.float32(-1), np.float64("nan"), None):
         with refuses("data.proportion-invalid", "web", value):
             make_mixture({"web": value})
     with refuses("data.proportions-zero"):

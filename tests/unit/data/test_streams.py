@@ -17,6 +17,7 @@ from shardwise.data.feed import StreamPosition
 from shardwise.data.sources.iterables import ShardedIterable
 from shardwise.data.streams import StreamLoader, sample_digest
 from shardwise.planner.settle import LocalDevice, settle
+from shardwise.planner.trace.rehearsal import _samples
 from shardwise.plans import Plan
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
@@ -113,6 +114,29 @@ def test_seeking_reads_one_step_again():
     stream = StatefulStream(10**6)
     next(steps_of(stream, first_step=9, position=whole[8].position))
     assert stream.num_read == 8
+
+
+@pytest.mark.parametrize("use_state", [True, False])
+@pytest.mark.parametrize("make", [StatefulStream, hugging_face])
+def test_stream_that_was_read_before_begins_at_its_first_sample_in_every_epoch(make, use_state):
+    expected = [values(step) for step in steps_of(make(), num_steps=7)]
+    stream = make()
+    assert len(_samples(stream)) > 1  # `plan` traces the model with them
+    for num_steps in (7, 3, 7):  # the second training ends within the first epoch
+        steps = steps_of(stream, num_steps=num_steps, use_state=use_state)
+        assert [values(step) for step in steps] == expected[:num_steps]
+    interrupted = steps_of(stream, use_state=use_state)
+    next(interrupted)
+    interrupted.close()
+    assert [values(step) for step in steps_of(stream, num_steps=7)] == expected
+
+
+def test_stream_continues_at_the_state_that_its_user_has_loaded():
+    stream = StatefulStream()
+    stream.load_state_dict({"place": 8})
+    firsts = [values(step)[0] for step in steps_of(stream, num_steps=4)]
+    assert firsts == [8, 12, 16, 8]
+    assert stream.state_dict() == {"place": 8}
 
 
 def test_other_samples_after_a_resume_are_refused():

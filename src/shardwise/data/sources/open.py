@@ -13,6 +13,7 @@ from shardwise.data.storage.locations import locate
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
+    from shardwise.data.sources.source import TokenSource
     from shardwise.data.storage.locations import Location
 
 _SUFFIXES = (".bin", ".npy")
@@ -57,6 +58,17 @@ def open_source(
     raise DataError(
         f"{location} does not exist", code="data.path-not-found", fix="pass a corpus folder or a token file"
     )
+
+
+def check_documents(name: str, source: TokenSource, *, fix: str) -> None:
+    """Raise DataError if packed rows of a source would consist of chunks, because its documents are unknown."""
+    if not getattr(source, "has_documents", True):
+        raise DataError(
+            f"source {name} is packed, but its files do not store where documents end, so they would attend to each"
+            " other",
+            code="data.packed-without-documents",
+            fix=fix,
+        )
 
 
 def _open_file(path: Location, *, end_id: int | None, dtype: str, chunk_tokens: int) -> FileSource | None:

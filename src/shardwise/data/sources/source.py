@@ -111,23 +111,26 @@ class FileSource:
         vocab_size: int | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
         checksum: int = 0,
+        describe: Callable[[], str] | None = None,
+        has_documents: bool = True,
         read_ahead: ReadAhead | None = None,
     ) -> None:
         """Create a source; `open_file` maps the file with a number from 0 to len(tokens_per_file) - 1.
 
-        `checksum` is that of the content, if it is known without reading it. `read_ahead` downloads remote files, so
-        `open_file` must be safe to call from its threads.
+        `checksum` is that of the content, if it is known without reading it; else `describe` returns a text that
+        depends on the content, called when the identity is first needed. `has_documents` is False if every chunk is
+        one document. `read_ahead` downloads remote files, so `open_file` must be safe to call from its threads.
         """
         self.name = name
-        sizes = zlib.crc32(np.ascontiguousarray(tokens_per_file, dtype=np.int64).tobytes(), checksum)
-        self.identity = f"{int(tokens_per_file.sum())} tokens in chunks of {chunk_tokens}, {sizes:08x}"
         self.vocab_size = vocab_size
+        self.has_documents = has_documents
         self.num_tokens = int(tokens_per_file.sum())
         self._chunk_tokens = chunk_tokens
         self._tokens_per_file = tokens_per_file
         windows = -(-tokens_per_file // chunk_tokens)
         self._first_chunk = np.concatenate([[0], np.cumsum(windows)])
         self.num_chunks = int(self._first_chunk[-1])
+        self._checksum, self._describe = checksum, describe
         self._open_file = open_file
         self._mapped: OrderedDict[int, MappedFile] = OrderedDict()
         self._views: OrderedDict[int, NDArray[Any]] = OrderedDict()
@@ -135,6 +138,15 @@ class FileSource:
         self._read_ahead = read_ahead
         self._opened: dict[int, MappedFile] = {}
         """Files that a thread has opened ahead, until they are mapped."""
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """A text that changes with the sizes of the files, and with what `checksum` and `describe` cover."""
+        sizes = zlib.crc32(np.ascontiguousarray(self._tokens_per_file, dtype=np.int64).tobytes(), self._checksum)
+        identity = f"{self.num_tokens} tokens in chunks of {self._chunk_tokens}, {sizes:08x}"
+        if self._describe is not None:
+            identity += f", {self._describe()}"
+        return identity
 
     def lengths(self, chunk: int) -> NDArray[np.int64]:
         """Return the number of tokens of each document of a chunk; documents without tokens are left out."""

@@ -12,6 +12,8 @@ import bisect
 import io
 import os
 import struct
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +33,7 @@ from shardwise.data.storage.read_ahead import ReadAhead
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -43,6 +45,12 @@ _LLM_C = {20240520: ("<u2", 50_257), 20240801: ("<u4", 128_256)}
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_HEADER = struct.Struct("<QBQQ")
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_SAMPLED_FILES = 64
+_SAMPLED_BLOCKS = 32
+"""Blocks whose checksum is in the identity of a source, but at least two of each file: on object storage, 32 requests
+for one file and 128 for many."""
+_SAMPLE_BYTES = 4096
+_SAMPLE_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,11 @@ class StreamFiles:
     def path(self, number: int) -> Location:
         """Return the path of a file."""
         return self.folder / os.fsdecode(self.names[number])
+
+    def describe(self) -> str:
+        """Return what documents depend on besides sizes: dtype, end-of-document id, and samples of the content."""
+        paths = [self.path(number) for number in _evenly(len(self.names), _SAMPLED_FILES)]
+        return f"{self.stream.dtype} with end {self.end_id}, {_sampled_crc32(paths):08x}"
 
     def open_file(self, number: int) -> MappedFile:
         """Map a file; raises DataError if its format differs from that of the first file."""
@@ -97,17 +110,58 @@ def open_streams(
     names = list(sizes)
     first = folder / names[0]
     stream = read_stream(first, open_bytes(first), default=np.dtype(dtype).newbyteorder("<"))
+    if end_id is not None and end_id > np.iinfo(stream.dtype).max:
+        raise DataError(
+            f"the end-of-document id {end_id} does not occur in {first}, whose tokens are {stream.dtype}",
+            code="data.end-id-invalid",
+            fix="pass the token that ends documents in this file",
+        )
     encoded = np.array([os.fsencode(name) for name in names])
     files = StreamFiles(folder, encoded, stream, end_id, chunk_tokens)
     num_bytes = np.fromiter(sizes.values(), np.int64, len(sizes)) - stream.header_bytes
+    _check_sizes(files, num_bytes)
     return FileSource(
         folder.name if len(names) > 1 else first.stem,
         num_bytes // stream.dtype.itemsize,
         files.open_file,
         vocab_size=stream.vocab_size,
         chunk_tokens=chunk_tokens,
+        describe=files.describe,
+        has_documents=end_id is not None,
         read_ahead=None if isinstance(folder, Path) else ReadAhead(),
     )
+
+
+def _check_sizes(files: StreamFiles, num_bytes: NDArray[np.int64]) -> None:
+    """Raise DataError for the first file whose bytes after the header are not whole tokens, or none."""
+    header, itemsize = files.stream.header_bytes, files.stream.dtype.itemsize
+    for number in np.flatnonzero((num_bytes <= 0) | (num_bytes % itemsize != 0)).tolist():
+        path, found = files.path(number), int(num_bytes[number])
+        if found == 0:
+            raise _no_tokens(path)
+        raise truncated(path, header + found, header + max(0, -(-found // itemsize)) * itemsize)
+
+
+def _evenly(count: int, most: int) -> list[int]:
+    """Return at most `most` of the numbers below `count` at equal distances, the first and the last included."""
+    numbers: list[int] = np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)).tolist()
+    return numbers
+
+
+def _sampled_crc32(paths: Sequence[Location]) -> int:
+    """Return a checksum of blocks at equal distances in files, the first and the last block of each included."""
+    with ThreadPoolExecutor(_SAMPLE_THREADS) as threads:  # blocks of objects are requests
+        contents = list(threads.map(open_bytes, paths))
+        blocks = []
+        for content in contents:
+            last = max(1, len(content) - _SAMPLE_BYTES + 1)
+            blocks += [(content, start) for start in _evenly(last, max(2, _SAMPLED_BLOCKS // len(paths)))]
+        found = threads.map(lambda block: block[0][block[1] : block[1] + _SAMPLE_BYTES].tobytes(), blocks)
+        return zlib.crc32(b"".join(found))
+
+
+def _no_tokens(path: Location) -> DataError:
+    return DataError(f"{path} contains no tokens", code="data.no-tokens", fix="pass files with tokens")
 
 
 def read_stream(path: Location, content: FileArray, *, default: np.dtype[Any]) -> TokenStream:
@@ -120,7 +174,7 @@ def read_stream(path: Location, content: FileArray, *, default: np.dtype[Any]) -
     if len(content) != expected:
         raise truncated(path, len(content), expected)
     if count == 0:
-        raise DataError(f"{path} contains no tokens", code="data.no-tokens", fix="pass a file with tokens")
+        raise _no_tokens(path)
     return stream
 
 
@@ -221,9 +275,17 @@ def is_megatron(index: Location) -> bool:
 def open_megatron(tokens_path: Location, index_path: Location, *, chunk_tokens: int = CHUNK_TOKENS) -> FileSource:
     """Return a source over a Megatron `.bin` and `.idx`."""
     file = MegatronFile(tokens_path, index_path)
-    num_tokens = np.array([len(file.open_file(0).tokens)])
-    read_ahead = None if isinstance(tokens_path, Path) else ReadAhead()
-    return FileSource(tokens_path.stem, num_tokens, file.open_file, chunk_tokens=chunk_tokens, read_ahead=read_ahead)
+    num_tokens = len(file.open_file(0).tokens)
+    if num_tokens == 0:
+        raise _no_tokens(tokens_path)
+    return FileSource(
+        tokens_path.stem,
+        np.array([num_tokens]),
+        file.open_file,
+        chunk_tokens=chunk_tokens,
+        describe=file.describe,
+        read_ahead=None if isinstance(tokens_path, Path) else ReadAhead(),
+    )
 
 
 @dataclass(frozen=True)
@@ -232,6 +294,10 @@ class MegatronFile:
 
     tokens_path: Location
     index_path: Location
+
+    def describe(self) -> str:
+        """Return a checksum of samples of both files."""
+        return f"{_sampled_crc32([self.tokens_path, self.index_path]):08x}"
 
     def open_file(self, _number: int) -> MappedFile:
         """Map both files; raises DataError if their sizes do not match the header."""

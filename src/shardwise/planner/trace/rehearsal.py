@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.data import IterableDataset, default_collate
 
 from shardwise.data.loaders import dataset_of
+from shardwise.data.streams import preserved
 from shardwise.errors import JobError, PlanError
 from shardwise.parallel.apply import disable_kv_cache
 from shardwise.parallel.lora import add_adapters
@@ -105,7 +106,8 @@ def _samples(dataset: Any) -> list[Any]:
     """Return the samples of the largest traced batch; a small dataset repeats its samples, an empty one has none."""
     number = max(SAMPLES)
     if isinstance(dataset, IterableDataset):
-        found = list(itertools.islice(dataset, number))
+        with preserved(dataset) as stream:  # a training in this process begins at the first sample
+            found = list(itertools.islice(stream, number))
     else:
         found = [] if dataset is None else [dataset[index] for index in range(min(number, len(dataset)))]
     return [found[index % len(found)] for index in range(number)] if found else []
