@@ -23,7 +23,7 @@ from shardwise.planner.search.explain import (
     reason,
 )
 from shardwise.planner.search.search import Candidate, choose_form
-from shardwise.units import GB, format_count, format_gb, format_rate, format_seconds
+from shardwise.units import GB, format_count, format_gb, format_rate, format_seconds, format_three_digits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -97,7 +97,7 @@ def _add_row(table: Table, name: str, found: Candidate | None, least: Memory | N
     if found is not None:
         table.add_row(name, *cells_of(found), style="bold" if is_best else "")
     elif least is not None:
-        table.add_row(name, "", "", "", _in_gb(least.total), "", "", "", style="dim")
+        table.add_row(name, "", "", "", format_three_digits(least.total / GB), "", "", "", style="dim")
 
 
 def reasons_of(shown: ReportContent) -> list[str]:
@@ -142,16 +142,11 @@ def cells_of(candidate: Candidate, *, details: bool = False) -> list[str]:
         f"{plan.layout}{_details(plan) if details else ''}",
         f"{plan.micro_batch} x {plan.accumulation}",
         f"{plan.recompute} of {plan.recompute_blocks}" if plan.recompute_blocks else plan.recompute,
-        _in_gb(candidate.memory.total),
+        format_three_digits(candidate.memory.total / GB),
         format_seconds(time.seconds),
         format_rate(time.tokens_per_second_per_device or time.samples_per_second / plan.layout.world_size),
         f"{time.mfu:.0%}",
     ]
-
-
-def _in_gb(num_bytes: float) -> str:
-    size = num_bytes / GB
-    return f"{size:,.0f}" if size >= 1000 else f"{size:.3g}"
 
 
 def _asked_lines(asked: Asked, answer: Answer) -> list[str]:
