@@ -49,7 +49,8 @@ def to_text(shown: ReportContent) -> str:
     length = f", {shape.tokens_per_sample} tokens each" if shape.tokens_per_sample else ""
     cluster = question.cluster.describe()
     if answer.num_idle:
-        cluster += f"; {answer.num_idle} more stay idle, because they do not divide the batch"
+        idle = "1 more device stays" if answer.num_idle == 1 else f"{answer.num_idle:,} more devices stay"
+        cluster += f"; {idle} idle, because the batch does not divide over all"
     lines = [
         *_paragraph("model", f"{shape.name}: {format_count(shape.numel)} parameters ({shape.source})"),
         *_paragraph("cluster", cluster),
