@@ -38,7 +38,7 @@ from shardwise.planner.search.explain import asked_verdict, capacity_text, reaso
 from shardwise.planner.search.page import draw, to_page
 from shardwise.planner.search.report import to_text
 from shardwise.planner.search.report_data import ReportContent, to_data
-from shardwise.planner.search.search import Rejected, choose_form
+from shardwise.planner.search.search import Rejected, anything_fits, choose_form
 from shardwise.planner.search.subject import job_subject, published_subject
 from shardwise.planner.settle import split_settings
 from shardwise.planner.spec import PlanSpec, check_length, check_options, of_plan_file
@@ -321,9 +321,11 @@ def _advice(answer: Answer, *, batch_is_fixed: bool) -> str:
     wider = f"--cluster {cluster_option(found[0])}, where {found[1]} fits" if found is not None else ""
     if batch % cluster.num_devices and all(entry.memory is None for entry in families):
         size = batch // cluster.num_devices * cluster.num_devices
-        batches = " or ".join(str(each) for each in (size, size + cluster.num_devices) if each)
-        fact = f"no plan of {name} divides a batch of {batch} evenly over {where}"
-        return f"{fact}: use --batch-size {batches}" + (f", or {wider}" if wider else "")
+        sizes = [each for each in (size, size + cluster.num_devices) if each]
+        fitting = [each for each in sizes if anything_fits(dataclasses.replace(question, batch_size=each))]
+        changes = [f"--batch-size {each}" for each in fitting] + [wider] * bool(wider)
+        if changes:
+            return f"no plan of {name} divides a batch of {batch} evenly over {where}: use {' or '.join(changes)}"
     fact = f"no plan of {name} fits on {where}"
     if wider:
         return f"{fact}: use {wider}"

@@ -72,9 +72,10 @@ def test_a_batch_that_no_plan_divides_over_all_devices_uses_fewer(model, cluster
 
 
 def test_a_batch_that_no_plan_divides_is_the_reason_and_not_memory():
-    report = sw.plan("t5-11b", cluster="8xT4", batch_size=7)
+    report = sw.plan("t5-11b", cluster="8xA100-40GB", batch_size=1)
     assert (report.best, report.exit_code) == (None, 3)
-    assert "no plan of t5-11b divides a batch of 7 evenly over 8 x T4" in report.advice
+    assert "no plan of t5-11b divides a batch of 1 evenly over 8 x A100-40GB: use --batch-size 8" in report.advice
+    assert sw.plan("t5-11b", cluster="8xA100-40GB", batch_size=8).best is not None
 
 
 @pytest.mark.parametrize(("devices", "batch_size", "num_used"), [(64, 1000, 40), (8, 100, 5)])
