@@ -34,7 +34,8 @@ from shardwise.planner.cost.time import timeline
 from shardwise.planner.history import MachineHistory, corrected, corrected_candidate, read_history, with_memory_margin
 from shardwise.planner.next_step import Budget, budget_of, read_tokens, train_command
 from shardwise.planner.search.advice import Hint, best_size, cluster_option, hints, search_within, smallest_cluster
-from shardwise.planner.search.explain import asked_verdict, capacity_text, reason
+from shardwise.planner.search.capacity import capacity_text
+from shardwise.planner.search.explain import asked_verdict, reason
 from shardwise.planner.search.page import draw, to_page
 from shardwise.planner.search.report import to_text
 from shardwise.planner.search.report_data import ReportContent, to_data

@@ -6,7 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from shardwise.planner.cost.time import SHOWN_ROUNDS, timeline
-from shardwise.planner.search.explain import asked_verdict, capacity_text
+from shardwise.planner.search.capacity import capacity_text
+from shardwise.planner.search.explain import asked_verdict
 from shardwise.planner.search.report import cells_of, column_names, next_lines, reasons_of
 from shardwise.planner.search.search import Candidate
 from shardwise.plots.figures import Bars, Gantt, GanttSpan, Table

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.planner.search.advice import ROUND, capture_gain, compile_gain, rounds_gain
+from shardwise.planner.search.capacity import capacity_text
 from shardwise.planner.search.choices import FAMILIES, family_of
 from shardwise.planner.search.explain import (
     asked_verdict,
     beside_native,
-    capacity_text,
     decision_path,
     form_reason,
     reason,
