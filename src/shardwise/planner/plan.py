@@ -171,7 +171,7 @@ class PlanReport(Report, frozen=True, kw_only=True):
         """Return an SVG with the memory of each family by kind, and the timeline of one step of the best plan."""
         question, best = self.answer.question, self.answer.best
         spans = timeline(question.time_model(), question.model.for_plan(best.plan), best.plan) if best else []
-        title = f"{question.model.plain.name} on {question.cluster.num_devices} x {question.cluster.device.name}"
+        title = f"{question.model.plain.name} on {question.cluster.num_devices:,} x {question.cluster.device.name}"
         return draw(self.answer, spans, title=title)
 
     def to_html(self) -> str:
@@ -317,7 +317,7 @@ def _advice(answer: Answer, *, batch_is_fixed: bool) -> str:
     """Return the message that no plan fits, or that none divides the batch, with the smallest change that helps."""
     question, families = answer.question, answer.families.values()
     name, cluster, batch = question.model.plain.name, question.cluster, question.batch_size
-    where = f"{cluster.num_devices} x {cluster.device.name}"
+    where = f"{cluster.num_devices:,} x {cluster.device.name}"
     found = smallest_cluster(question, batch if batch_is_fixed else None)
     wider = f"--cluster {cluster_option(found[0])}, where {found[1]} fits" if found is not None else ""
     if batch % cluster.num_devices and all(entry.memory is None for entry in families):
@@ -326,7 +326,7 @@ def _advice(answer: Answer, *, batch_is_fixed: bool) -> str:
         fitting = [each for each in sizes if anything_fits(dataclasses.replace(question, batch_size=each))]
         changes = [f"--batch-size {each}" for each in fitting] + [wider] * bool(wider)
         if changes:
-            return f"no plan of {name} divides a batch of {batch} evenly over {where}: use {' or '.join(changes)}"
+            return f"no plan of {name} divides a batch of {batch:,} evenly over {where}: use {' or '.join(changes)}"
     fact = f"no plan of {name} fits on {where}"
     if wider:
         return f"{fact}: use {wider}"

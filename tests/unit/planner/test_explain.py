@@ -103,7 +103,7 @@ def test_what_cannot_be_has_its_own_reason(name, cluster, family, words):
     ("name", "cluster", "words"),
     [
         ("resnet-50", "8xH100", "not known to support context parallelism"),
-        ("llama-7b", "8xH100", f"too short to split in two: a rank needs at least {LEAST_TOKENS}"),
+        ("llama-7b", "8xH100", f"too short to split in two: a rank needs at least {LEAST_TOKENS:,}"),
         ("llama3-8b", "3xH100", "only by 2, 4, 8, 16, 32"),
     ],
 )
@@ -272,3 +272,18 @@ def test_adapters_of_rank_0_are_refused():
 )
 def test_usual_batches_divide_over_the_devices(name, tokens, devices, lora, batch):
     assert usual_batch(name, tokens, devices, lora=lora) == batch
+
+
+@pytest.mark.parametrize(("batch", "length"), [(2048, 8192), (128, 131_072)])
+def test_a_batch_below_the_devices_is_not_advised_to_grow_where_the_model_must_be_split(batch, length):
+    path = decision_path(search(asked(model("llama3-405b", length=length), "16384xH100", batch)))
+    (advice,) = (fork for fork in path if fork.question == "The decision tree recommends")
+    assert advice.answer == "fsdp or zero3 combined with tp, pp or cp"
+    assert advice.because == f"{batch:,} samples occupy all 16,384 devices only if several devices share a sample"
+
+
+def test_the_precision_of_adapters_is_beside_that_of_the_frozen_weights():
+    where = parse_cluster("8xH100")
+    whole, tuned = (published_subject("llama-70b", where, accepts=require_supported, lora=lora) for lora in (None, 16))
+    assert whole.precision_text == str(whole.precision)
+    assert tuned.precision_text == f"frozen weights bf16 · trained {tuned.precision}"

@@ -96,13 +96,13 @@ def uneven_batch(answer: Answer, best: Candidate) -> list[Hint]:
     for size in (batch // devices * devices, -(-batch // devices) * devices):
         if size and abs(size - batch) <= NEAR * batch:
             other = search(dataclasses.replace(question, batch_size=size)).best
-            text = f"a batch of {size} samples, which {devices} devices divide evenly,"
+            text = f"a batch of {size:,} samples, which {devices:,} devices divide evenly,"
             found += _faster(text, other, best, num_paid=devices)
     for size in _near_sizes(question.cluster, batch):
         if size <= best.plan.layout.world_size and answer.num_idle:
             continue  # the plan leaves the others idle anyway, and is faster on more of them
         wider = resized(question, size)
-        text = f"--cluster {cluster_option(wider.cluster)}, whose devices divide a batch of {batch} evenly,"
+        text = f"--cluster {cluster_option(wider.cluster)}, whose devices divide a batch of {batch:,} evenly,"
         found += _faster(text, search(wider).best, best, num_paid=devices)
     return found
 
@@ -153,14 +153,14 @@ def fewer_devices(answer: Answer, best: Candidate) -> list[Hint]:
     nearly = [candidate for candidate in smaller if candidate.time.seconds <= NEARLY * seconds]
     if nearly:
         few = min(nearly, key=lambda candidate: candidate.plan.layout.world_size)
-        times = f"{format_seconds(few.time.seconds)} a step, all {cluster.num_devices} take {format_seconds(seconds)}"
+        times = f"{format_seconds(few.time.seconds)} a step, all {cluster.num_devices:,} take {format_seconds(seconds)}"
         found.append(_fewer(answer, few, best, f"takes {times}"))
     most = max((_per_device(candidate) for candidate in (*smaller, best)), default=0.0)
     kept = [candidate for candidate in smaller if _per_device(candidate) >= PER_DEVICE * most]
     if kept and _per_device(best) < WASTED * most:
         large = max(kept, key=lambda candidate: candidate.plan.layout.world_size)
         if large not in nearly:
-            rates = f"{rate_text(large)}, all {cluster.num_devices} {rate_text(best)}"
+            rates = f"{rate_text(large)}, all {cluster.num_devices:,} {rate_text(best)}"
             found.append(_fewer(answer, large, best, f"gives {rates}"))
     return found
 

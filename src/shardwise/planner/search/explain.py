@@ -148,7 +148,7 @@ def _impossible(family: str, question: Question) -> str:
     if world == 1:
         return "sharding requires at least two devices"
     if family in {"hsdp", "3d"} and world < 4:
-        return f"{world} devices are too few for two kinds of parallelism"
+        return f"{world:,} devices are too few for two kinds of parallelism"
     if family == "cp" and not cp_degrees(question):
         return _unsliced(shape)
     if family in {"tp", "3d"} and not _tensor_degrees(question):
@@ -177,7 +177,7 @@ def _unsliced(shape: ModelShape) -> str:
     if max(shape.cp_degrees) == 1 or tokens is None:
         return "the model is not known to support context parallelism"
     if tokens < 2 * LEAST_TOKENS:
-        return f"samples of {tokens} tokens are too short to split in two: a rank needs at least {LEAST_TOKENS}"
+        return f"samples of {tokens:,} tokens are too short to split in two: a rank needs at least {LEAST_TOKENS:,}"
     known = ", ".join(str(degree) for degree in shape.cp_degrees if degree > 1)
     return f"heads and tokens can be split evenly only by {known}"
 
@@ -185,8 +185,8 @@ def _unsliced(shape: ModelShape) -> str:
 def _uneven(question: Question) -> str:
     batch, devices = question.batch_size, question.cluster.num_devices
     if batch < devices:
-        return f"a batch of {batch} has fewer samples than the {devices} devices"
-    return f"a batch of {batch} samples is not divisible by the data-parallel ranks of {devices} devices"
+        return f"a batch of {batch:,} has fewer samples than the {devices:,} devices"
+    return f"a batch of {batch:,} samples is not divisible by the data-parallel ranks of {devices:,} devices"
 
 
 def decision_path(answer: Answer) -> list[Fork]:
@@ -205,15 +205,19 @@ def decision_path(answer: Answer) -> list[Fork]:
     if whole.memory is None:
         asked = "Can the devices divide the batch evenly?"
         path.append(Fork(question=asked, answer="no", because=reason(answer, "ddp")))
-    advised = "ddp"
+    advised, because = "ddp", "the simplest that usually fits"
     if not fits:
         transformer = any(part.work.attentions for part in question.model.plain.parts)
-        because = "it has attention" if transformer else "it has no attention"
-        path.append(Fork(question="Is it a transformer?", answer="yes" if transformer else "no", because=because))
+        known = "it has attention" if transformer else "it has no attention"
+        path.append(Fork(question="Is it a transformer?", answer="yes" if transformer else "no", because=known))
         advised = "fsdp or zero3" if transformer else "pipeline or tensor parallel"
-    if whole.memory is None:
-        advised += f" with a batch that {question.cluster.num_devices} devices divide evenly"
-    path.append(Fork(question="The decision tree recommends", answer=advised, because="the simplest that usually fits"))
+    batch, devices = question.batch_size, question.cluster.num_devices
+    if whole.memory is None and not fits and batch < devices:
+        advised = "fsdp or zero3 combined with tp, pp or cp" if transformer else advised
+        because = f"{batch:,} samples occupy all {devices:,} devices only if several devices share a sample"
+    elif whole.memory is None:
+        advised += f" with a batch that {devices:,} devices divide evenly"
+    path.append(Fork(question="The decision tree recommends", answer=advised, because=because))
     if best is not None:
         path += _slicing(answer, best)
         path.append(Fork(question="The predictions recommend", answer=best.family, because=_verdict(answer, best)))
@@ -235,11 +239,11 @@ def _slicing(answer: Answer, best: Candidate) -> list[Fork]:
     if whole is not None and whole.total > question.capacity:
         because = f"they need {format_gb(whole.total)} unsplit under zero3, and {format_gb(best.memory.total)} split"
     elif question.batch_size < devices:
-        because = f"{question.batch_size} samples use all {devices} devices only if sequences are split"
+        because = f"{question.batch_size:,} samples use all {devices:,} devices only if sequences are split"
     else:
         because = "shorter sequences need less recompute"
     return [
-        Fork(question="Are sequences split?", answer=f"over {cp} ranks, {tokens // cp} tokens each", because=because)
+        Fork(question="Are sequences split?", answer=f"over {cp} ranks, {tokens // cp:,} tokens each", because=because)
     ]
 
 

@@ -13,6 +13,7 @@ from shardwise.planner.search.search import Candidate
 from shardwise.plots.figures import Bars, Gantt, GanttSpan, Table
 from shardwise.plots.page import Findings, Section, html_of
 from shardwise.plots.svg import draw_sheet
+from shardwise.runs.console import counted
 from shardwise.units import GB, format_count, format_gb, format_seconds
 
 if TYPE_CHECKING:
@@ -120,17 +121,17 @@ def to_page(shown: ReportContent) -> str:
     if answer.best is not None:
         basis = ", ".join(f"{what} {origin}" for what, origin in answer.best.time.basis.items())
         method.append(f"Interval of the recommended plan's time: {answer.best.time.interval_text()} ({basis}).")
-    method.append(f"The search considered {answer.num_plans} plans and predicted {len(answer.candidates)} in full.")
+    method.append(f"The search considered {answer.num_plans:,} plans and predicted {len(answer.candidates):,} in full.")
     return html_of(
         Findings(
-            title=f"{shape.name} on {cluster.num_devices} x {cluster.device.name}",
+            title=f"{shape.name} on {cluster.num_devices:,} x {cluster.device.name}",
             verdict=_verdict(shown),
             facts=(
                 ("model", f"{shape.name}: {format_count(shape.numel)} parameters ({shape.source})"),
                 ("cluster", cluster.describe()),
-                ("batch", f"{question.batch_size} samples ({shown.subject.batch_source})"),
-                ("tokens per sample", str(shape.tokens_per_sample or "none")),
-                ("precision", f"{shown.subject.precision} ({shown.subject.precision_source})"),
+                ("batch", f"{counted(question.batch_size, 'sample')} ({shown.subject.batch_source})"),
+                ("tokens per sample", f"{shape.tokens_per_sample:,}" if shape.tokens_per_sample else "none"),
+                ("precision", f"{shown.subject.precision_text} ({shown.subject.precision_source})"),
             ),
             facts_title="Question",
             method=tuple(method),

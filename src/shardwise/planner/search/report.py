@@ -22,8 +22,16 @@ from shardwise.planner.search.explain import (
     form_reason,
     reason,
 )
-from shardwise.planner.search.search import Candidate, choose_form
-from shardwise.units import GB, format_count, format_gb, format_rate, format_seconds, format_three_digits
+from shardwise.planner.search.search import FAMILY_TIE, Candidate, choose_form
+from shardwise.runs.console import counted
+from shardwise.units import (
+    GB,
+    format_count,
+    format_gb,
+    format_rate,
+    format_seconds,
+    format_three_digits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,16 +54,17 @@ def to_text(shown: ReportContent) -> str:
     answer, asked = shown.answer, shown.asked
     question = answer.question
     shape = question.model.plain
-    length = f", {shape.tokens_per_sample} tokens each" if shape.tokens_per_sample else ""
+    length = f", {shape.tokens_per_sample:,} tokens each" if shape.tokens_per_sample else ""
     cluster = question.cluster.describe()
     if answer.num_idle:
-        idle = "1 more device stays" if answer.num_idle == 1 else f"{answer.num_idle:,} more devices stay"
-        cluster += f"; {idle} idle, because the batch does not divide over all"
+        stay = "stays" if answer.num_idle == 1 else "stay"
+        cluster += f"; {counted(answer.num_idle, 'more device')} {stay} idle, because the batch does not divide"
+        cluster += " over all"
     lines = [
         *_paragraph("model", f"{shape.name}: {format_count(shape.numel)} parameters ({shape.source})"),
         *_paragraph("cluster", cluster),
-        *_paragraph("batch", f"{question.batch_size} samples ({shown.subject.batch_source}){length}"),
-        *_paragraph("precision", f"{shown.subject.precision} ({shown.subject.precision_source})"),
+        *_paragraph("batch", f"{counted(question.batch_size, 'sample')} ({shown.subject.batch_source}){length}"),
+        *_paragraph("precision", f"{shown.subject.precision_text} ({shown.subject.precision_source})"),
         "",
         _rendered(_every(answer) if shown.every else _families(shown)),
         "",
@@ -175,7 +184,10 @@ def _best_lines(answer: Answer, best: Candidate, label: str) -> list[str]:
     for text, gain, least in gains:
         if gain > least:
             lines += _paragraph("", text.format(f"{gain:.0%}"))
-    return [*lines, *_paragraph("searched", f"{answer.num_plans} plans, {len(answer.candidates)} predicted in full")]
+    return [
+        *lines,
+        *_paragraph("searched", f"{answer.num_plans:,} plans, {len(answer.candidates):,} predicted in full"),
+    ]
 
 
 def _costs(candidate: Candidate, question: Question) -> list[str]:
@@ -219,7 +231,7 @@ def next_lines(shown: ReportContent) -> list[tuple[str, str]]:
         lines.append(("next", shown.next_command))
         if "hosts.txt" in shown.next_command:
             nodes = shown.answer.question.cluster.num_nodes
-            lines.append(("", f"hosts.txt lists the names of the {nodes} nodes, one per line"))
+            lines.append(("", f"hosts.txt lists the names of the {nodes:,} nodes, one per line"))
     return lines
 
 
@@ -232,8 +244,8 @@ def _sizes_text(shown: ReportContent) -> str:
     chosen = shown.answer.question.cluster.num_devices
     own = format_seconds(seconds.pop(chosen))
     near = sorted(seconds, key=lambda size: abs(math.log(size / chosen)))[:MOST_SIZES]
-    others = [f"{size}: {format_seconds(seconds[size])}" for size in sorted(near)]
-    text = f"{chosen}, the fewest whose step ({own}) is within model error of the shortest"
+    others = [f"{size:,}: {format_seconds(seconds[size])}" for size in sorted(near)]
+    text = f"{chosen:,}, the fewest whose step ({own}) takes at most {FAMILY_TIE:.0%} longer than the shortest"
     return f"{text}; a step on {' · '.join(others)}" if others else text
 
 
