@@ -41,7 +41,7 @@ from shardwise.planner.search.report import to_text
 from shardwise.planner.search.report_data import ReportContent, to_data
 from shardwise.planner.search.search import Rejected, anything_fits, choose_form
 from shardwise.planner.search.subject import job_subject, published_subject
-from shardwise.planner.settle import split_settings
+from shardwise.planner.settle import BATCH_KEYS, split_settings
 from shardwise.planner.spec import PlanSpec, check_length, check_options, of_plan_file
 from shardwise.plans.toml import read_plan
 from shardwise.runs.console import CHECK_FAILED
@@ -229,9 +229,9 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
     if own is not None:
         question = subject.in_precision(own.precision).question(answer.question.cluster, max_bytes)
         question = with_memory_margin(question, history)
-        asked = predict_asked(own, question)
-        if asked.candidate is not None:
-            asked = dataclasses.replace(asked, candidate=corrected_candidate(asked.candidate, history))
+        is_whole = spec.plan == "auto" or spec.plan.endswith(".toml")
+        batch_is_given = is_whole or not overrides.keys().isdisjoint(BATCH_KEYS)
+        asked = _corrected_asked(predict_asked(own, question, batch_is_given=batch_is_given), history)
     report = PlanReport(
         spec=spec,
         subject=subject,
@@ -244,6 +244,13 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
         num_damaged=history.num_damaged,
     )
     return _with_verdict(report, batch_is_fixed=spec.batch_size is not None or job is not None)
+
+
+def _corrected_asked(asked: Asked, history: MachineHistory) -> Asked:
+    """Return the user's own plan with its times corrected as those of the search are."""
+    names = ("candidate", "default", "leaner")
+    found = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
+    return dataclasses.replace(asked, **{name: corrected_candidate(each, history) for name, each in found.items()})
 
 
 plan.__signature__ = signature_of(PlanSpec, PlanReport)  # type: ignore[attr-defined]  # each option with its default

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.layout import Layout
-from shardwise.planner.search.capacity import cp_degrees, too_large
+from shardwise.planner.search.capacity import cp_degrees, over_the_host_limit, over_the_limit, too_large
 from shardwise.planner.search.choices import LEAST_TOKENS, splits_model
 from shardwise.planner.search.search import FAMILY_TIE, STRUCTURE_TIE, TIE, Candidate, Rejected
 from shardwise.plans.plan import Plan
@@ -104,7 +104,7 @@ def asked_verdict(asked: Asked, answer: Answer) -> str:
         subject = "plan cannot predict it" if asked.code.endswith("-not-predicted") else "train refuses it"
         return f"{subject}: {asked.refusal}"
     if not asked.fits:
-        return f"{too_large(mine.plan, mine.memory, asked.question)}{_leaner(asked)}"
+        return _too_large(asked, mine, best)
     if best is None:
         return "it fits, although the search found no plan"
     if mine.plan == best.plan:
@@ -114,15 +114,17 @@ def asked_verdict(asked: Asked, answer: Answer) -> str:
     return f"{text}: {_difference(mine, best)}" if change >= TIE else text
 
 
-def _leaner(asked: Asked) -> str:
-    """Return the --set options with which the user's own plan fits; empty if there are none."""
+def _too_large(asked: Asked, mine: Candidate, best: Candidate | None) -> str:
+    """Return the limit that the user's own plan exceeds, and the --set options with which it fits, if there are any."""
     leaner = asked.leaner
     if leaner is None:
-        return ""
-    options = f"--set micro_batch={leaner.plan.micro_batch}"
-    if leaner.plan.recompute != asked.plan.recompute:
-        options += f" --set recompute={leaner.plan.recompute}"
-    return f"; with {options} it fits in {format_gb(leaner.memory.total)}, {format_seconds(leaner.time.seconds)} a step"
+        return too_large(mine.plan, mine.memory, asked.question)
+    options = " ".join(f"--set {setting}" for setting in asked.settings)
+    fits = f"{format_seconds(leaner.time.seconds)} a step in {format_gb(leaner.memory.total)}"
+    if best is not None:
+        fits = beside(leaner, best, f"the recommended {best.family}")
+    exceeds = over_the_limit if mine.memory.total > asked.question.capacity else over_the_host_limit
+    return f"{exceeds(mine.memory, asked.question)}; with {options} it fits: {fits}"
 
 
 def _difference(entry: Candidate, best: Candidate) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.planner.next_step import plan_changes, written
 from shardwise.planner.search.advice import ROUND, capture_gain, compile_gain, rounds_gain
 from shardwise.planner.search.capacity import capacity_text
 from shardwise.planner.search.choices import FAMILIES, family_of
@@ -23,6 +24,7 @@ from shardwise.planner.search.explain import (
     reason,
 )
 from shardwise.planner.search.search import FAMILY_TIE, Candidate, choose_form
+from shardwise.plans.plan import Plan
 from shardwise.runs.console import counted
 from shardwise.units import (
     GB,
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
     from shardwise.planner.cost.memory import Memory
     from shardwise.planner.search.report_data import ReportContent
     from shardwise.planner.search.search import Answer, Question
-    from shardwise.plans.plan import Plan
 
 
 LABEL = 10
@@ -138,6 +139,25 @@ def _details(plan: Plan) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
+SHOWN = ("micro_batch", "accumulation", "recompute", "recompute_blocks", "gradient_sync", "fused_loss")
+"""Fields of a plan that its family, `_details` or the first words of `_options` show."""
+
+
+def _options(plan: Plan) -> str:
+    """Return the micro-batches, recompute, and every other option of a plan that is not a default."""
+    parts = [f"{plan.micro_batch} x {plan.accumulation}", f"recompute {_recompute(plan)}"]
+    for name, value in plan_changes(Plan(layout=plan.layout, zero=plan.zero, precision=plan.precision), plan):
+        if name not in SHOWN and not name.startswith("pipeline."):
+            parts.append(f"{name} {written(value)}")
+    if plan.pipeline.split:
+        parts.append(f"{len(plan.pipeline.split) + 1} stages")
+    return " · ".join(parts)
+
+
+def _recompute(plan: Plan) -> str:
+    return f"{plan.recompute} of {plan.recompute_blocks}" if plan.recompute_blocks else plan.recompute
+
+
 def _every(answer: Answer) -> Table:
     table = _table(answer)
     for candidate in answer.candidates:
@@ -151,7 +171,7 @@ def cells_of(candidate: Candidate, *, details: bool = False) -> list[str]:
     return [
         f"{plan.layout}{_details(plan) if details else ''}",
         f"{plan.micro_batch} x {plan.accumulation}",
-        f"{plan.recompute} of {plan.recompute_blocks}" if plan.recompute_blocks else plan.recompute,
+        _recompute(plan),
         format_three_digits(candidate.memory.total / GB),
         format_seconds(time.seconds),
         format_rate(time.tokens_per_second_per_device or time.samples_per_second / plan.layout.world_size),
@@ -161,12 +181,12 @@ def cells_of(candidate: Candidate, *, details: bool = False) -> list[str]:
 
 def _asked_lines(asked: Asked, answer: Answer) -> list[str]:
     """Return the memory and time breakdown of the user's own plan, and how it compares with the recommended one."""
-    plan = asked.plan
-    name = f"{family_of(plan)}: {plan.layout}{_details(plan)} · {plan.micro_batch} x {plan.accumulation}"
-    name += f" · recompute {plan.recompute}"
-    if plan.compile != "none":
-        name += f" · compile {plan.compile}"
-    lines = _paragraph("yours", name)
+    plan, default = asked.plan, asked.default
+    lines = _paragraph("yours", f"{family_of(plan)}: {plan.layout}{_details(plan)} · {_options(plan)}")
+    if default is not None:
+        usual = f"{default.plan.micro_batch} x {default.plan.accumulation}"
+        text = f"train takes {usual} by default, which needs {format_gb(default.memory.total)}"
+        lines += _paragraph("", f"{text}: pass --set micro_batch={plan.micro_batch} to it")
     if asked.candidate is not None:
         lines += _costs(asked.candidate, asked.question)
     return [*lines, *_paragraph("verdict", asked_verdict(asked, answer))]
@@ -179,7 +199,7 @@ def _best_lines(answer: Answer, best: Candidate, label: str) -> list[str]:
         ("capture = step would save {}, if all batches have the same shape", capture_gain(answer), 0.05),
         (f"communication.sync_every = {ROUND} would save {{}}, and change the results", rounds_gain(answer), 0.2),
     )
-    name = f"{best.family}: {best.plan.layout}{_details(best.plan)} · {FAMILIES[best.family]}"
+    name = f"{best.family}: {best.plan.layout}{_details(best.plan)} · {FAMILIES[best.family]} · {_options(best.plan)}"
     lines = [*_paragraph(label, name), *_costs(best, answer.question)]
     for text, gain, least in gains:
         if gain > least:
