@@ -179,8 +179,10 @@ def _cost_sections(shown: ReportContent, plans: Mapping[str, Candidate]) -> list
             memories[f"{family} (too large)"] = entry.memory
     sections = [Section(title="Memory", text=capacity_text(question), parts=(_bars_of_memory(memories, question),))]
     if plans:
-        parts, rows = _stacked({name: plan.time.parts for name, plan in plans.items()}, last="", unit=1e-3)
-        times = Bars(title="Time of one step by part", unit="ms", parts=parts, rows=rows)
+        longest = max(plan.time.seconds for plan in plans.values())
+        unit, size = ("s", 1.0) if longest >= 1 else ("ms", 1e-3)
+        parts, rows = _stacked({name: plan.time.parts for name, plan in plans.items()}, last="", unit=size)
+        times = Bars(title="Time of one step by part", unit=unit, parts=parts, rows=rows)
         text = "Communication counts only where compute waits for it."
         sections.append(Section(title="Time", text=text, parts=(times,)))
         sections.append(Section(title="Timelines", text=_TIMELINES, parts=_timelines(question, plans)))

@@ -97,9 +97,13 @@ def _families(shown: ReportContent) -> Table:
     for family, entry in answer.families.items():
         found = entry if isinstance(entry, Candidate) else None
         _add_row(table, family, found, entry.memory, is_best=reason(answer, family) == "chosen")
-    chosen = choose_form(shown.forms)
+    chosen, engine = choose_form(shown.forms), ""
     for form in shown.forms:
-        _add_row(table, form.name, form.best, form.memory, is_best=form is chosen)
+        if form.name.split()[0] != engine:  # above its forms: both in one cell leave no space for the layout
+            engine = form.name.split()[0]
+            table.add_row(engine)
+        name = form.name.removeprefix(f"{engine} ")
+        _add_row(table, name, form.best, form.memory, is_best=form is chosen)
     return table
 
 
@@ -287,14 +291,22 @@ def _table(answer: Answer) -> Table:
     for name in column_names(answer):
         is_right = name.endswith(("GB", "step", "each", "MFU"))
         short = name.replace("-", "-\n").replace(" ", "\n")
-        table.add_column(short, overflow="fold", no_wrap=name != "layout", justify="right" if is_right else "left")
+        may_wrap = name in {"family", "layout", "recompute"}
+        table.add_column(short, overflow="fold", no_wrap=not may_wrap, justify="right" if is_right else "left")
     return table
 
 
 def _rendered(table: Table) -> str:
     """Return a table as text: with styles in the width of the terminal, or plain in 180 columns."""
     text, width = io.StringIO(), _width()
-    Console(file=text, highlight=False, width=width or 180, force_terminal=width is not None).print(table)
+    console = Console(file=text, highlight=False, width=width or 180, force_terminal=width is not None)
+    for column in table.columns:
+        cells = [str(cell).split() for cell in column.cells]
+        column.min_width = max((len(word) for words in cells for word in words), default=0)
+        column.no_wrap |= all(len(words) <= 1 for words in cells)  # a cell wraps between words only
+    if console.measure(table, options=console.options.update(max_width=1000)).maximum > console.width:
+        table.padding = (0, 1, 0, 0)
+    console.print(table)
     return text.getvalue().rstrip("\n")
 
 
