@@ -10,6 +10,7 @@ from shardwise.planner.search.capacity import cp_degrees, over_the_host_limit, o
 from shardwise.planner.search.choices import LEAST_TOKENS, splits_model
 from shardwise.planner.search.search import FAMILY_TIE, STRUCTURE_TIE, TIE, Candidate, Rejected
 from shardwise.plans.plan import Plan
+from shardwise.runs.console import counted
 from shardwise.units import format_gb, format_seconds
 
 if TYPE_CHECKING:
@@ -30,6 +31,16 @@ class Fork:
     question: str
     answer: str
     because: str
+
+
+def cluster_text(answer: Answer) -> str:
+    """Return the devices that the plans use, and how many others stay idle."""
+    text = answer.question.cluster.describe()
+    if not answer.num_idle:
+        return text
+    stay = "stays" if answer.num_idle == 1 else "stay"
+    others = counted(answer.num_idle, "more device")
+    return f"{text}; {others} {stay} idle, because the batch does not divide over all"
 
 
 def reason(answer: Answer, family: str) -> str:

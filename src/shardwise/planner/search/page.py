@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.planner.cost.time import SHOWN_ROUNDS, timeline
 from shardwise.planner.search.capacity import capacity_text
-from shardwise.planner.search.explain import asked_verdict
+from shardwise.planner.search.explain import asked_verdict, cluster_text
 from shardwise.planner.search.report import cells_of, column_names, next_lines, reasons_of
 from shardwise.planner.search.search import Candidate
 from shardwise.plots.figures import Bars, Gantt, GanttSpan, Table
@@ -64,7 +64,7 @@ def _bars_of_memory(memories: Mapping[str, Memory], question: Question) -> Bars:
         values[name] = {**memory.at_peak, _OUTSIDE: memory.total - memory.peak}
     parts, rows = _stacked(values, last=_OUTSIDE, unit=GB)
     return Bars(
-        title=f"Peak memory of a device by kind, of {limit / GB:.0f} GB",
+        title="Peak memory of a device by kind",
         unit="GB",
         parts=parts,
         rows=rows,
@@ -128,7 +128,7 @@ def to_page(shown: ReportContent) -> str:
             verdict=_verdict(shown),
             facts=(
                 ("model", f"{shape.name}: {format_count(shape.numel)} parameters ({shape.source})"),
-                ("cluster", cluster.describe()),
+                ("cluster", cluster_text(answer)),
                 ("batch", f"{counted(question.batch_size, 'sample')} ({shown.subject.batch_source})"),
                 ("tokens per sample", f"{shape.tokens_per_sample:,}" if shape.tokens_per_sample else "none"),
                 ("precision", f"{shown.subject.precision_text} ({shown.subject.precision_source})"),
@@ -177,7 +177,13 @@ def _cost_sections(shown: ReportContent, plans: Mapping[str, Candidate]) -> list
     for family, entry in shown.answer.families.items():
         if not isinstance(entry, Candidate) and entry.memory is not None:
             memories[f"{family} (too large)"] = entry.memory
-    sections = [Section(title="Memory", text=capacity_text(question), parts=(_bars_of_memory(memories, question),))]
+    sections = [
+        Section(
+            title="Memory",
+            text=f"{capacity_text(question)} (dashed line).",
+            parts=(_bars_of_memory(memories, question),),
+        )
+    ]
     if plans:
         longest = max(plan.time.seconds for plan in plans.values())
         unit, size = ("s", 1.0) if longest >= 1 else ("ms", 1e-3)
@@ -199,10 +205,11 @@ def _timelines(question: Question, plans: Mapping[str, Candidate]) -> tuple[Gant
     model, drawn = question.time_model(), []
     for name, candidate in plans.items():
         spans = timeline(model, question.model.for_plan(candidate.plan), candidate.plan)
-        end = max(span.end for span in spans)
-        title = (
-            f"{name}: {candidate.plan.layout}, {format_seconds(end)} shown of {format_seconds(candidate.time.seconds)}"
-        )
+        end, seconds = max(span.end for span in spans), candidate.time.seconds
+        shown = f"{format_seconds(end)} shown of {format_seconds(seconds)}"
+        if end >= seconds:  # the passes of a short pipeline without what the prediction adds or overlaps
+            shown = f"a step of {format_seconds(seconds)}"
+        title = f"{name}: {candidate.plan.layout}, {shown}"
         drawn.append(Gantt(title=title, spans=_gantt_spans(spans)))
     kinds = dict.fromkeys(span.kind for each in drawn for span in each.spans)
     return tuple(dataclasses.replace(each, kinds=tuple(kinds)) for each in drawn)

@@ -19,6 +19,7 @@ from shardwise.planner.search.choices import FAMILIES, family_of
 from shardwise.planner.search.explain import (
     asked_verdict,
     beside_native,
+    cluster_text,
     decision_path,
     form_reason,
     reason,
@@ -56,14 +57,9 @@ def to_text(shown: ReportContent) -> str:
     question = answer.question
     shape = question.model.plain
     length = f", {shape.tokens_per_sample:,} tokens each" if shape.tokens_per_sample else ""
-    cluster = question.cluster.describe()
-    if answer.num_idle:
-        stay = "stays" if answer.num_idle == 1 else "stay"
-        cluster += f"; {counted(answer.num_idle, 'more device')} {stay} idle, because the batch does not divide"
-        cluster += " over all"
     lines = [
         *_paragraph("model", f"{shape.name}: {format_count(shape.numel)} parameters ({shape.source})"),
-        *_paragraph("cluster", cluster),
+        *_paragraph("cluster", cluster_text(answer)),
         *_paragraph("batch", f"{counted(question.batch_size, 'sample')} ({shown.subject.batch_source}){length}"),
         *_paragraph("precision", f"{shown.subject.precision_text} ({shown.subject.precision_source})"),
         "",
