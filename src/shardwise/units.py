@@ -19,6 +19,8 @@ MISSING = "-"
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("B", "kB", "MB", "GB", "TB")
 _COUNTS = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
+_ROUNDS_UP = 0.9995
+"""Part of a unit that three significant digits round up to one: 999.6 ms are 1 s and not 1e+03 ms."""
 _DURATIONS = ((86400.0, "d", 3600.0, "h"), (3600.0, "h", 60.0, "min"), (60.0, "min", 1.0, "s"))
 
 
@@ -45,7 +47,7 @@ def format_whole(value: float | None) -> str:
 def format_count(number: float) -> str:
     """Return a large number with three significant digits: 6.74 billion."""
     for size, name in _COUNTS:
-        if number >= size:
+        if number >= _ROUNDS_UP * size:
             return f"{number / size:.3g} {name}"
     return f"{number:.3g}"
 
@@ -63,7 +65,7 @@ def format_bytes(num_bytes: float | None, digits: int = 4) -> str:
 def format_bytes_si(num_bytes: float) -> str:
     """Return bytes in decimal units with three significant digits: 1.5 MB."""
     unit = 0
-    while num_bytes >= 1000 and unit < len(_DECIMAL) - 1:
+    while num_bytes >= 1000 * _ROUNDS_UP and unit < len(_DECIMAL) - 1:
         num_bytes, unit = num_bytes / 1000, unit + 1
     return f"{num_bytes:.3g} {_DECIMAL[unit]}"
 
@@ -73,14 +75,19 @@ def format_gb(num_bytes: float) -> str:
     size = num_bytes / GB
     if size < 0.01:
         return format_bytes_si(num_bytes)
-    return f"{size:,.0f} GB" if size >= 1000 else f"{size:.3g} GB"
+    return f"{format_three_digits(size)} GB"
+
+
+def format_three_digits(value: float) -> str:
+    """Return a number with three significant digits, or from 1,000 as an integer."""
+    return f"{value:,.0f}" if value >= 1000 * _ROUNDS_UP else f"{value:.3g}"
 
 
 def format_seconds(seconds: float) -> str:
     """Return a time in s, ms or us with three significant digits, such as that of a step or a message."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    if seconds >= 1e-3:
+    if seconds >= _ROUNDS_UP:
+        return f"{format_three_digits(seconds)} s"
+    if seconds >= _ROUNDS_UP * 1e-3:
         return f"{1e3 * seconds:.3g} ms"
     return f"{1e6 * seconds:.3g} us"
 

@@ -207,7 +207,10 @@ class _TokenData:
             return self._corpus()
         if self.test is None:
             return None
-        rows = TokenRows(_open(_TEST, self.test), self.length, packed=bool(self.packed))
+        source = _open(_TEST, self.test)
+        if self.packed:
+            check_documents(_TEST, source, fix=_END_ID_FIX)
+        rows = TokenRows(source, self.length, packed=bool(self.packed), split_documents=self.split_documents)
         if not len(rows):
             raise DataError(
                 f"source {_TEST} has no row of {self.length} tokens, so there is nothing to evaluate",
@@ -215,10 +218,6 @@ class _TokenData:
                 fix="pass a test source with documents, or omit test=",
             )
         return rows
-        source = _open("test", self.test)
-        if self.packed:
-            check_documents("test", source, fix=_END_ID_FIX)
-        return TokenRows(source, self.length, packed=bool(self.packed), split_documents=self.split_documents)
 
     def _corpus(self) -> Corpus:
         sources = {name: _open(name, given) for name, given in self.given.items()}

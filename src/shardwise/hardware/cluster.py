@@ -120,7 +120,7 @@ def _split(text: str) -> tuple[tuple[int, ...], str]:
     """Parse "4x8xA100" into (4, 8) and "A100"."""
     _refuse_mixed(text)
     match = re.fullmatch(r"((?:[-+]?\d+\s*x\s*)*)(\S.*)", text.strip(), re.IGNORECASE)
-    if match is None:
+    if match is None or not match[2].strip(" +,"):
         raise HardwareError(f"cluster {text!r} has no device or node name", code="hardware.cluster-empty", fix=_FORMS)
     counts = tuple(int(count) for count in re.findall(r"[-+]?\d+(?=\s*x)", match[1], re.IGNORECASE))
     if len(counts) > 2:
@@ -136,7 +136,14 @@ def _split(text: str) -> tuple[tuple[int, ...], str]:
 
 
 def _refuse_mixed(text: str) -> None:
-    parts = [part.strip() for part in re.split(r"[+,]|\band\b", text)]
+    pieces = [part.strip() for part in re.split(r"[+,]|\band\b", text)]
+    parts = [part for part in pieces if part]
+    if len(parts) == 1 < len(pieces):
+        raise HardwareError(
+            f"cluster {text!r} has a separator without a second cluster",
+            code="hardware.cluster-syntax",
+            fix=f"write {parts[0]}",
+        )
     if len(parts) > 1:
         raise HardwareError(
             f"cluster {text!r} mixes several kinds of devices, but the ranks of a training need equal devices",

@@ -196,10 +196,10 @@ class Cluster:
     def describe(self) -> str:
         """Return a one-line summary: devices, memory, nodes and links."""
         device, node = self.device, self.node
-        parts = [f"{self.num_devices} x {device.name} ({device.memory_bytes / GIB:.1f} GiB)"]
+        parts = [f"{self.num_devices:,} x {device.name} ({device.memory_bytes / GIB:.1f} GiB)"]
         if self.num_nodes > 1:
             network = f"{node.nics} x {node.nic.name}" if node.nics > 1 else node.nic.name
-            parts.append(f"{self.num_nodes} nodes {node.name} of {self.devices_per_node}")
+            parts.append(f"{self.num_nodes:,} nodes {node.name} of {self.devices_per_node}")
             parts.append(f"{node.inside.name} inside, {network} between")
         elif self.num_devices > 1:
             part = "" if self.num_devices == node.num_devices else f" of {node.num_devices}"

@@ -16,8 +16,9 @@ from shardwise.errors import InputError, MissingExtraError, PlanError, nearest
 from shardwise.job import Job
 from shardwise.job.load import parse_overrides
 from shardwise.layout import AXES
-from shardwise.planner.search.choices import RECOMPUTES, divisors
-from shardwise.planner.search.search import Candidate, refused_by_rule
+from shardwise.planner.next_step import plan_changes, written
+from shardwise.planner.search.choices import PlanVariant, divisors, groups_of_layout, leaner, make_plan
+from shardwise.planner.search.search import TIE, Candidate, refused_by_rule
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans.pipeline import check_pipeline
 from shardwise.plans.plan import Plan
@@ -45,8 +46,12 @@ class Asked:
     refusal: str = ""
     code: str = ""
     """Code of the error with which `train` would refuse the plan."""
+    default: Candidate | None = None
+    """The plan with the micro-batch that `train --plan` takes, if that does not fit and another one replaced it."""
     leaner: Candidate | None = None
-    """If the plan does not fit: the fastest that does with another micro-batch or recompute."""
+    """If the plan does not fit: the fastest of its layout, ZeRO stage and precision that does."""
+    settings: tuple[str, ...] = ()
+    """The --set options that turn the plan into `leaner`."""
 
     @property
     def fits(self) -> bool:
@@ -54,8 +59,11 @@ class Asked:
         return self.candidate is not None and self.question.has_capacity(self.candidate.memory)
 
 
-def predict_asked(plan: Plan, question: Question) -> Asked:
-    """Return the prediction of a plan, also if it needs more memory than a device has."""
+def predict_asked(plan: Plan, question: Question, *, batch_is_given: bool = True) -> Asked:
+    """Return the prediction of a plan, also if it needs more memory than a device has.
+
+    If its micro-batch is a default and does not fit, the fastest micro-batch that fits replaces it.
+    """
     try:
         question.accepts(plan)
         check_shape(question.model.plain, plan)
@@ -64,7 +72,13 @@ def predict_asked(plan: Plan, question: Question) -> Asked:
     except InputError as error:
         return Asked(plan=plan, question=question, refusal=str(error), code=error.code)
     asked = Asked(plan=plan, question=question, candidate=_candidate(plan, question))
-    return asked if asked.fits else dataclasses.replace(asked, leaner=_leaner(plan, question))
+    if not asked.fits and not batch_is_given:
+        asked = _with_micro_batch(asked)
+    if asked.fits:
+        return asked
+    found = _leaner(asked.plan, question)
+    settings = () if found is None else tuple(_settings(asked.plan, found.plan))
+    return dataclasses.replace(asked, leaner=found, settings=settings)
 
 
 def _candidate(plan: Plan, question: Question) -> Candidate:
@@ -72,18 +86,57 @@ def _candidate(plan: Plan, question: Question) -> Candidate:
     return Candidate(plan=plan, memory=question.memory_of(plan), time=time)
 
 
-def _leaner(plan: Plan, question: Question) -> Candidate | None:
-    """Return the fastest plan that fits with a smaller micro-batch or more recompute, and else the same options."""
+def _with_micro_batch(asked: Asked) -> Asked:
+    """Return the plan with the fastest micro-batch that fits, or with the one that needs the least memory."""
+    plan, question = asked.plan, asked.question
     samples = plan.micro_batch * plan.accumulation
     found = []
-    for recompute in RECOMPUTES[RECOMPUTES.index(plan.recompute) :]:
-        for micro_batch in divisors(samples):
-            options = {"micro_batch": micro_batch, "accumulation": samples // micro_batch, "recompute": recompute}
-            other = dataclasses.replace(plan, **options)  # type: ignore[arg-type]
-            fits = micro_batch <= plan.micro_batch and question.has_capacity(question.memory_of(other))
-            if fits and not refused_by_rule(question, other):
+    for micro_batch in divisors(samples):
+        other = dataclasses.replace(plan, micro_batch=micro_batch, accumulation=samples // micro_batch)
+        if micro_batch < plan.micro_batch and not refused_by_rule(question, other):
+            found.append(_candidate(other, question))
+    fitting = [each for each in found if question.has_capacity(each.memory)]
+    if not found:
+        return asked
+    best = min(fitting, key=lambda each: each.time.seconds, default=found[0])
+    return dataclasses.replace(asked, plan=best.plan, candidate=best, default=asked.candidate)
+
+
+def _leaner(plan: Plan, question: Question) -> Candidate | None:
+    """Return the fastest plan that fits with the layout, ZeRO stage, precision and offload of a plan.
+
+    Of plans that are equal within model error, the one with the fewest changed options is returned.
+    """
+    shape, samples = question.model.plain, plan.micro_batch * plan.accumulation
+    variant = PlanVariant(plan.layout.shard, plan.zero, offload=(plan.offload.parameters, plan.offload.optimizer))
+    found = []
+    for group in groups_of_layout(shape, plan.layout, samples):
+        if group.micro_batch > plan.micro_batch or group.split:  # a long list of stages is nothing to type
+            continue
+        for form in (variant, *leaner(group, variant, offload=False, fuses=shape.head is not None)):
+            other = make_plan(plan, group, form._replace(offload=variant.offload))
+            if question.has_capacity(question.memory_of(other)) and not refused_by_rule(question, other):
                 found.append(_candidate(other, question))
-    return min(found, key=lambda candidate: candidate.time.seconds, default=None)
+    least = min((each.time.seconds for each in found), default=0.0)
+    equal = [each for each in found if each.time.seconds <= (1 + TIE) * least]
+    best = min(equal, key=lambda each: (len(_settings(plan, each.plan)), each.time.seconds), default=None)
+    return None if best is None else _with_fewest_blocks(best, question)
+
+
+def _with_fewest_blocks(candidate: Candidate, question: Question) -> Candidate:
+    """Return a plan with the smallest number of recomputed blocks that fits, if it does not recompute all."""
+    for number in range(candidate.plan.recompute_blocks - 1, 0, -1):
+        other = dataclasses.replace(candidate.plan, recompute_blocks=number)
+        if not question.has_capacity(question.memory_of(other)):
+            break
+        candidate = _candidate(other, question)
+    return candidate
+
+
+def _settings(plan: Plan, other: Plan) -> list[str]:
+    """Return the --set options that turn a plan into another one of the same layout and batch size."""
+    changes = plan_changes(plan, other)
+    return [f"{name}={written(value)}" for name, value in changes if name != "accumulation"]
 
 
 def check_shape(shape: ModelShape, plan: Plan) -> None:

@@ -149,7 +149,7 @@ def _differences(name: str, plan: Plan, local: LocalDevice) -> list[str] | None:
     base = _settled(name, plan, local, micro_batch)
     if base is None or base.layout != plan.layout:
         return None
-    options = [f"{key}={_written(value)}" for key, value in _changes(base, plan) if key not in BATCH_KEYS]
+    options = [f"{key}={written(value)}" for key, value in plan_changes(base, plan) if key not in BATCH_KEYS]
     default = _settled(name, plan, local, {})
     if default is None or default.micro_batch != plan.micro_batch:
         options.append(f"micro_batch={plan.micro_batch}")
@@ -165,19 +165,19 @@ def _settled(name: str, plan: Plan, local: LocalDevice, overrides: dict[str, str
         return None
 
 
-def _changes(base: Any, wanted: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted names and values of the fields in which two plans differ."""
+def plan_changes(base: Any, wanted: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted names of the fields in which two plans differ, with their values in `wanted`."""
     for field in dataclasses.fields(base):
         mine, theirs = getattr(base, field.name), getattr(wanted, field.name)
         if mine == theirs or field.name in {"sources", "version"} or isinstance(theirs, Layout):
             continue
         if dataclasses.is_dataclass(theirs):
-            yield from _changes(mine, theirs, f"{prefix}{field.name}.")
+            yield from plan_changes(mine, theirs, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name, theirs
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
     """Return a value as --set accepts it."""
     if isinstance(value, bool):
         return str(value).lower()

@@ -34,13 +34,14 @@ from shardwise.planner.cost.time import timeline
 from shardwise.planner.history import MachineHistory, corrected, corrected_candidate, read_history, with_memory_margin
 from shardwise.planner.next_step import Budget, budget_of, read_tokens, train_command
 from shardwise.planner.search.advice import Hint, best_size, cluster_option, hints, search_within, smallest_cluster
-from shardwise.planner.search.explain import asked_verdict, capacity_text, reason
+from shardwise.planner.search.capacity import capacity_text
+from shardwise.planner.search.explain import asked_verdict, reason
 from shardwise.planner.search.page import draw, to_page
 from shardwise.planner.search.report import to_text
 from shardwise.planner.search.report_data import ReportContent, to_data
-from shardwise.planner.search.search import Rejected, choose_form
+from shardwise.planner.search.search import Rejected, anything_fits, choose_form
 from shardwise.planner.search.subject import job_subject, published_subject
-from shardwise.planner.settle import split_settings
+from shardwise.planner.settle import BATCH_KEYS, split_settings
 from shardwise.planner.spec import PlanSpec, check_length, check_options, of_plan_file
 from shardwise.plans.toml import read_plan
 from shardwise.runs.console import CHECK_FAILED
@@ -171,7 +172,7 @@ class PlanReport(Report, frozen=True, kw_only=True):
         """Return an SVG with the memory of each family by kind, and the timeline of one step of the best plan."""
         question, best = self.answer.question, self.answer.best
         spans = timeline(question.time_model(), question.model.for_plan(best.plan), best.plan) if best else []
-        title = f"{question.model.plain.name} on {question.cluster.num_devices} x {question.cluster.device.name}"
+        title = f"{question.model.plain.name} on {question.cluster.num_devices:,} x {question.cluster.device.name}"
         return draw(self.answer, spans, title=title)
 
     def to_html(self) -> str:
@@ -229,9 +230,9 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
     if own is not None:
         question = subject.in_precision(own.precision).question(answer.question.cluster, max_bytes)
         question = with_memory_margin(question, history)
-        asked = predict_asked(own, question)
-        if asked.candidate is not None:
-            asked = dataclasses.replace(asked, candidate=corrected_candidate(asked.candidate, history))
+        is_whole = spec.plan == "auto" or spec.plan.endswith(".toml")
+        batch_is_given = is_whole or not overrides.keys().isdisjoint(BATCH_KEYS)
+        asked = _corrected_asked(predict_asked(own, question, batch_is_given=batch_is_given), history)
     report = PlanReport(
         spec=spec,
         subject=subject,
@@ -244,6 +245,16 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
         num_damaged=history.num_damaged,
     )
     return _with_verdict(report, batch_is_fixed=spec.batch_size is not None or job is not None)
+
+
+def _corrected_asked(asked: Asked, history: MachineHistory) -> Asked:
+    """Return the user's own plan with its times corrected as those of the search are."""
+    corrected = {}
+    for name in ("candidate", "default", "leaner"):
+        candidate = getattr(asked, name)
+        if candidate is not None:
+            corrected[name] = corrected_candidate(candidate, history)
+    return dataclasses.replace(asked, **corrected)  # type: ignore[arg-type]
 
 
 plan.__signature__ = signature_of(PlanSpec, PlanReport)  # type: ignore[attr-defined]  # each option with its default
@@ -317,14 +328,16 @@ def _advice(answer: Answer, *, batch_is_fixed: bool) -> str:
     """Return the message that no plan fits, or that none divides the batch, with the smallest change that helps."""
     question, families = answer.question, answer.families.values()
     name, cluster, batch = question.model.plain.name, question.cluster, question.batch_size
-    where = f"{cluster.num_devices} x {cluster.device.name}"
+    where = f"{cluster.num_devices:,} x {cluster.device.name}"
     found = smallest_cluster(question, batch if batch_is_fixed else None)
     wider = f"--cluster {cluster_option(found[0])}, where {found[1]} fits" if found is not None else ""
     if batch % cluster.num_devices and all(entry.memory is None for entry in families):
         size = batch // cluster.num_devices * cluster.num_devices
-        batches = " or ".join(str(each) for each in (size, size + cluster.num_devices) if each)
-        fact = f"no plan of {name} divides a batch of {batch} evenly over {where}"
-        return f"{fact}: use --batch-size {batches}" + (f", or {wider}" if wider else "")
+        sizes = [each for each in (size, size + cluster.num_devices) if each]
+        fitting = [each for each in sizes if anything_fits(dataclasses.replace(question, batch_size=each))]
+        changes = [f"--batch-size {each}" for each in fitting] + [wider] * bool(wider)
+        if changes:
+            return f"no plan of {name} divides a batch of {batch:,} evenly over {where}: use {' or '.join(changes)}"
     fact = f"no plan of {name} fits on {where}"
     if wider:
         return f"{fact}: use {wider}"

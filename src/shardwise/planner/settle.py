@@ -163,6 +163,8 @@ def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:
         if name != key and name in sources:
             sources[name] = f"{sources[name]}, {key} by --set"
         plan = dataclasses.replace(plan, sources={**sources, key: "--set"})
+    if "recompute" in overrides and "recompute_blocks" not in overrides:  # a number found for another policy
+        plan = dataclasses.replace(plan, recompute_blocks=0)
     return plan
 
 

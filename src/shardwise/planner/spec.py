@@ -121,7 +121,13 @@ def check_options(spec: PlanSpec, cluster: Cluster, *, is_job: bool) -> float:
 
 
 def check_length(spec: PlanSpec, tokens_per_sample: int | None, num_steps: int | None) -> None:
-    """Raise InputError if --tokens or --price do not apply to the model or the job."""
+    """Raise InputError if --length, --tokens or --price do not apply to the model or the job."""
+    if spec.length is not None and tokens_per_sample is None:
+        raise InputError(
+            f"--length {spec.length} is the number of tokens per sample, but {spec.model} has no sequences",
+            code="cli.option-not-applicable",
+            fix="remove --length",
+        )
     if spec.tokens is not None:
         read_tokens(spec.tokens)
         if tokens_per_sample is None:

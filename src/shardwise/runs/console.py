@@ -65,8 +65,8 @@ def printable_fields(value: Any) -> Any:
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
-    """Return a number with its noun, such as "1 rank", "2 ranks" or, with the plural ending "es", "2 processes"."""
-    return f"{number} {noun}{'' if number == 1 else plural}"
+    """Return a number with its noun, such as "1 rank", "2,048 ranks" or, with the plural ending "es", "2 processes"."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

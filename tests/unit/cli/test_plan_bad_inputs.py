@@ -60,6 +60,7 @@ MODELS = {
     "window shorter than samples": (["window.json"], ("model.sliding-window", 64, 128)),
     "adapters of a convolution": (["resnet-50", "--lora", "8"], ("model.no-linear-modules", "resnet-50")),
     "samples beyond the context": (["gpt2", "--length", "2048"], ("model.context-exceeded", 1024, 2048)),
+    "length of images": (["resnet-50", "--length", "10"], ("cli.option-not-applicable", "--length 10", "resnet-50")),
     "length of a job": (["job.py", "--length", "8"], ("cli.option-not-applicable", "--length", "job.py")),
 }
 CLUSTERS = {
@@ -68,6 +69,9 @@ CLUSTERS = {
     "count without x": ("8H100", ("hardware.cluster-syntax", "8xH100")),
     "mixed": ("4xA100+4xH100", ("hardware.cluster-mixed", "4xA100")),
     "mixed by a comma": ("4xA100,4xH100", ("hardware.cluster-mixed", "4xA100")),
+    "comma at the end": ("8xH100,", ("hardware.cluster-syntax", "8xH100,", "8xH100")),
+    "plus without a second": ("+8xH100", ("hardware.cluster-syntax", "8xH100")),
+    "only a comma": (",", ("hardware.cluster-empty",)),
     "unknown device": ("8xH1000", ("hardware.unknown-device", "'H1000'", "'h100'")),
     "part of a node": ("9xH100", ("hardware.cluster-partial-node", 8, 16)),
     "three counts": ("2x2x2xH100", ("hardware.cluster-syntax", "2x2x2xH100")),

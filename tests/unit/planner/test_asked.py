@@ -55,7 +55,7 @@ def test_the_recommended_plan_is_recognized():
 
 def test_settings_without_a_plan_change_the_recommended_one():
     report = asked("auto", "recompute=full", compile="blocks")
-    expected = dataclasses.replace(report.answer.best.plan, recompute="full", compile="blocks")
+    expected = dataclasses.replace(report.answer.best.plan, recompute="full", recompute_blocks=0, compile="blocks")
     assert report.asked.plan == expected
 
 
@@ -80,16 +80,77 @@ def test_a_plan_that_train_refuses_names_the_rule(plan, settings, code):
 
 
 def test_a_plan_that_is_too_large_names_options_with_which_it_fits():
-    report = asked("fsdp", batch_size=512, length=4096)
-    leaner = report.asked.leaner
+    report = asked("fsdp", "micro_batch=8", batch_size=512, length=4096)
     assert not report.asked.fits
     assert report.chosen is None
-    settings = [f"micro_batch={leaner.plan.micro_batch}", f"recompute={leaner.plan.recompute}"]
-    again = asked("fsdp", *settings, batch_size=512, length=4096)
+    again = asked("fsdp", *report.asked.settings, batch_size=512, length=4096)
     assert again.asked.fits
-    assert again.asked.candidate == leaner
+    assert again.asked.candidate == report.asked.leaner
     with refuses("plan.none-fits"):
         report.to_toml()
+
+
+@pytest.mark.parametrize(
+    ("question", "options"),
+    [
+        (("llama3-8b", "8xH100", 512, "fsdp", "micro_batch=2"), {"gradient_sync", "recompute"}),
+        (("llama3-405b", "16384xH100", 2048, "pp16.shard128.tp8", "micro_batch=1"), {"pipeline.schedule"}),
+        (("llama3-8b", "8xH100", 256, "shard4.cp2", "micro_batch=16"), {"micro_batch"}),
+    ],
+)
+def test_the_options_with_which_a_plan_fits_are_the_fastest_of_its_layout(question, options):
+    model, cluster, batch, plan, setting = question
+    report = sw.plan(model, cluster=cluster, batch_size=batch, plan=plan, set=[setting])
+    own = report.asked
+    assert not own.fits
+    assert options <= {setting.partition("=")[0] for setting in own.settings}
+    assert own.leaner.plan.layout == own.plan.layout
+    assert all(setting in own_verdict(report) for setting in own.settings)
+    for candidate in report.candidates:
+        mine, theirs = own.leaner.plan, candidate.plan
+        if (theirs.layout, theirs.zero, theirs.pipeline.split) == (mine.layout, mine.zero, ()):
+            assert own.leaner.time.seconds <= 1.01 * candidate.time.seconds
+
+
+def own_verdict(report):
+    return json.loads(report.to_json())["asked"]["verdict"]
+
+
+def test_a_preset_takes_the_fastest_micro_batch_that_fits():
+    report = sw.plan("llama3-8b", cluster="8xH100", plan="fsdp", set=["recompute=full"])
+    own, default = report.asked, report.asked.default
+    assert own.fits
+    assert (default.plan.micro_batch, default.plan.accumulation) == (64, 1)
+    assert own.plan == dataclasses.replace(
+        default.plan, micro_batch=own.plan.micro_batch, accumulation=64 // own.plan.micro_batch
+    )
+    for micro_batch in (1, 2, 4):
+        settings = [f"micro_batch={micro_batch}", "recompute=full"]
+        other = sw.plan("llama3-8b", cluster="8xH100", plan="fsdp", set=settings).asked
+        assert not other.fits or other.candidate.time.seconds >= own.candidate.time.seconds
+    text = report.to_text()
+    assert "train takes 64 x 1 by default, which needs " in text
+    assert f"pass --set micro_batch={own.plan.micro_batch} to it" in text
+    assert asked("fsdp").asked.default is None
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_setting_recompute_of_the_recommended_plan_is_for_all_its_blocks(recompute):
+    report = sw.plan("llama3-8b", cluster="8xH100", set=[f"recompute={recompute}"])
+    assert report.best.recompute_blocks > 0
+    assert report.asked.refusal == ""
+    assert (report.asked.plan.recompute, report.asked.plan.recompute_blocks) == (recompute, 0)
+    kept = sw.plan("llama3-8b", cluster="8xH100", set=["recompute=full", "recompute_blocks=3"])
+    assert kept.asked.plan.recompute_blocks == 3
+
+
+def test_every_option_of_ones_own_plan_is_printed():
+    changed = ["micro_batch=1", "recompute=full", "recompute_blocks=3", "capture=step", "communication.bucket_mb=50"]
+    text = asked("fsdp", *changed).to_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("yours     "))
+    assert "recompute full of 3" in line
+    assert "capture step · communication.bucket_mb 50" in line
+    assert "sequence_parallel true" in asked("shard4.tp2", "micro_batch=1", "sequence_parallel=true").to_text()
 
 
 def test_a_limit_of_memory_binds_the_search_and_ones_own_plan():

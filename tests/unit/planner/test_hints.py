@@ -1,6 +1,7 @@
 """Hints of a report: batches that divide, smaller clusters, the best number of GPUs, costs, and the next command."""
 
 import json
+import re
 import shlex
 
 import pytest
@@ -50,17 +51,50 @@ def test_a_batch_below_the_number_of_devices_leaves_one_idle_and_names_a_batch_f
     (hint,) = report.hints
     assert (hint.batch_size, hint.num_devices) == (8, 8)
     assert hint.throughput_ratio > 1.1
-    assert "on 7 of 8 devices" in hint.text
-    assert "1 more stay idle" in report.to_text()
+    assert "since 1 of 8 devices stays idle" in hint.text
+    assert "1 more device stays idle" in report.to_text()
     assert json.loads(report.to_json())["cluster"]["idle_devices"] == 1
 
 
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch_size", "num_used"),
+    [
+        ("resnet-50", "8xH100", 7, 7),
+        ("t5-base", "8xA100-40GB", 7, 7),
+        ("gpt2", "8xH100", 1, 1),
+        ("gpt2-tiny", "3xH100", 8, 2),
+    ],
+)
+def test_a_batch_that_no_plan_divides_over_all_devices_uses_fewer(model, cluster, batch_size, num_used):
+    report = sw.plan(model, cluster=cluster, batch_size=batch_size)
+    assert (report.best.layout.world_size, report.exit_code) == (num_used, 0)
+    assert report.answer.num_idle == parse_cluster(cluster).num_devices - num_used
+
+
 def test_a_batch_that_no_plan_divides_is_the_reason_and_not_memory():
-    report = sw.plan("gpt2-tiny", cluster="3xH100", batch_size=8)
+    report = sw.plan("t5-11b", cluster="8xA100-40GB", batch_size=1)
     assert (report.best, report.exit_code) == (None, 3)
-    assert "--batch-size 6 or 9" in report.advice
-    assert "--cluster 4xH100" in report.advice
-    assert sw.plan("gpt2-tiny", cluster="3xH100", batch_size=9).best is not None
+    assert "no plan of t5-11b divides a batch of 1 evenly over 8 x A100-40GB: use --batch-size 8" in report.advice
+    assert sw.plan("t5-11b", cluster="8xA100-40GB", batch_size=8).best is not None
+
+
+@pytest.mark.parametrize(("devices", "batch_size", "num_used"), [(64, 1000, 40), (8, 100, 5)])
+def test_the_gain_of_a_hint_is_that_of_its_numbers(devices, batch_size, num_used):
+    report = sw.plan("resnet-50", cluster=f"{devices}xH100", batch_size=batch_size)
+    assert report.best.layout.world_size == num_used
+    assert report.hints
+    for hint in report.hints:
+        assert hint.num_devices > num_used
+        rates = re.findall(r"([\d,.]+) samples/s each", hint.text)
+        after, before = (float(rate.replace(",", "")) for rate in rates)
+        assert after / before == pytest.approx(hint.throughput_ratio, rel=0.01)
+
+
+def test_the_best_number_of_gpus_may_be_any_part_of_a_node():
+    report = sw.plan("llama3-8b", cluster="8xH100", batch_size=480, max_gpus=6)
+    assert report.best.layout.world_size == 6
+    (six,) = (answer for answer in report.sizes if answer.question.cluster.num_devices == 6)
+    assert six.best.time.seconds == sw.plan("llama3-8b", cluster="6xH100", batch_size=480).answer.best.time.seconds
 
 
 def test_the_best_number_of_gpus_is_the_fewest_of_the_fastest():

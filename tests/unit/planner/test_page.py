@@ -56,6 +56,21 @@ def test_the_page_has_memory_time_timelines_reasons_and_the_next_command(report,
         assert why in text
 
 
+def test_times_of_a_step_are_in_the_unit_of_their_size(page):
+    assert "Time of one step by part (s)" in page
+    short = sw.plan("resnet-50", cluster="8xH100", batch_size=256).to_html()
+    assert "Time of one step by part (ms)" in short
+
+
+def test_the_page_names_idle_devices_and_shows_no_more_of_a_step_than_it_takes():
+    page = sw.plan("resnet-50", cluster="64xH100", batch_size=1000).to_html()
+    assert "24 more devices stay idle" in page
+    shown = re.findall(r"([\d.]+) ms shown of ([\d.]+) ms", page)
+    assert shown
+    assert all(float(part) < float(whole) for part, whole in shown)
+    assert "pp: pp2.replicate20, a step of 17.9 ms" in page
+
+
 def test_where_nothing_fits_the_page_has_memory_and_no_timeline():
     page = sw.plan("llama-7b", cluster="1xT4", batch_size=8).to_html()
     assert "No plan fits." in page

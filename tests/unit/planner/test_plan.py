@@ -15,6 +15,7 @@ from refusals import refuses
 from shardwise.cli.main import main
 from shardwise.planner.cost import memory
 from shardwise.planner.plan import PlanReport
+from shardwise.planner.search.search import Candidate
 from shardwise.planner.spec import PlanSpec
 
 SOURCE = Path(sw.__file__).parent
@@ -59,13 +60,17 @@ QUESTIONS = [
     {"model": "llama3-8b", "cluster": "48xH100", "batch_size": 500},
     {"model": "llama3-405b", "cluster": "2048xH100", "plan": "fsdp"},
     {"model": "llama-7b", "cluster": "8xA100-40GB", "engine": "deepspeed"},
+    {"model": "llama3-8b", "cluster": "8xH100", "engine": "deepspeed"},
+    {"model": "llama3-405b", "cluster": "16384xH100", "batch_size": 16384, "engine": "deepspeed"},
+    {"model": "llama3-8b", "cluster": "8xH100", "plan": "fsdp", "compile": "blocks"},
+    {"model": "llama3-8b", "cluster": "64xH100", "all": True},
     {"model": "llama-70b", "cluster": "8xH100", "tokens": "1T", "price": 2.5},
     {"model": "gpt2", "cluster": "64xH100", "max_gpus": 64, "batch_size": 32},
     {"model": "llama-7b", "cluster": "1xT4"},
 ]
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: f"{question['model']} on {question['cluster']}")
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: " ".join(map(str, question.values())))
 def test_a_report_fits_a_terminal_of_80_columns(question, monkeypatch):
     """Only the command to copy is not wrapped; a report for a file has each sentence on a line."""
     report = sw.plan(**question)
@@ -75,7 +80,13 @@ def test_a_report_fits_a_terminal_of_80_columns(question, monkeypatch):
     shown = re.sub(r"\x1b\[[0-9;]*m", "", report.to_text()).splitlines()
     monkeypatch.undo()
     assert [line for line in shown if len(line) > 80 and not line.startswith("next ")] == []
-    for reason in report.rejected.values():
+    start = next(number for number, line in enumerate(shown) if line.startswith("family"))
+    rows = " ".join(shown[start : shown.index("", start)]).split()
+    for candidate in report.candidates if report.spec.every else report.answer.families.values():
+        assert not isinstance(candidate, Candidate) or str(candidate.plan.layout) in rows
+    assert all(str(form.best.plan.layout) in rows for form in report.forms if form.best is not None)
+    assert "MFU" in rows
+    for reason in {} if report.spec.every else report.rejected.values():
         assert reason in sentences
         assert reason in " ".join(" ".join(shown).split())
 

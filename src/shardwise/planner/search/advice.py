@@ -75,12 +75,13 @@ def hints(answer: Answer) -> list[Hint]:
     return [dataclasses.replace(hint, text=f"{hint.text} (times without the correction by own runs)") for hint in found]
 
 
-def rate_text(candidate: Candidate) -> str:
-    """Return the throughput per device with its unit: "9,662 tokens/s each"."""
-    time = candidate.time
+def rate_text(candidate: Candidate, num_devices: int | None = None) -> str:
+    """Return the throughput per device with its unit: "9,662 tokens/s each"; devices beyond those of the plan idle."""
+    time, used = candidate.time, candidate.plan.layout.world_size
+    share = used / (num_devices or used)
     if time.tokens_per_second_per_device is not None:
-        return f"{format_rate(time.tokens_per_second_per_device)} tokens/s each"
-    return f"{format_rate(_per_device(candidate))} samples/s each"
+        return f"{format_rate(share * time.tokens_per_second_per_device)} tokens/s each"
+    return f"{format_rate(share * _per_device(candidate))} samples/s each"
 
 
 def _per_device(candidate: Candidate) -> float:
@@ -97,11 +98,13 @@ def uneven_batch(answer: Answer, best: Candidate) -> list[Hint]:
     for size in (batch // devices * devices, -(-batch // devices) * devices):
         if size and abs(size - batch) <= NEAR * batch:
             other = search(dataclasses.replace(question, batch_size=size)).best
-            text = f"a batch of {size} samples, which {devices} devices divide evenly,"
+            text = f"a batch of {size:,} samples, which {devices:,} devices divide evenly,"
             found += _faster(text, other, best, num_paid=devices)
     for size in _near_sizes(question.cluster, batch):
+        if size <= best.plan.layout.world_size and answer.num_idle:
+            continue  # the plan leaves the others idle anyway, and is faster on more of them
         wider = resized(question, size)
-        text = f"--cluster {cluster_option(wider.cluster)}, whose devices divide a batch of {batch} evenly,"
+        text = f"--cluster {cluster_option(wider.cluster)}, whose devices divide a batch of {batch:,} evenly,"
         found += _faster(text, search(wider).best, best, num_paid=devices)
     return found
 
@@ -121,9 +124,10 @@ def _faster(text: str, other: Candidate | None, best: Candidate, *, num_paid: in
     ratio = _per_device(other) / (best.time.samples_per_second / num_paid)
     if ratio < 1 + LEAST_GAIN:
         return []
-    before = rate_text(best)
-    if best.plan.layout.world_size < num_paid:
-        before += f" on {best.plan.layout.world_size} of {num_paid} devices"
+    before = rate_text(best, num_paid)
+    idle = num_paid - best.plan.layout.world_size
+    if idle:
+        before += f", since {idle:,} of {num_paid:,} devices {'stays' if idle == 1 else 'stay'} idle"
     text = f"{text} gives {rate_text(other)} with {other.family}, instead of {before} (+{ratio - 1:.0%})"
     return [_hint(text, other, ratio)]
 
@@ -151,14 +155,14 @@ def fewer_devices(answer: Answer, best: Candidate) -> list[Hint]:
     nearly = [candidate for candidate in smaller if candidate.time.seconds <= NEARLY * seconds]
     if nearly:
         few = min(nearly, key=lambda candidate: candidate.plan.layout.world_size)
-        times = f"{format_seconds(few.time.seconds)} a step, all {cluster.num_devices} take {format_seconds(seconds)}"
+        times = f"{format_seconds(few.time.seconds)} a step, all {cluster.num_devices:,} take {format_seconds(seconds)}"
         found.append(_fewer(answer, few, best, f"takes {times}"))
     most = max((_per_device(candidate) for candidate in (*smaller, best)), default=0.0)
     kept = [candidate for candidate in smaller if _per_device(candidate) >= PER_DEVICE * most]
     if kept and _per_device(best) < WASTED * most:
         large = max(kept, key=lambda candidate: candidate.plan.layout.world_size)
         if large not in nearly:
-            rates = f"{rate_text(large)}, all {cluster.num_devices} {rate_text(best)}"
+            rates = f"{rate_text(large)}, all {cluster.num_devices:,} {rate_text(best)}"
             found.append(_fewer(answer, large, best, f"gives {rates}"))
     return found
 
@@ -194,15 +198,15 @@ def search_within(question: Question) -> Answer:
     """
     answer = search(question)
     size, best = question.cluster.num_devices, answer.best
-    if best is None or question.batch_size % size == 0:
+    if question.batch_size % size == 0:
         return answer
     per_node = question.cluster.node.num_devices
     sizes = [each for each in divisors(question.batch_size) if each <= per_node or each % per_node == 0]
     fewer = max(each for each in sizes if each < size)
-    if fewer * MOST_UTILIZATION < size * best.time.mfu:
+    if best is not None and fewer * MOST_UTILIZATION < size * best.time.mfu:
         return answer
     part = search(resized(question, fewer))
-    if part.best is None or choose([best, part.best]) is best:
+    if part.best is None or (best is not None and choose([best, part.best]) is best):
         return answer
     return dataclasses.replace(part, num_idle=size - fewer)
 
@@ -213,7 +217,9 @@ def best_size(question: Question, limit: int) -> tuple[Answer, list[Answer]]:
     The best is the smallest number whose step takes at most FAMILY_TIE longer than the shortest; without any plan, the
     limit itself.
     """
-    answers = [search(resized(question, size)) for size in cluster_sizes(question.cluster.node, limit)]
+    node = question.cluster.node
+    sizes = {*range(1, min(limit, node.num_devices) + 1), *cluster_sizes(node, limit)}
+    answers = [search(resized(question, size)) for size in sorted(sizes)]
     fitting = [answer for answer in answers if answer.best is not None]
     if not fitting:
         return answers[-1], []

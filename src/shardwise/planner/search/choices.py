@@ -81,16 +81,36 @@ def groups(shape: ModelShape, world_size: int, devices_per_node: int, batch_size
             continue
         if pp not in pipelines:
             pipelines[pp] = list(_pipelines(shape, pp))
-        for micro_batch in divisors(batch_size // dp):
-            number = batch_size // dp // micro_batch
-            for choice in pipelines[pp]:
-                if pp > 1 and (number < pp or not SCHEDULES[choice.schedule].accepts(pp, number)):
-                    continue
-                for recompute, blocks in choice.recomputes:
-                    yield ChoiceGroup(
-                        *(pp, cp, tp, dp, micro_batch, number, recompute, choice.schedule, sequence_parallel),
-                        *(blocks, choice.split),
-                    )
+        yield from _groups_of(pipelines[pp], (pp, cp, tp, dp), batch_size // dp, sequence_parallel=sequence_parallel)
+
+
+def groups_of_layout(shape: ModelShape, layout: Layout, num_samples: int) -> Iterator[ChoiceGroup]:
+    """Yield every group of a layout whose data-parallel ranks have `num_samples` samples in a step."""
+    pp, cp, tp, tokens = layout.pp, layout.cp, layout.tp, shape.tokens_per_sample
+    sequence_parallel = tp > 1 and tokens is not None and tokens // cp % tp == 0
+    degrees = (pp, cp, tp, layout.dp)
+    yield from _groups_of(list(_pipelines(shape, pp)), degrees, num_samples, sequence_parallel=sequence_parallel)
+
+
+def _groups_of(
+    pipelines: list[PipelineChoice],
+    degrees: tuple[int, int, int, int],
+    num_samples: int,
+    *,
+    sequence_parallel: bool,
+) -> Iterator[ChoiceGroup]:
+    """Yield the groups of the degrees of (pp, cp, tp, dp), for every micro-batch, pipeline and recompute."""
+    pp = degrees[0]
+    for micro_batch in divisors(num_samples):
+        number = num_samples // micro_batch
+        for choice in pipelines:
+            if pp > 1 and (number < pp or not SCHEDULES[choice.schedule].accepts(pp, number)):
+                continue
+            for recompute, blocks in choice.recomputes:
+                yield ChoiceGroup(
+                    *(*degrees, micro_batch, number, recompute, choice.schedule, sequence_parallel),
+                    *(blocks, choice.split),
+                )
 
 
 def _model_degrees(shape: ModelShape, world_size: int, devices_per_node: int) -> Iterator[tuple[int, int, int]]:

@@ -1,15 +1,16 @@
-"""Explanations of a search: reasons with numbers, the path through the decision tree, and changes that save memory."""
+"""Explanations of a search: reasons with numbers, comparisons of plans, and the path through the decision tree."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from shardwise.layout import Layout
-from shardwise.planner.search.choices import LEAST_TOKENS, slices
-from shardwise.planner.search.question import FILL, HOST_FILL
-from shardwise.planner.search.search import TIE, Candidate, Rejected
+from shardwise.planner.search.capacity import cp_degrees, over_the_host_limit, over_the_limit, too_large
+from shardwise.planner.search.choices import LEAST_TOKENS, splits_model
+from shardwise.planner.search.search import FAMILY_TIE, STRUCTURE_TIE, TIE, Candidate, Rejected
 from shardwise.plans.plan import Plan
+from shardwise.runs.console import counted
 from shardwise.units import format_gb, format_seconds
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 EQUAL = 0.005
 """Relative difference in time below which plans are as fast as each other: it would be reported as 0%."""
-LONG = ("activations", "logits and loss")
-"""Kinds of memory that grow with the length of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,33 +34,14 @@ class Fork:
     because: str
 
 
-def capacity_text(question: Question) -> str:
-    """Return one sentence with a device's memory and the fraction that a plan may use."""
-    device = question.cluster.device
-    if question.capacity < FILL * device.memory_bytes:
-        return (
-            f"--max-memory allows {format_gb(question.capacity)} of a {device.name}'s {format_gb(device.memory_bytes)}"
-        )
-    return f"{device.name} has {format_gb(device.memory_bytes)}, of which {FILL:.0%} may be used"
-
-
-def over_the_limit(memory: Memory, question: Question) -> str:
-    """Return one sentence with the memory that a plan needs, the limit, and how the limit is computed."""
-    device = question.cluster.device
-    limit = f"{FILL:.0%} of the device's {format_gb(device.memory_bytes)}"
-    if question.capacity < FILL * device.memory_bytes:
-        limit = "--max-memory"
-    return f"needs {format_gb(memory.total)}, but a plan may use {format_gb(question.capacity)} ({limit})"
-
-
-def over_the_host_limit(memory: Memory, question: Question) -> str:
-    """Return one sentence with the host memory that a plan needs per device, and the limit."""
-    node = question.cluster.node
-    return (
-        f"needs {format_gb(memory.host)} of host memory for each device,"
-        f" but a plan may use {format_gb(question.host_capacity)}"
-        f" ({HOST_FILL:.0%} of a device's share of the node's {format_gb(node.host_memory_bytes)})"
-    )
+def cluster_text(answer: Answer) -> str:
+    """Return the devices that the plans use, and how many others stay idle."""
+    text = answer.question.cluster.describe()
+    if not answer.num_idle:
+        return text
+    stay = "stays" if answer.num_idle == 1 else "stay"
+    others = counted(answer.num_idle, "more device")
+    return f"{text}; {others} {stay} idle, because the batch does not divide over all"
 
 
 def reason(answer: Answer, family: str) -> str:
@@ -73,15 +53,24 @@ def reason(answer: Answer, family: str) -> str:
         return "chosen"
     change = entry.time.seconds / best.time.seconds - 1
     if change < EQUAL:
-        return less_simple(change)
+        return less_simple(change, _model_error(entry, best, change))
     return f"{change:.0%} slower: {_difference(entry, best)}"
 
 
-def less_simple(change: float) -> str:
+def less_simple(change: float, error: str) -> str:
     """Return why a plan that is as fast as the chosen one, or faster by `change` < 0, was not chosen."""
     if change > -EQUAL:
         return "as fast, but less simple"
-    return f"{-change:.0%} faster, which is within model error, but less simple"
+    return f"{-change:.0%} faster, which is within the model error of {error}, but less simple"
+
+
+def _model_error(entry: Candidate, best: Candidate, change: float) -> str:
+    """Return the relative difference in time below which the simpler plan was chosen."""
+    if splits_model(entry.plan) == splits_model(best.plan):
+        return f"{FAMILY_TIE:.0%}"
+    if change > 1 / (1 + STRUCTURE_TIE) - 1:
+        return f"{STRUCTURE_TIE:.0%}"
+    return f"{STRUCTURE_TIE:.0%}, and {FAMILY_TIE:.0%} to the next simpler family"
 
 
 def form_reason(form: EngineForm, chosen: EngineForm | None) -> str:
@@ -94,7 +83,7 @@ def form_reason(form: EngineForm, chosen: EngineForm | None) -> str:
         host = format_gb(form.best.memory.host)
         return f"not needed: {chosen.name} fits without it; {host} on the host for each device"
     change = form.best.time.seconds / chosen.best.time.seconds - 1
-    return less_simple(change) if change < EQUAL else f"{change:.0%} slower"
+    return less_simple(change, f"{FAMILY_TIE:.0%}") if change < EQUAL else f"{change:.0%} slower"
 
 
 def beside_native(form: EngineForm, answer: Answer) -> str:
@@ -127,7 +116,7 @@ def asked_verdict(asked: Asked, answer: Answer) -> str:
         subject = "plan cannot predict it" if asked.code.endswith("-not-predicted") else "train refuses it"
         return f"{subject}: {asked.refusal}"
     if not asked.fits:
-        return f"{_too_large(mine.plan, mine.memory, asked.question)}{_leaner(asked)}"
+        return _too_large(asked, mine, best)
     if best is None:
         return "it fits, although the search found no plan"
     if mine.plan == best.plan:
@@ -137,23 +126,17 @@ def asked_verdict(asked: Asked, answer: Answer) -> str:
     return f"{text}: {_difference(mine, best)}" if change >= TIE else text
 
 
-def _leaner(asked: Asked) -> str:
-    """Return the --set options with which the user's own plan fits; empty if there are none."""
+def _too_large(asked: Asked, mine: Candidate, best: Candidate | None) -> str:
+    """Return the limit that the user's own plan exceeds, and the --set options with which it fits, if there are any."""
     leaner = asked.leaner
     if leaner is None:
-        return ""
-    options = f"--set micro_batch={leaner.plan.micro_batch}"
-    if leaner.plan.recompute != asked.plan.recompute:
-        options += f" --set recompute={leaner.plan.recompute}"
-    return f"; with {options} it fits in {format_gb(leaner.memory.total)}, {format_seconds(leaner.time.seconds)} a step"
-
-
-def _too_large(plan: Plan, memory: Memory, question: Question) -> str:
-    """Return the limit of device or host memory that a plan exceeds, with the changes that save the most."""
-    if memory.total <= question.capacity:
-        return over_the_host_limit(memory, question)
-    ways = savings(plan, memory, question)
-    return f"{over_the_limit(memory, question)}: {' or '.join(ways[:2]) or 'use more devices'}"
+        return too_large(mine.plan, mine.memory, asked.question)
+    options = " ".join(f"--set {setting}" for setting in asked.settings)
+    fits = f"{format_seconds(leaner.time.seconds)} a step in {format_gb(leaner.memory.total)}"
+    if best is not None:
+        fits = beside(leaner, best, f"the recommended {best.family}")
+    exceeds = over_the_limit if mine.memory.total > asked.question.capacity else over_the_host_limit
+    return f"{exceeds(mine.memory, asked.question)}; with {options} it fits: {fits}"
 
 
 def _difference(entry: Candidate, best: Candidate) -> str:
@@ -161,7 +144,7 @@ def _difference(entry: Candidate, best: Candidate) -> str:
     names = {*entry.time.parts, *best.time.parts}
     per_part = {name: entry.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0) for name in names}
     worst = max(sorted(per_part), key=lambda name: per_part[name])
-    return f"{worst} takes {format_seconds(entry.time.parts.get(worst, 0.0))} of its step"
+    return f"{worst} takes {format_seconds(per_part[worst])} longer"
 
 
 def _rejection(answer: Answer, entry: Rejected) -> str:
@@ -170,7 +153,7 @@ def _rejection(answer: Answer, entry: Rejected) -> str:
         return f"not needed: {best.family} fits without it, in {format_gb(best.memory.total)}"
     if entry.reason == "impossible" or entry.memory is None or entry.plan is None:
         return entry.detail or _impossible(entry.family, question)
-    return _too_large(entry.plan, entry.memory, question)
+    return too_large(entry.plan, entry.memory, question)
 
 
 def _impossible(family: str, question: Question) -> str:
@@ -179,8 +162,8 @@ def _impossible(family: str, question: Question) -> str:
     if world == 1:
         return "sharding requires at least two devices"
     if family in {"hsdp", "3d"} and world < 4:
-        return f"{world} devices are too few for two kinds of parallelism"
-    if family == "cp" and not _cp_degrees(question):
+        return f"{world:,} devices are too few for two kinds of parallelism"
+    if family == "cp" and not cp_degrees(question):
         return _unsliced(shape)
     if family in {"tp", "3d"} and not _tensor_degrees(question):
         return _unsplit(shape)
@@ -192,12 +175,6 @@ def _impossible(family: str, question: Question) -> str:
 def _tensor_degrees(question: Question) -> list[int]:
     inside = question.cluster.devices_per_node
     return [degree for degree in question.model.plain.tp_degrees if degree > 1 and inside % degree == 0]
-
-
-def _cp_degrees(question: Question, tp: int = 1) -> list[int]:
-    """Return the context-parallel degrees that are possible with `tp`, since both split the heads."""
-    shape, devices = question.model.plain, question.cluster.num_devices // tp
-    return [cp for cp in slices(shape) if devices % cp == 0 and shape.heads % (cp * tp) == 0]
 
 
 def _unsplit(shape: ModelShape) -> str:
@@ -214,7 +191,7 @@ def _unsliced(shape: ModelShape) -> str:
     if max(shape.cp_degrees) == 1 or tokens is None:
         return "the model is not known to support context parallelism"
     if tokens < 2 * LEAST_TOKENS:
-        return f"samples of {tokens} tokens are too short to split in two: a rank needs at least {LEAST_TOKENS}"
+        return f"samples of {tokens:,} tokens are too short to split in two: a rank needs at least {LEAST_TOKENS:,}"
     known = ", ".join(str(degree) for degree in shape.cp_degrees if degree > 1)
     return f"heads and tokens can be split evenly only by {known}"
 
@@ -222,58 +199,8 @@ def _unsliced(shape: ModelShape) -> str:
 def _uneven(question: Question) -> str:
     batch, devices = question.batch_size, question.cluster.num_devices
     if batch < devices:
-        return f"a batch of {batch} has fewer samples than the {devices} devices"
-    return f"a batch of {batch} samples is not divisible by the data-parallel ranks of {devices} devices"
-
-
-class _Saving(NamedTuple):
-    """A change that lowers a peak: whether it applies, the memory kinds and fraction that it saves, its text."""
-
-    is_open: bool
-    lowers: tuple[str, ...]
-    share: float
-    text: str
-
-
-def savings(plan: Plan, memory: Memory, question: Question) -> list[str]:
-    """Return the changes that would lower the peak of a plan, with bytes, the largest saving first."""
-    worth, least = [], 0.05 * memory.total
-    for way in _changes(plan, question):
-        saved = way.share * _bytes_of(memory, way.lowers)
-        if way.is_open and saved > least:
-            worth.append((saved, way.text))
-    saved = 0.5 * _bytes_of(memory, LONG)
-    if not worth and question.model.plain.tokens_per_sample and saved > least:
-        worth = [(saved, "halve the length")]
-    return [f"{text} (-{format_gb(saved)})" for saved, text in sorted(worth, key=lambda way: -way[0])]
-
-
-def _bytes_of(memory: Memory, names: tuple[str, ...]) -> float:
-    return sum(memory.at_peak.get(name, 0.0) for name in names)
-
-
-def _changes(plan: Plan, question: Question) -> list[_Saving]:
-    """Return the changes of a plan that could lower its peak."""
-    shape, apart = question.model.plain, 1 - 1 / plan.layout.folded.dp
-    whole, states, waits = 1 - 1 / max(1, shape.num_blocks), ("optimizer states",), plan.gradient_sync == "last"
-    cp = max(_cp_degrees(question, plan.layout.tp), default=1)
-    return [
-        _Saving(plan.zero < 1, states, apart, "shard optimizer states"),
-        _Saving(plan.zero < 2, ("gradients",), apart, "shard gradients"),
-        _Saving(plan.zero < 3, ("parameters",), apart, "shard parameters"),
-        _Saving(plan.zero == 2, ("gathered",), whole, "free parameters after each use"),
-        _Saving(
-            plan.zero >= 2 and plan.accumulation > 1 and waits,
-            ("gradients",),
-            apart,
-            "sum gradients after every micro-batch",
-        ),
-        _Saving(plan.zero > 0 and plan.offload.optimizer == "none", states, 1.0, "offload optimizer states"),
-        _Saving(plan.recompute != "full", ("activations",), 0.7, "recompute blocks in backward"),
-        _Saving(plan.micro_batch > 1, ("activations",), 1 - 1 / plan.micro_batch, "use micro-batches of 1"),
-        _Saving(shape.head is not None and not plan.fused_loss, LONG[1:], 0.6, "fuse the loss with the head"),
-        _Saving(plan.layout.cp == plan.layout.pp == 1, LONG, 1 - 1 / cp, f"split sequences by cp {cp}"),
-    ]
+        return f"a batch of {batch:,} has fewer samples than the {devices:,} devices"
+    return f"a batch of {batch:,} samples is not divisible by the data-parallel ranks of {devices:,} devices"
 
 
 def decision_path(answer: Answer) -> list[Fork]:
@@ -292,15 +219,19 @@ def decision_path(answer: Answer) -> list[Fork]:
     if whole.memory is None:
         asked = "Can the devices divide the batch evenly?"
         path.append(Fork(question=asked, answer="no", because=reason(answer, "ddp")))
-    advised = "ddp"
+    advised, because = "ddp", "the simplest that usually fits"
     if not fits:
         transformer = any(part.work.attentions for part in question.model.plain.parts)
-        because = "it has attention" if transformer else "it has no attention"
-        path.append(Fork(question="Is it a transformer?", answer="yes" if transformer else "no", because=because))
+        known = "it has attention" if transformer else "it has no attention"
+        path.append(Fork(question="Is it a transformer?", answer="yes" if transformer else "no", because=known))
         advised = "fsdp or zero3" if transformer else "pipeline or tensor parallel"
-    if whole.memory is None:
-        advised += f" with a batch that {question.cluster.num_devices} devices divide evenly"
-    path.append(Fork(question="The decision tree recommends", answer=advised, because="the simplest that usually fits"))
+    batch, devices = question.batch_size, question.cluster.num_devices
+    if whole.memory is None and not fits and batch < devices:
+        advised = "fsdp or zero3 combined with tp, pp or cp" if transformer else advised
+        because = f"{batch:,} samples occupy all {devices:,} devices only if several devices share a sample"
+    elif whole.memory is None:
+        advised += f" with a batch that {devices:,} devices divide evenly"
+    path.append(Fork(question="The decision tree recommends", answer=advised, because=because))
     if best is not None:
         path += _slicing(answer, best)
         path.append(Fork(question="The predictions recommend", answer=best.family, because=_verdict(answer, best)))
@@ -322,11 +253,11 @@ def _slicing(answer: Answer, best: Candidate) -> list[Fork]:
     if whole is not None and whole.total > question.capacity:
         because = f"they need {format_gb(whole.total)} unsplit under zero3, and {format_gb(best.memory.total)} split"
     elif question.batch_size < devices:
-        because = f"{question.batch_size} samples use all {devices} devices only if sequences are split"
+        because = f"{question.batch_size:,} samples use all {devices:,} devices only if sequences are split"
     else:
         because = "shorter sequences need less recompute"
     return [
-        Fork(question="Are sequences split?", answer=f"over {cp} ranks, {tokens // cp} tokens each", because=because)
+        Fork(question="Are sequences split?", answer=f"over {cp} ranks, {tokens // cp:,} tokens each", because=because)
     ]
 
 
@@ -341,7 +272,8 @@ def _verdict(answer: Answer, best: Candidate) -> str:
     if abs(change) < EQUAL:
         text = f"as fast as {near.family}"
     elif change < 0:
-        text = f"{near.family} would be {-change:.0%} faster, which is within model error, but is less simple"
+        error = _model_error(near, best, change)
+        text = f"{near.family} would be {-change:.0%} faster, within the model error of {error}, but is less simple"
     whole = answer.families["ddp"]
     if isinstance(whole, Candidate) and whole.plan not in (best.plan, near.plan):
         slower = whole.time.seconds / best.time.seconds - 1

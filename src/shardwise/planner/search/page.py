@@ -6,12 +6,14 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from shardwise.planner.cost.time import SHOWN_ROUNDS, timeline
-from shardwise.planner.search.explain import asked_verdict, capacity_text
+from shardwise.planner.search.capacity import capacity_text
+from shardwise.planner.search.explain import asked_verdict, cluster_text
 from shardwise.planner.search.report import cells_of, column_names, next_lines, reasons_of
 from shardwise.planner.search.search import Candidate
 from shardwise.plots.figures import Bars, Gantt, GanttSpan, Table
 from shardwise.plots.page import Findings, Section, html_of
 from shardwise.plots.svg import draw_sheet
+from shardwise.runs.console import counted
 from shardwise.units import GB, format_count, format_gb, format_seconds
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ def _bars_of_memory(memories: Mapping[str, Memory], question: Question) -> Bars:
         values[name] = {**memory.at_peak, _OUTSIDE: memory.total - memory.peak}
     parts, rows = _stacked(values, last=_OUTSIDE, unit=GB)
     return Bars(
-        title=f"Peak memory of a device by kind, of {limit / GB:.0f} GB",
+        title="Peak memory of a device by kind",
         unit="GB",
         parts=parts,
         rows=rows,
@@ -120,17 +122,17 @@ def to_page(shown: ReportContent) -> str:
     if answer.best is not None:
         basis = ", ".join(f"{what} {origin}" for what, origin in answer.best.time.basis.items())
         method.append(f"Interval of the recommended plan's time: {answer.best.time.interval_text()} ({basis}).")
-    method.append(f"The search considered {answer.num_plans} plans and predicted {len(answer.candidates)} in full.")
+    method.append(f"The search considered {answer.num_plans:,} plans and predicted {len(answer.candidates):,} in full.")
     return html_of(
         Findings(
-            title=f"{shape.name} on {cluster.num_devices} x {cluster.device.name}",
+            title=f"{shape.name} on {cluster.num_devices:,} x {cluster.device.name}",
             verdict=_verdict(shown),
             facts=(
                 ("model", f"{shape.name}: {format_count(shape.numel)} parameters ({shape.source})"),
-                ("cluster", cluster.describe()),
-                ("batch", f"{question.batch_size} samples ({shown.subject.batch_source})"),
-                ("tokens per sample", str(shape.tokens_per_sample or "none")),
-                ("precision", f"{shown.subject.precision} ({shown.subject.precision_source})"),
+                ("cluster", cluster_text(answer)),
+                ("batch", f"{counted(question.batch_size, 'sample')} ({shown.subject.batch_source})"),
+                ("tokens per sample", f"{shape.tokens_per_sample:,}" if shape.tokens_per_sample else "none"),
+                ("precision", f"{shown.subject.precision_text} ({shown.subject.precision_source})"),
             ),
             facts_title="Question",
             method=tuple(method),
@@ -176,10 +178,18 @@ def _cost_sections(shown: ReportContent, plans: Mapping[str, Candidate]) -> list
     for family, entry in shown.answer.families.items():
         if not isinstance(entry, Candidate) and entry.memory is not None:
             memories[f"{family} (too large)"] = entry.memory
-    sections = [Section(title="Memory", text=capacity_text(question), parts=(_bars_of_memory(memories, question),))]
+    sections = [
+        Section(
+            title="Memory",
+            text=f"{capacity_text(question)} (dashed line).",
+            parts=(_bars_of_memory(memories, question),),
+        )
+    ]
     if plans:
-        parts, rows = _stacked({name: plan.time.parts for name, plan in plans.items()}, last="", unit=1e-3)
-        times = Bars(title="Time of one step by part", unit="ms", parts=parts, rows=rows)
+        longest = max(plan.time.seconds for plan in plans.values())
+        unit, size = ("s", 1.0) if longest >= 1 else ("ms", 1e-3)
+        parts, rows = _stacked({name: plan.time.parts for name, plan in plans.items()}, last="", unit=size)
+        times = Bars(title="Time of one step by part", unit=unit, parts=parts, rows=rows)
         text = "Communication counts only where compute waits for it."
         sections.append(Section(title="Time", text=text, parts=(times,)))
         sections.append(Section(title="Timelines", text=_TIMELINES, parts=_timelines(question, plans)))
@@ -196,10 +206,11 @@ def _timelines(question: Question, plans: Mapping[str, Candidate]) -> tuple[Gant
     model, drawn = question.time_model(), []
     for name, candidate in plans.items():
         spans = timeline(model, question.model.for_plan(candidate.plan), candidate.plan)
-        end = max(span.end for span in spans)
-        title = (
-            f"{name}: {candidate.plan.layout}, {format_seconds(end)} shown of {format_seconds(candidate.time.seconds)}"
-        )
+        end, seconds = max(span.end for span in spans), candidate.time.seconds
+        shown = f"{format_seconds(end)} shown of {format_seconds(seconds)}"
+        if end >= seconds:  # the passes of a short pipeline without what the prediction adds or overlaps
+            shown = f"a step of {format_seconds(seconds)}"
+        title = f"{name}: {candidate.plan.layout}, {shown}"
         drawn.append(Gantt(title=title, spans=_gantt_spans(spans)))
     kinds = dict.fromkeys(span.kind for each in drawn for span in each.spans)
     return tuple(dataclasses.replace(each, kinds=tuple(kinds)) for each in drawn)

@@ -12,18 +12,29 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.planner.next_step import plan_changes, written
 from shardwise.planner.search.advice import ROUND, capture_gain, compile_gain, rounds_gain
+from shardwise.planner.search.capacity import capacity_text
 from shardwise.planner.search.choices import FAMILIES, family_of
 from shardwise.planner.search.explain import (
     asked_verdict,
     beside_native,
-    capacity_text,
+    cluster_text,
     decision_path,
     form_reason,
     reason,
 )
-from shardwise.planner.search.search import Candidate, choose_form
-from shardwise.units import GB, format_count, format_gb, format_rate, format_seconds
+from shardwise.planner.search.search import FAMILY_TIE, Candidate, choose_form
+from shardwise.plans.plan import Plan
+from shardwise.runs.console import counted
+from shardwise.units import (
+    GB,
+    format_count,
+    format_gb,
+    format_rate,
+    format_seconds,
+    format_three_digits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,7 +44,6 @@ if TYPE_CHECKING:
     from shardwise.planner.search.question import Question
     from shardwise.planner.search.report_data import ReportContent
     from shardwise.planner.search.search import Answer
-    from shardwise.plans.plan import Plan
 
 
 LABEL = 10
@@ -47,15 +57,12 @@ def to_text(shown: ReportContent) -> str:
     answer, asked = shown.answer, shown.asked
     question = answer.question
     shape = question.model.plain
-    length = f", {shape.tokens_per_sample} tokens each" if shape.tokens_per_sample else ""
-    cluster = question.cluster.describe()
-    if answer.num_idle:
-        cluster += f"; {answer.num_idle} more stay idle, because they do not divide the batch"
+    length = f", {shape.tokens_per_sample:,} tokens each" if shape.tokens_per_sample else ""
     lines = [
         *_paragraph("model", f"{shape.name}: {format_count(shape.numel)} parameters ({shape.source})"),
-        *_paragraph("cluster", cluster),
-        *_paragraph("batch", f"{question.batch_size} samples ({shown.subject.batch_source}){length}"),
-        *_paragraph("precision", f"{shown.subject.precision} ({shown.subject.precision_source})"),
+        *_paragraph("cluster", cluster_text(answer)),
+        *_paragraph("batch", f"{counted(question.batch_size, 'sample')} ({shown.subject.batch_source}){length}"),
+        *_paragraph("precision", f"{shown.subject.precision_text} ({shown.subject.precision_source})"),
         "",
         _rendered(_every(answer) if shown.every else _families(shown)),
         "",
@@ -87,9 +94,13 @@ def _families(shown: ReportContent) -> Table:
     for family, entry in answer.families.items():
         found = entry if isinstance(entry, Candidate) else None
         _add_row(table, family, found, entry.memory, is_best=reason(answer, family) == "chosen")
-    chosen = choose_form(shown.forms)
+    chosen, engine = choose_form(shown.forms), ""
     for form in shown.forms:
-        _add_row(table, form.name, form.best, form.memory, is_best=form is chosen)
+        if form.name.split()[0] != engine:  # above its forms: both in one cell leave no space for the layout
+            engine = form.name.split()[0]
+            table.add_row(engine)
+        name = form.name.removeprefix(f"{engine} ")
+        _add_row(table, name, form.best, form.memory, is_best=form is chosen)
     return table
 
 
@@ -98,7 +109,7 @@ def _add_row(table: Table, name: str, found: Candidate | None, least: Memory | N
     if found is not None:
         table.add_row(name, *cells_of(found), style="bold" if is_best else "")
     elif least is not None:
-        table.add_row(name, "", "", "", _in_gb(least.total), "", "", "", style="dim")
+        table.add_row(name, "", "", "", format_three_digits(least.total / GB), "", "", "", style="dim")
 
 
 def reasons_of(shown: ReportContent) -> list[str]:
@@ -129,6 +140,25 @@ def _details(plan: Plan) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
+SHOWN = ("micro_batch", "accumulation", "recompute", "recompute_blocks", "gradient_sync", "fused_loss")
+"""Fields of a plan that its family, `_details` or the first words of `_options` show."""
+
+
+def _options(plan: Plan) -> str:
+    """Return the micro-batches, recompute, and every other option of a plan that is not a default."""
+    parts = [f"{plan.micro_batch} x {plan.accumulation}", f"recompute {_recompute(plan)}"]
+    for name, value in plan_changes(Plan(layout=plan.layout, zero=plan.zero, precision=plan.precision), plan):
+        if name not in SHOWN and not name.startswith("pipeline."):
+            parts.append(f"{name} {written(value)}")
+    if plan.pipeline.split:
+        parts.append(f"{len(plan.pipeline.split) + 1} stages")
+    return " · ".join(parts)
+
+
+def _recompute(plan: Plan) -> str:
+    return f"{plan.recompute} of {plan.recompute_blocks}" if plan.recompute_blocks else plan.recompute
+
+
 def _every(answer: Answer) -> Table:
     table = _table(answer)
     for candidate in answer.candidates:
@@ -142,27 +172,22 @@ def cells_of(candidate: Candidate, *, details: bool = False) -> list[str]:
     return [
         f"{plan.layout}{_details(plan) if details else ''}",
         f"{plan.micro_batch} x {plan.accumulation}",
-        f"{plan.recompute} of {plan.recompute_blocks}" if plan.recompute_blocks else plan.recompute,
-        _in_gb(candidate.memory.total),
+        _recompute(plan),
+        format_three_digits(candidate.memory.total / GB),
         format_seconds(time.seconds),
         format_rate(time.tokens_per_second_per_device or time.samples_per_second / plan.layout.world_size),
         f"{time.mfu:.0%}",
     ]
 
 
-def _in_gb(num_bytes: float) -> str:
-    size = num_bytes / GB
-    return f"{size:,.0f}" if size >= 1000 else f"{size:.3g}"
-
-
 def _asked_lines(asked: Asked, answer: Answer) -> list[str]:
     """Return the memory and time breakdown of the user's own plan, and how it compares with the recommended one."""
-    plan = asked.plan
-    name = f"{family_of(plan)}: {plan.layout}{_details(plan)} · {plan.micro_batch} x {plan.accumulation}"
-    name += f" · recompute {plan.recompute}"
-    if plan.compile != "none":
-        name += f" · compile {plan.compile}"
-    lines = _paragraph("yours", name)
+    plan, default = asked.plan, asked.default
+    lines = _paragraph("yours", f"{family_of(plan)}: {plan.layout}{_details(plan)} · {_options(plan)}")
+    if default is not None:
+        usual = f"{default.plan.micro_batch} x {default.plan.accumulation}"
+        text = f"train takes {usual} by default, which needs {format_gb(default.memory.total)}"
+        lines += _paragraph("", f"{text}: pass --set micro_batch={plan.micro_batch} to it")
     if asked.candidate is not None:
         lines += _costs(asked.candidate, asked.question)
     return [*lines, *_paragraph("verdict", asked_verdict(asked, answer))]
@@ -175,12 +200,15 @@ def _best_lines(answer: Answer, best: Candidate, label: str) -> list[str]:
         ("capture = step would save {}, if all batches have the same shape", capture_gain(answer), 0.05),
         (f"communication.sync_every = {ROUND} would save {{}}, and change the results", rounds_gain(answer), 0.2),
     )
-    name = f"{best.family}: {best.plan.layout}{_details(best.plan)} · {FAMILIES[best.family]}"
+    name = f"{best.family}: {best.plan.layout}{_details(best.plan)} · {FAMILIES[best.family]} · {_options(best.plan)}"
     lines = [*_paragraph(label, name), *_costs(best, answer.question)]
     for text, gain, least in gains:
         if gain > least:
             lines += _paragraph("", text.format(f"{gain:.0%}"))
-    return [*lines, *_paragraph("searched", f"{answer.num_plans} plans, {len(answer.candidates)} predicted in full")]
+    return [
+        *lines,
+        *_paragraph("searched", f"{answer.num_plans:,} plans, {len(answer.candidates):,} predicted in full"),
+    ]
 
 
 def _costs(candidate: Candidate, question: Question) -> list[str]:
@@ -224,7 +252,7 @@ def next_lines(shown: ReportContent) -> list[tuple[str, str]]:
         lines.append(("next", shown.next_command))
         if "hosts.txt" in shown.next_command:
             nodes = shown.answer.question.cluster.num_nodes
-            lines.append(("", f"hosts.txt lists the names of the {nodes} nodes, one per line"))
+            lines.append(("", f"hosts.txt lists the names of the {nodes:,} nodes, one per line"))
     return lines
 
 
@@ -237,8 +265,8 @@ def _sizes_text(shown: ReportContent) -> str:
     chosen = shown.answer.question.cluster.num_devices
     own = format_seconds(seconds.pop(chosen))
     near = sorted(seconds, key=lambda size: abs(math.log(size / chosen)))[:MOST_SIZES]
-    others = [f"{size}: {format_seconds(seconds[size])}" for size in sorted(near)]
-    text = f"{chosen}, the fewest whose step ({own}) is within model error of the shortest"
+    others = [f"{size:,}: {format_seconds(seconds[size])}" for size in sorted(near)]
+    text = f"{chosen:,}, the fewest whose step ({own}) takes at most {FAMILY_TIE:.0%} longer than the shortest"
     return f"{text}; a step on {' · '.join(others)}" if others else text
 
 
@@ -260,14 +288,22 @@ def _table(answer: Answer) -> Table:
     for name in column_names(answer):
         is_right = name.endswith(("GB", "step", "each", "MFU"))
         short = name.replace("-", "-\n").replace(" ", "\n")
-        table.add_column(short, overflow="fold", no_wrap=name != "layout", justify="right" if is_right else "left")
+        may_wrap = name in {"family", "layout", "recompute"}
+        table.add_column(short, overflow="fold", no_wrap=not may_wrap, justify="right" if is_right else "left")
     return table
 
 
 def _rendered(table: Table) -> str:
     """Return a table as text: with styles in the width of the terminal, or plain in 180 columns."""
     text, width = io.StringIO(), _width()
-    Console(file=text, highlight=False, width=width or 180, force_terminal=width is not None).print(table)
+    console = Console(file=text, highlight=False, width=width or 180, force_terminal=width is not None)
+    for column in table.columns:
+        cells = [str(cell).split() for cell in column.cells]
+        column.min_width = max((len(word) for words in cells for word in words), default=0)
+        column.no_wrap |= all(len(words) <= 1 for words in cells)  # a cell wraps between words only
+    if console.measure(table, options=console.options.update(max_width=1000)).maximum > console.width:
+        table.padding = (0, 1, 0, 0)
+    console.print(table)
     return text.getvalue().rstrip("\n")
 
 

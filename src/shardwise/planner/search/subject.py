@@ -50,6 +50,14 @@ class Subject:
     num_steps: int | None = None
     """Optimizer steps of the training; None if unknown."""
 
+    @property
+    def precision_text(self) -> str:
+        """The dtypes of the training, with that of frozen weights if the model has adapters."""
+        weights = [weight for part in self.model.plain.parts for weight in part.weights]
+        if not any(weight.narrow and not weight.trained for weight in weights):
+            return str(self.precision)
+        return f"frozen weights {self.precision.activations} · trained {self.precision}"
+
     def question(self, cluster: Cluster, max_bytes: float = math.inf) -> Question:
         """Return the input of the search for the best plans on a cluster, with at most `max_bytes` per device."""
         return Question(
