@@ -98,7 +98,7 @@ def format_duration(seconds: float | None) -> str:
         return MISSING
     for large, large_name, small, small_name in _DURATIONS:
         if seconds >= large:
-            return f"{int(seconds // large)} {large_name} {int(seconds % large // small)} {small_name}"
+            return f"{int(seconds // large):,} {large_name} {int(seconds % large // small)} {small_name}"
     return f"{seconds:.1f} s" if seconds >= 1 else f"{max(0.0, seconds) * 1000:.0f} ms"
 
 

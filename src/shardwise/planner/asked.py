@@ -199,14 +199,14 @@ def settle_asked(
     if name.endswith(".toml"):
         _check_file(name, cluster, precision)
     local = LocalDevice(kind="cpu" if device.kind == "cpu" else "cuda", has_bf16=device.has_bf16, name=device.name)
-    plan = settle(
-        name,
-        batch_size=batch_size,
-        world_size=cluster.num_devices,
-        device=local,
-        overrides=overrides,
-        choose=choose,
-    )
+    size = cluster.num_devices
+    try:
+        plan = settle(name, batch_size=batch_size, world_size=size, device=local, overrides=overrides, choose=choose)
+    except PlanError as error:
+        if error.code != "plan.batch-too-small":
+            raise
+        fix = f"use --batch-size {size} or more, or a --cluster of at most {batch_size} devices"
+        raise PlanError(error.fact, code=error.code, fix=fix) from None
     is_given = any(key.partition(".")[0] == "precision" for key in overrides)
     if precision is None or is_given or name.endswith(".toml"):
         return plan

@@ -60,7 +60,8 @@ class Budget:
         what = f"{self.steps:,.0f} steps" if self.tokens is None else f"{format_count(self.tokens)} tokens"
         text = f"{what} take {format_duration(self.seconds)} and {format_hours(self.gpu_hours)} GPU-hours"
         if self.cost is not None:
-            text += f", which cost {self.cost:,.0f} at {format_number(self.price)} per GPU-hour"
+            cost = f"{self.cost:,.0f}" if self.cost >= 100 else f"{self.cost:.2f}"
+            text += f", which cost {cost} at {format_number(self.price)} per GPU-hour"
         low, high = (each - 1 for each in self.interval)
         return f"{text} ({low:+.0%} to {high:+.0%})"
 

@@ -183,6 +183,11 @@ def test_a_plan_file_is_predicted_again_by_its_name(tmp_path, fsdp):
         sw.plan("llama-7b", cluster="8xH100", plan=str(path), precision="fp32")
 
 
+def test_a_batch_below_the_devices_names_the_options_of_plan():
+    with refuses("plan.batch-too-small", "--batch-size 8 or more", "--cluster of at most 4 devices"):
+        asked("fsdp", batch_size=4)
+
+
 def settings_of(options):
     return dict(option.partition("=")[::2] for option in options)
 

@@ -171,6 +171,7 @@ def test_the_length_of_a_job_is_its_budget():
     steps = sw.plan(job_of(steps=100), cluster="2xH100", price=2)
     assert steps.budget.seconds == pytest.approx(100 * steps.answer.best.time.seconds)
     assert steps.budget.cost == pytest.approx(2 * steps.budget.gpu_hours)
+    assert f"which cost {steps.budget.cost:.2f} at 2 per GPU-hour" in steps.to_text()
     assert sw.plan(job_of(tokens=100 * 8 * 32), cluster="2xH100").budget.steps == 100
     assert sw.plan(job_of(epochs=1), cluster="2xH100").budget is None
     with refuses("cli.option-not-applicable", "--price"):

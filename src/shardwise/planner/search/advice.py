@@ -162,7 +162,7 @@ def fewer_devices(answer: Answer, best: Candidate) -> list[Hint]:
     if kept and _per_device(best) < WASTED * most:
         large = max(kept, key=lambda candidate: candidate.plan.layout.world_size)
         if large not in nearly:
-            rates = f"{rate_text(large)}, all {cluster.num_devices:,} {rate_text(best)}"
+            rates = f"{rate_text(large)}, all {cluster.num_devices:,} give {rate_text(best)}"
             found.append(_fewer(answer, large, best, f"gives {rates}"))
     return found
 

@@ -121,7 +121,7 @@ def asked_verdict(asked: Asked, answer: Answer) -> str:
         return "it fits, although the search found no plan"
     if mine.plan == best.plan:
         return "it is the recommended plan"
-    text = beside(mine, best, f"the recommended {best.family}")
+    text = f"it takes {beside(mine, best, f'the recommended {best.family}')}"
     change = mine.time.seconds / best.time.seconds - 1
     return f"{text}: {_difference(mine, best)}" if change >= TIE else text
 
@@ -130,13 +130,13 @@ def _too_large(asked: Asked, mine: Candidate, best: Candidate | None) -> str:
     """Return the limit that the user's own plan exceeds, and the --set options with which it fits, if there are any."""
     leaner = asked.leaner
     if leaner is None:
-        return too_large(mine.plan, mine.memory, asked.question)
+        return f"it {too_large(mine.plan, mine.memory, asked.question)}"
     options = " ".join(f"--set {setting}" for setting in asked.settings)
     fits = f"{format_seconds(leaner.time.seconds)} a step in {format_gb(leaner.memory.total)}"
     if best is not None:
         fits = beside(leaner, best, f"the recommended {best.family}")
     exceeds = over_the_limit if mine.memory.total > asked.question.capacity else over_the_host_limit
-    return f"{exceeds(mine.memory, asked.question)}; with {options} it fits: {fits}"
+    return f"it {exceeds(mine.memory, asked.question)}; with {options} it fits: {fits}"
 
 
 def _difference(entry: Candidate, best: Candidate) -> str:
@@ -209,11 +209,12 @@ def decision_path(answer: Answer) -> list[Fork]:
     device = question.cluster.device
     memory = whole.memory or _smallest_replica(question)
     fits = question.has_capacity(memory)
+    usable = f"{format_gb(question.capacity)} of {format_gb(device.memory_bytes)}"
     path = [
         Fork(
             question=f"Does the model fit in {'host' if device.kind == 'cpu' else 'GPU'} memory?",
             answer="yes" if fits else "no",
-            because=f"each replica needs {format_gb(memory.total)} of {format_gb(device.memory_bytes)}",
+            because=f"each replica needs {format_gb(memory.total)}, and a plan may use {usable}",
         )
     ]
     if whole.memory is None:

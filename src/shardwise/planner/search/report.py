@@ -150,8 +150,9 @@ def _options(plan: Plan) -> str:
     for name, value in plan_changes(Plan(layout=plan.layout, zero=plan.zero, precision=plan.precision), plan):
         if name not in SHOWN and not name.startswith("pipeline."):
             parts.append(f"{name} {written(value)}")
-    if plan.pipeline.split:
-        parts.append(f"{len(plan.pipeline.split) + 1} stages")
+    num_stages = len(plan.pipeline.split) + 1
+    if num_stages > 1:
+        parts.append(f"{num_stages} virtual stages" if num_stages > plan.layout.pp else "uneven stages")
     return " · ".join(parts)
 
 
