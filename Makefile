@@ -55,6 +55,7 @@ bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
 	.venv-bench/bin/python benchmarks/strategies_memory.py
 	.venv-bench/bin/python benchmarks/board.py
 	.venv-bench/bin/python benchmarks/float8.py
+	.venv-bench/bin/python benchmarks/float8_loss.py
 	.venv-bench/bin/python benchmarks/race.py
 	.venv-bench/bin/python benchmarks/step.py
 	.venv-bench/bin/python benchmarks/optimizers.py
