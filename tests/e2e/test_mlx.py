@@ -132,7 +132,7 @@ def test_a_ring_host_that_cannot_be_reached_is_refused_within_seconds(tmp_path):
     (tmp_path / "hosts.json").write_text('[["127.0.0.1:25101"], ["192.0.2.7:25102"]]')
     began = time.monotonic()
     done = shardwise(tmp_path, "train", "job.py", "--nproc", "2", "--run-dir", "run", MLX_HOSTFILE="hosts.json")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     assert_refused(done, tmp_path, "cannot listen at 192.0.2.7:25102 for MLX's ring")
     assert done.stderr.startswith("shardwise: rank 1 on ")
 

@@ -71,7 +71,7 @@ def test_the_table_shows_families_reasons_and_the_way_through_the_tree(capfd):
     for words in (
         "8 x A100-40GB",
         "64 samples (--batch-size)",
-        "a plan may use 40.2 GB (95% of the device's 42.3 GB): shard optimizer states (-47.2 GB)",
+        "a plan may use 40.2 GB (95% of the device's 42.3 GB): ZeRO-3 (-",
         "Does the model fit in GPU memory? no",
         "Is it a transformer? yes",
         "The decision tree recommends fsdp or zero3",

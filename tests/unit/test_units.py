@@ -20,7 +20,7 @@ from shardwise import units
         (units.format_gb, (3310.0, 9.9e6, 1.5e9, 999.7e9), ["3.31 kB", "9.9 MB", "1.5 GB", "1,000 GB"]),
         (units.format_seconds, (2.5, 0.0193, 25e-6, 1463, 0.9996), ["2.5 s", "19.3 ms", "25 us", "1,463 s", "1 s"]),
         (units.format_duration, (None, 0.0421, 7.25, 515), ["-", "42 ms", "7.2 s", "8 min 35 s"]),
-        (units.format_duration, (90_061, 700_210_000), ["1 d 1 h", "8,104 d 4 h"]),
+        (units.format_duration, (90_061, 700_210_000), ["1 d 1 h", "8,104 d 6 h"]),
         (units.format_rate, (1234.4, 99.96, 41.23, 0.5), ["1,234", "100", "41.2", "0.500"]),
         (units.format_bandwidth, (12.34e9, 250e6), ["12.3 GB/s", "250 MB/s"]),
     ],

@@ -83,7 +83,7 @@ def make_mixture(proportions: Mapping[str, float]) -> Mixture:
 
 
 def _is_proportion(value: object) -> bool:
-    """Return whether a value is a finite number of at least 0; the scalars of NumPy are Real, and True is no number."""
+    """Return whether a value is a finite number of at least 0; the scalars of NumPy are Real; True is excluded."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     return 0 <= float(value) < math.inf

@@ -190,7 +190,7 @@ class StreamLoader:
 def preserved(dataset: Any) -> Iterator[Any]:
     """Yield a dataset to iterate over, and set it to its present state afterwards if it has states.
 
-    Another reader in this process then begins at the same sample: a training after `plan`, or a second training.
+    Another iteration in this process then begins at the same sample: a training after `plan`, or a second training.
     """
     if not _has_state(dataset):
         yield dataset

@@ -174,6 +174,12 @@ def dataloader(
     world = world or running_world()
     dp = plan.layout.dp
     if isinstance(data, DataLoader):
+        if (batch_size, shuffle, collate, num_workers) != (None, True, None, 0):
+            raise DataError(
+                "sw.dataloader received a DataLoader and also options that the DataLoader already defines",
+                code="data.loader-with-options",
+                fix="pass the dataset with the options, or the DataLoader without them",
+            )
         options, dataset = replace(options_of(data, seed), accumulation=accumulation), data.dataset
         if drop_last is not None:
             options = replace(options, drop_last=drop_last)
@@ -188,31 +194,34 @@ def dataloader(
             seed=seed,
             accumulation=accumulation,
         )
-    if isinstance(data, DataLoader) and (batch_size, shuffle, collate, num_workers) != (None, True, None, 0):
-        raise DataError(
-            "sw.dataloader received a DataLoader and also options that the DataLoader already defines",
-            code="data.loader-with-options",
-            fix="pass the dataset with the options, or the DataLoader without them",
-        )
-    rank = DataRank(
+    rank = _data_rank(plan, world)
+    if evaluate:
+        return EvaluationLoader(dataset, options, rank)
+    split_batch(options.batch_size, dp=dp)
+    if not isinstance(dataset, Corpus):
+        return ShardedLoader(dataset, options, rank)
+    if not shuffle:
+        raise _corpus_order_error()
+    return ShardedCorpusLoader(dataset, options, rank)
+
+
+def _data_rank(plan: Plan, world: World) -> DataRank:
+    """Return this rank's share of every batch. Creates a process group at the first call; call on every rank."""
+    return DataRank(
         index=plan.layout.data_index(world.rank),
-        size=dp,
+        size=plan.layout.dp,
         device=world.device,
         float_dtype=torch.float64 if plan.precision.compute == "fp64" else None,
         group=world.axis_group(plan.layout, ("replicate", "shard"), on_host=True),
     )
-    if evaluate:
-        return EvaluationLoader(dataset, options, rank)
-    split_batch(options.batch_size, dp=dp)
-    if isinstance(dataset, Corpus):
-        if not shuffle:
-            raise DataError(
-                "shuffle is False, but the order of a corpus follows from seed",
-                code="data.corpus-order",
-                fix="remove shuffle=; sw.dataloader reads the test split in order if evaluate=True",
-            )
-        return ShardedCorpusLoader(dataset, options, rank)
-    return ShardedLoader(dataset, options, rank)
+
+
+def _corpus_order_error() -> DataError:
+    return DataError(
+        "shuffle is False, but the order of a corpus follows from seed",
+        code="data.corpus-order",
+        fix="remove shuffle=; sw.dataloader reads the test split in order if evaluate=True",
+    )
 
 
 def autocast(plan: Plan) -> AbstractContextManager[Any]:

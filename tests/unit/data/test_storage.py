@@ -175,6 +175,7 @@ def test_a_chunk_downloads_its_blocks_only_and_once(web, files, tmp_path):
 
 
 def test_prefetched_chunks_are_read_from_the_cache(web, files):
+    web.ranges.clear()
     source = open_source(f"{web.url}/corpus")
     source.prefetch(range(source.num_chunks))
     deadline = time.monotonic() + 20

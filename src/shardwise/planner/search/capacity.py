@@ -77,7 +77,7 @@ def too_large(plan: Plan, memory: Memory, question: Question) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saving:
+class MemorySaving:
     """A change of a plan that lowers its peak."""
 
     text: str
@@ -90,7 +90,7 @@ class Saving:
         return f"{self.text} (-{format_gb(self.saved)})"
 
 
-def savings(plan: Plan, memory: Memory, question: Question) -> list[Saving]:
+def savings(plan: Plan, memory: Memory, question: Question) -> list[MemorySaving]:
     """Return the changes that would lower the peak of a plan, those that cost the least time first."""
     found = []
     for text, changed in _changes(plan, question):
@@ -98,7 +98,7 @@ def savings(plan: Plan, memory: Memory, question: Question) -> list[Saving]:
             continue
         needed = question.memory_of(changed)
         if memory.total - needed.total > LEAST_SAVING * memory.total:
-            found.append(Saving(text=text, plan=changed, memory=needed, saved=memory.total - needed.total))
+            found.append(MemorySaving(text=text, plan=changed, memory=needed, saved=memory.total - needed.total))
     return found
 
 
@@ -108,7 +108,7 @@ def way_to_fit(plan: Plan, memory: Memory, question: Question) -> str:
     enough = [way for way in ways if question.has_capacity(way.memory)]
     if enough:
         return f"{' or '.join(map(str, enough[:2]))} would be enough"
-    taken, left = list[Saving](), memory
+    taken, left = list[MemorySaving](), memory
     while ways and len(taken) < MOST_CHANGES and not question.has_capacity(left):
         taken.append(max(ways, key=lambda way: way.saved))
         left = taken[-1].memory
