@@ -33,13 +33,13 @@ from shardwise.planner.asked import (
 from shardwise.planner.cost.time import timeline
 from shardwise.planner.history import MachineHistory, corrected, corrected_candidate, read_history, with_memory_margin
 from shardwise.planner.next_step import Budget, budget_of, read_tokens, train_command
-from shardwise.planner.search.advice import Hint, best_size, cluster_option, hints, search_within, smallest_cluster
+from shardwise.planner.search.advice import Hint, best_size, cluster_option, hints, leave_idle, smallest_cluster
 from shardwise.planner.search.capacity import capacity_text
 from shardwise.planner.search.explain import asked_verdict, reason
 from shardwise.planner.search.page import draw, to_page
 from shardwise.planner.search.report import to_text
 from shardwise.planner.search.report_data import ReportContent, to_data
-from shardwise.planner.search.search import Rejected, anything_fits, choose_form
+from shardwise.planner.search.search import Rejected, anything_fits, choose_form, search
 from shardwise.planner.search.subject import job_subject, published_subject
 from shardwise.planner.settle import BATCH_KEYS, split_settings
 from shardwise.planner.spec import PlanSpec, check_length, check_options, of_plan_file
@@ -263,7 +263,7 @@ plan.__signature__ = signature_of(PlanSpec, PlanReport)  # type: ignore[attr-def
 def _searched(question: Question, max_gpus: int | None) -> tuple[Answer, list[Answer]]:
     """Return the result of the search, on the best number of devices if it is limited, and those of other numbers."""
     if max_gpus is None:
-        return search_within(question), []
+        return leave_idle(search(question)), []
     return best_size(question, max_gpus)
 
 

@@ -191,13 +191,13 @@ def _fewer(answer: Answer, few: Candidate, best: Candidate, what: str) -> Hint:
 # Numbers of devices: fewer if the batch divides over these only, the best up to a limit, the smallest that fits.
 
 
-def search_within(question: Question) -> Answer:
-    """Return the answer for all devices, or for fewer if the batch divides over these only and the result is better.
+def leave_idle(answer: Answer) -> Answer:
+    """Return the answer for fewer devices if the batch divides over these only and the result is better, or `answer`.
 
     Better is faster, or equal within model error without a split of the model; `Answer.num_idle` counts the others.
     """
-    answer = search(question)
-    size, best = question.cluster.num_devices, answer.best
+    question, best = answer.question, answer.best
+    size = question.cluster.num_devices
     if question.batch_size % size == 0:
         return answer
     per_node = question.cluster.node.num_devices
