@@ -23,7 +23,7 @@ PROGRAMS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-clien
 """Program -> the package of Debian that has it."""
 
 CONFIGURATION = """
-ClusterName=bed
+ClusterName=tests
 SlurmctldHost={controller.name}({controller.address})
 SlurmUser=root
 AuthType=auth/none
@@ -55,9 +55,9 @@ def why_not():
     """Say in one line why there can be no SLURM here; empty when there can."""
     missing = [package for program, package in PROGRAMS.items() if shutil.which(program) is None]
     if missing:
-        return f"SLURM's bed needs Debian's {' '.join(missing)}"
+        return f"tests of SLURM need Debian's {' '.join(missing)}"
     if not any(Path("/sys/fs/cgroup").iterdir()):
-        return "SLURM's bed needs something mounted on /sys/fs/cgroup"
+        return "tests of SLURM need something mounted on /sys/fs/cgroup"
     return namespaces.why_not()
 
 

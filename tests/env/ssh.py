@@ -47,7 +47,7 @@ Host *
 def why_not():
     """Say in one line why there can be no OpenSSH on hosts here; empty when there can."""
     missing = [package for program, package in PROGRAMS.items() if shutil.which(program) is None]
-    return f"the bed of ssh needs Debian's {missing[0]}" if missing else namespaces.why_not()
+    return f"tests over ssh need Debian's {missing[0]}" if missing else namespaces.why_not()
 
 
 @contextlib.contextmanager

@@ -7,11 +7,11 @@ from importlib import metadata
 
 import pytest
 
-from env import ssh as bed
+from env import ssh
 from env.nodes import wait_until
 
 pytestmark = [
-    pytest.mark.skipif(bool(bed.why_not()), reason=bed.why_not() or "never"),
+    pytest.mark.skipif(bool(ssh.why_not()), reason=ssh.why_not() or "never"),
     pytest.mark.timeout(180),
 ]
 DOCTOR = [sys.executable, "-m", "shardwise", "doctor", "net"]
@@ -41,14 +41,14 @@ def bad(found):
 
 
 def assert_nothing_left(folder, *hosts):
-    wait_until(lambda: not any(bed.left_on(host) for host in hosts), LEFT_S, lambda: str([*map(bed.left_on, hosts)]))
+    wait_until(lambda: not any(ssh.left_on(host) for host in hosts), LEFT_S, lambda: str([*map(ssh.left_on, hosts)]))
     for host in hosts:
         assert {port for _, port in host.listening()} == {22}
     assert list(folder.glob(".shardwise*")) == []
 
 
 def test_a_cut_pair_is_named_and_nothing_is_left(tmp_path):
-    with bed.servers(3, shared=tmp_path) as (a, b, c):
+    with ssh.servers(3, shared=tmp_path) as (a, b, c):
         b.run(["ip", "route", "add", "unreachable", c.address])
         c.run(["ip", "route", "add", "unreachable", b.address])
         code, said = examine(a, tmp_path, "--hosts", "host0,host1,host2")
@@ -65,7 +65,7 @@ def test_a_cut_pair_is_named_and_nothing_is_left(tmp_path):
 
 
 def test_a_delay_between_two_hosts_is_named_with_the_pair(tmp_path):
-    with bed.servers(2, shared=tmp_path) as (a, b):
+    with ssh.servers(2, shared=tmp_path) as (a, b):
         b.delay(10)
         code, found = examine(a, tmp_path, "--hosts", "host0,host1", "--json")
         slow = [one for one in bad(found) if one[2].startswith("host0 and host1: latency ")]
@@ -77,7 +77,7 @@ def test_a_delay_between_two_hosts_is_named_with_the_pair(tmp_path):
 
 @pytest.mark.prove
 def test_a_host_behind_a_delay_is_named_and_the_others_are_not(tmp_path):
-    with bed.servers(3, shared=tmp_path) as (a, _, c):
+    with ssh.servers(3, shared=tmp_path) as (a, _, c):
         c.delay(10)
         _, found = examine(a, tmp_path, "--hosts", "host0,host1,host2", "--json")
         latency = [fact for _, _, fact in bad(found) if "latency" in fact]
@@ -87,7 +87,7 @@ def test_a_host_behind_a_delay_is_named_and_the_others_are_not(tmp_path):
 
 @pytest.mark.prove
 def test_a_thin_link_is_named(tmp_path):
-    with bed.servers(3, shared=tmp_path) as (a, b, _):
+    with ssh.servers(3, shared=tmp_path) as (a, b, _):
         b.limit("20mbit")
         _, found = examine(a, tmp_path, "--hosts", "host0,host1,host2", "--json")
         assert any(fact.startswith("every link of host1: bandwidth ") for _, _, fact in bad(found)), found
@@ -95,8 +95,8 @@ def test_a_thin_link_is_named(tmp_path):
 
 @pytest.mark.prove
 def test_a_way_that_loses_large_packets_is_named(tmp_path):
-    with bed.servers(3, shared=tmp_path) as (a, _, c):
-        bed.namespaces._on(a.switch, "ip", "link", "set", c.port, "mtu", "1300")
+    with ssh.servers(3, shared=tmp_path) as (a, _, c):
+        ssh.namespaces._on(a.switch, "ip", "link", "set", c.port, "mtu", "1300")
         code, found = examine(a, tmp_path, "--hosts", "host0,host1,host2", "--json")
         assert code == 3
         facts = [fact for _, name, fact in bad(found) if name == "MTU"]
@@ -110,7 +110,7 @@ def test_names_versions_storage_logins_and_ports_that_are_wrong_are_named_at_onc
     described = metadata.distribution("shardwise")._path
     changed = (described / "METADATA").read_text().replace("\nVersion: ", "\nVersion: 9.", 1)
     (tmp_path / "METADATA").write_text(changed)
-    with bed.servers(4, shared=tmp_path) as (a, b, c, d):
+    with ssh.servers(4, shared=tmp_path) as (a, b, c, d):
         b.run(["sh", "-c", f"mount --bind {tmp_path}/METADATA {described}/METADATA"])
         b.run(["sh", "-c", "printf '127.0.1.1 host1\\n10.77.0.1 host0\\n10.77.0.3 host2\\n' > /etc/hosts"])
         for host in (a, b, c):
@@ -132,7 +132,7 @@ def test_names_versions_storage_logins_and_ports_that_are_wrong_are_named_at_onc
 @pytest.mark.prove
 def test_the_launch_line_works(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    with bed.servers(3, shared=tmp_path) as (a, b, c):
+    with ssh.servers(3, shared=tmp_path) as (a, b, c):
         code, found = examine(a, tmp_path, "--hosts", "host1,host2", "--json")
         assert code == 0, found
         line = json.loads(found)["launch"][0].removeprefix("shardwise ")
@@ -145,7 +145,7 @@ def test_the_launch_line_works(tmp_path):
 @pytest.mark.prove
 @pytest.mark.parametrize("signal", [2, 9, 15])
 def test_nothing_is_left_when_the_doctor_is_ended(tmp_path, signal):
-    with bed.servers(3, shared=tmp_path) as (a, b, c):
+    with ssh.servers(3, shared=tmp_path) as (a, b, c):
         b.run(["ip", "route", "add", "blackhole", c.address])  # so that it takes long enough to be caught
         guest = a.popen([*DOCTOR, "--hosts", "host0,host1,host2"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
         while "connecting from every host" not in (line := guest.outer.stderr.readline()):
@@ -157,7 +157,7 @@ def test_nothing_is_left_when_the_doctor_is_ended(tmp_path, signal):
 
 @pytest.mark.prove
 def test_nothing_is_left_when_a_link_is_cut_meanwhile(tmp_path):
-    with bed.servers(3, shared=tmp_path) as (a, b, c):
+    with ssh.servers(3, shared=tmp_path) as (a, b, c):
         b.run(["ip", "route", "add", "blackhole", c.address])
         guest = a.popen([*DOCTOR, "--hosts", "host0,host1,host2"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
         while "connecting from every host" not in (line := guest.outer.stderr.readline()):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from env import ssh as bed
+from env import ssh
 from refusals import assert_refused
 
 pytestmark = [
-    pytest.mark.skipif(bool(bed.why_not()), reason=bed.why_not() or "never"),
+    pytest.mark.skipif(bool(ssh.why_not()), reason=ssh.why_not() or "never"),
     pytest.mark.timeout(180),
 ]
 
@@ -68,7 +68,7 @@ def start(host, words, folder, count):
 def wait_until_empty(*hosts):
     """Return the seconds until nothing but the ssh server runs on the hosts."""
     start_at = time.monotonic()
-    while left := [words for host in hosts for words in bed.left_on(host)]:
+    while left := [words for host in hosts for words in ssh.left_on(host)]:
         assert time.monotonic() < start_at + NOTICED_S, left
         time.sleep(0.05)
     return time.monotonic() - start_at
@@ -77,7 +77,7 @@ def wait_until_empty(*hosts):
 @pytest.mark.slow
 def test_two_hosts_from_one_command_run_a_ddp_job(folder):
     (folder / "hosts").write_text("# the machines\nhost0\n\nroot@host1 slots=2  # two ranks\n")
-    with bed.servers(2, shared=folder) as (a, b):
+    with ssh.servers(2, shared=folder) as (a, b):
         done = run(a, ["--hosts", "hosts", "ddp.py"], folder)
         assert done.returncode == 0, done.stderr
         places = ["host0", "host1", "host1"]
@@ -88,7 +88,7 @@ def test_two_hosts_from_one_command_run_a_ddp_job(folder):
 
 @pytest.mark.prove
 def test_a_failing_rank_ends_all_hosts_with_its_exit_code_in_the_report(folder):
-    with bed.servers(3, shared=folder) as (launcher, a, b):
+    with ssh.servers(3, shared=folder) as (launcher, a, b):
         done = run(launcher, ["--hosts", "host1,host2", "fail.py"], folder)
         assert done.returncode == 1
         assert "exit code 7" in done.stderr
@@ -97,7 +97,7 @@ def test_a_failing_rank_ends_all_hosts_with_its_exit_code_in_the_report(folder):
 
 @pytest.mark.prove
 def test_a_stop_request_reaches_ranks_on_all_hosts_and_75_comes_back(folder):
-    with bed.servers(2, shared=folder) as (a, b):
+    with ssh.servers(2, shared=folder) as (a, b):
         guest = start(a, ["--hosts", "host0,host1", "save.py"], folder, 2)
         guest.send_signal(15)
         heard = guest.outer.stdout.read()
@@ -107,7 +107,7 @@ def test_a_stop_request_reaches_ranks_on_all_hosts_and_75_comes_back(folder):
 
 @pytest.mark.slow
 def test_nothing_is_left_when_the_launcher_is_killed(folder):
-    with bed.servers(2, shared=folder) as (a, b):
+    with ssh.servers(2, shared=folder) as (a, b):
         guest = start(a, ["--hosts", "host0,host1", "sleep.py"], folder, 2)
         guest.send_signal(9)
         wait_until_empty(a, b)
@@ -115,7 +115,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(folder):
 
 @pytest.mark.prove
 def test_nothing_is_left_when_the_link_to_a_host_is_cut(folder):
-    with bed.servers(2, shared=folder) as (a, b):
+    with ssh.servers(2, shared=folder) as (a, b):
         guest = start(a, ["--hosts", "host0,host1", "sleep.py"], folder, 2)
         b.cut()
         wait_until_empty(a, b)
@@ -124,7 +124,7 @@ def test_nothing_is_left_when_the_link_to_a_host_is_cut(folder):
 
 @pytest.mark.prove
 def test_nothing_is_left_when_a_launcher_that_is_no_node_is_cut_off(folder):
-    with bed.servers(3, shared=folder) as (launcher, a, b):
+    with ssh.servers(3, shared=folder) as (launcher, a, b):
         guest = start(launcher, ["--hosts", "host1,host2", "sleep.py"], folder, 2)
         launcher.cut()
         wait_until_empty(launcher, a, b)
@@ -133,7 +133,7 @@ def test_nothing_is_left_when_a_launcher_that_is_no_node_is_cut_off(folder):
 
 @pytest.mark.prove
 def test_nothing_is_left_when_a_host_powers_off(folder):
-    with bed.servers(3, shared=folder) as (launcher, a, b):
+    with ssh.servers(3, shared=folder) as (launcher, a, b):
         guest = start(launcher, ["--hosts", "host1,host2", "sleep.py"], folder, 2)
         b.power_off()
         wait_until_empty(launcher, a)
@@ -142,7 +142,7 @@ def test_nothing_is_left_when_a_host_powers_off(folder):
 
 @pytest.mark.prove
 def test_nothing_is_left_when_the_guard_or_the_ssh_client_is_killed(folder):
-    with bed.servers(2, shared=folder) as (a, b):
+    with ssh.servers(2, shared=folder) as (a, b):
         for host, program in ((b, "launcher.ssh.remote"), (a, "ssh -T")):
             guest = start(a, ["--hosts", "host0,host1", "sleep.py"], folder, 2)
             victim = next(pid for pid, words in host.processes().items() if program in words)
@@ -195,7 +195,7 @@ def broken(tmp_path_factory):
     described = Path(metadata.distribution("shardwise")._path)
     (folder / "METADATA").write_text(re.sub(r"\nVersion: .*", "\nVersion: 0.0.1", (described / "METADATA").read_text()))
     (folder / "empty").mkdir()
-    with bed.servers(3, shared=folder) as hosts:
+    with ssh.servers(3, shared=folder) as hosts:
         names = "10.77.0.1 alias closed\n10.77.0.3 unknown\n"
         hosts[0].run(["sh", "-c", f"printf '{names}' >> /etc/hosts; touch /tmp/own.py; mkdir /tmp/only_here"])
         hosts[0].run(["sh", "-c", "printf 'Host closed\\n  Port 23\\n' >> /etc/ssh/ssh_config"])

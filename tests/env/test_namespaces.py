@@ -1,4 +1,4 @@
-"""The bed itself: hosts see each other, not the outside; faults do what they say; nothing is left."""
+"""Hosts in namespaces see each other, not the outside; faults do what they say; nothing is left."""
 
 import socket
 import subprocess
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from env import namespaces as bed
+from env import namespaces
 
-pytestmark = pytest.mark.skipif(bool(bed.why_not()), reason=bed.why_not() or "never")
+pytestmark = pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not() or "never")
 
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=float(sys.argv[3]))"
 ANSWER = """
@@ -53,7 +53,7 @@ def seconds(host, other, size):
 
 
 def test_hosts_see_each_other_by_name_and_not_the_outside(tmp_path):
-    with bed.hosts(2, shared=tmp_path) as (a, b), socket.create_server(("0.0.0.0", 0)) as outside:
+    with namespaces.hosts(2, shared=tmp_path) as (a, b), socket.create_server(("0.0.0.0", 0)) as outside:
         answering(b)
         assert reaches(a, "host1", 7000)
         assert not reaches(a, "127.0.0.1", outside.getsockname()[1], 1)
@@ -64,7 +64,7 @@ def test_hosts_see_each_other_by_name_and_not_the_outside(tmp_path):
 
 
 def test_faults_do_what_they_say(tmp_path):
-    with bed.hosts(3) as (a, b, c):
+    with namespaces.hosts(3) as (a, b, c):
         guest = answering(b)
         b.cut()
         assert not reaches(a, b.address, 7000, 1)
@@ -80,11 +80,11 @@ def test_faults_do_what_they_say(tmp_path):
 
 
 def test_bandwidth_and_delay_are_what_was_asked_for():
-    with bed.hosts(2) as (a, b):
+    with namespaces.hosts(2) as (a, b):
         b.delay(20)
         answering(b)
         assert 0.04 <= seconds(a, b, 1) < 1
-    with bed.hosts(2) as (a, b):
+    with namespaces.hosts(2) as (a, b):
         b.limit("100mbit")
         answering(b)
         assert 0.3 < seconds(a, b, 5_000_000) < 4  # 0.4 s; an unlimited link 0.01 s

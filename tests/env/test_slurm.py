@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from env import slurm as bed
+from env import slurm
 
 pytestmark = [
-    pytest.mark.skipif(bool(bed.why_not()), reason=bed.why_not() or "never"),
+    pytest.mark.skipif(bool(slurm.why_not()), reason=slurm.why_not() or "never"),
     pytest.mark.timeout(240),
 ]
 
@@ -69,7 +69,7 @@ job = sw.Job(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with bed.cluster(2, shared=tmp_path_factory.mktemp("slurm"), gpus=4) as made:
+    with slurm.cluster(2, shared=tmp_path_factory.mktemp("slurm"), gpus=4) as made:
         yield made
 
 
@@ -202,7 +202,7 @@ def test_training_is_requeued_also_when_the_signal_comes_before_its_first_step(c
 @pytest.mark.prove
 def test_elastic_job_outlives_a_node(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
-    with bed.cluster(2, shared=tmp_path) as cluster:
+    with slurm.cluster(2, shared=tmp_path) as cluster:
         words = ["train", "job.py", "--slurm", "time=5", "--nnodes=1:2", "--nproc=1", "--save-every=2"]
         job, run = submit(cluster, tmp_path, *words)
         until((run / "checkpoints" / "latest").exists)  # one is published
