@@ -66,7 +66,7 @@ class Layout:
     @property
     def folded(self) -> Layout:
         """This layout with cp folded into shard, for parameters, gradients and optimizer states."""
-        return replace(self, shard=self.shard * self.cp, cp=1)
+        return self if self.cp == 1 else replace(self, shard=self.shard * self.cp, cp=1)
 
     def coordinate(self, rank: int) -> Coordinate:
         """Return the coordinate of `rank`."""

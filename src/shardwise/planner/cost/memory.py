@@ -192,11 +192,14 @@ def _backward(
     # Of equal blocks, the last one runs with the most saved activations, the first one with the most gradients. The
     # blocks next to these two have a neighbour on either side, whose gathers and reductions are in flight.
     for position in {share.number, max(1, share.number - 1), min(2, share.number), 1}:
+        at_position = {
+            **rest,
+            "activations": below + own.saved[index] * (position - 1),
+            "casts": _casts_backward(own, index, position),
+        }
         for moment in moments:
-            now = dict(rest)
-            now["activations"] = below + own.saved[index] * (position - 1)
+            now = dict(at_position)
             _add(now, _activation_name(share.part), own.amount(moment.resident))
-            now["casts"] = _casts_backward(own, index, position)
             if own.sharded:
                 _add_sharded(own, now, index, position, moment)
             elif own.uses_buckets:
