@@ -243,7 +243,7 @@ class _SourceRows:
                 self._group = group
                 break
             num_tried += 1
-            if num_tried > self._num_groups:
+            if num_tried == 2 * self._num_groups:  # its only document may be early in this epoch and late in the next
                 raise DataError(
                     f"source {self.name} has no document with at least two tokens",
                     code="data.source-empty",

@@ -16,7 +16,7 @@ from shardwise.data.corpus import Corpus, MixtureStage
 from shardwise.data.documents import Documents
 from shardwise.data.mixture import make_mixture
 from shardwise.data.row_groups import make_group
-from shardwise.data.row_reads import BatchMemory, RowRequest, read_packed, read_windows
+from shardwise.data.row_reads import BatchMemory, RowRequest, find_unknown_id, read_packed, read_windows
 from shardwise.data.sources.iterables import ShardedIterable
 from shardwise.data.sources.open import check_documents, open_source
 from shardwise.data.sources.source import outside_vocabulary, vocabulary_too_large
@@ -65,10 +65,9 @@ class TokenRows(Dataset[tuple[Tensor, ...]]):
         if size is not None:
             return
         for row in range(len(self)):
-            inputs, *_, targets = self[row]
-            highest = max(int(inputs.max()), int(targets.max()))
-            if highest >= vocab_size:
-                raise outside_vocabulary(_TEST, highest, vocab_size)
+            unknown = find_unknown_id([field[None] for field in self[row]], vocab_size)
+            if unknown is not None:
+                raise outside_vocabulary(_TEST, unknown[1], vocab_size)
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         if not 0 <= index < len(self):

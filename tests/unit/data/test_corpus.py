@@ -109,6 +109,16 @@ def test_every_token_but_the_first_of_a_group_is_a_target_once_per_epoch():
     assert sorted(epochs[0]) != sorted(epochs[1])  # the order of documents differs, and with it the windows
 
 
+@pytest.mark.parametrize("packed", [(), ("web",)])
+def test_source_with_one_document_among_empty_chunks_has_it_in_every_epoch(packed):
+    source = ListedSource("web", num_chunks=8, longest=1)
+    source._lengths[5], source._firsts[6:], source.num_tokens = np.array([9]), 9, 9
+    corpus = corpus_of(source, chunks_per_group=1, packed=packed)
+    rows = CorpusRows(corpus, seed=0)
+    read = [read_row(corpus, row)[0][:9] for row in take(rows, corpus, 40)]  # up to 14 empty groups between two rows
+    assert (np.array(read) == np.arange(9)).all()
+
+
 def test_target_is_the_next_token_and_padding_is_ignored():
     corpus = corpus_of(ListedSource("web", num_chunks=1, longest=9), length=64)
     tokens, targets = read_row(corpus, *take(CorpusRows(corpus, seed=0), corpus, 1))
