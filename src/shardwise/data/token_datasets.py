@@ -143,6 +143,8 @@ def tokens(
             fix="pass length=1 or more",
         )
     given = dict(train) if isinstance(train, Mapping) else {_ONLY: train}
+    if isinstance(packed, str):
+        packed = (packed,)  # else its letters would be the names
     chosen = frozenset(given if packed is True else packed or ())
     for name in chosen - set(given):
         raise _unknown_source("packed", name, given)
@@ -164,8 +166,16 @@ def tokens(
 
 def _stages(given: Proportions | Mapping[int, Proportions], names: Collection[str]) -> tuple[MixtureStage, ...]:
     """Return the stages of a curriculum, or the only stage of constant proportions."""
-    is_curriculum = all(isinstance(key, int) for key in given) and bool(given)
-    by_step: Mapping[Any, Any] = given if is_curriculum else {0: given}
+    by_step: Mapping[Any, Any] = {0: given}
+    if isinstance(given, Mapping) and given and all(type(key) is int for key in given):
+        by_step = given
+    for proportions in by_step.values():
+        if not isinstance(proportions, Mapping) or not all(isinstance(name, str) for name in proportions):
+            raise DataError(
+                f"proportions must map names of sources to numbers, got {proportions!r}",
+                code="data.proportions-invalid",
+                fix='pass {"web": 3, "code": 1}, or stages by their first step, {0: {"web": 1}, 100: {"code": 1}}',
+            )
     if min(by_step) != 0:
         raise DataError(
             f"the first stage of proportions starts at step {min(by_step)}, not at step 0",

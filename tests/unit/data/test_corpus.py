@@ -618,13 +618,21 @@ def test_documents_longer_than_a_row_are_split_unless_that_is_refused(tmp_path):
 def test_invalid_token_datasets_are_refused(tmp_path):
     with refuses("data.window-length-invalid", 0):
         sw.datasets.tokens(tmp_path, length=0)
-    for changes in ({"proportions": {"wbe": 1}}, {"proportions": {0: {"wbe": 1}}}, {"packed": ["wbe"]}):
+    for changes in (
+        {"proportions": {"wbe": 1}},
+        {"proportions": {0: {"wbe": 1}}},
+        {"packed": ["wbe"]},
+        {"packed": "wbe"},
+    ):
         with refuses("data.source-unknown", "wbe", "web"):
             sw.datasets.tokens({"web": tmp_path}, length=8, **changes)
     with refuses("data.curriculum-start", 5):
         sw.datasets.tokens({"web": tmp_path}, length=8, proportions={5: {"web": 1}})
     with refuses("data.proportions-zero"):
         sw.datasets.tokens({"web": tmp_path}, length=8, proportions={"web": 0})
+    for proportions in ([1], {0: 1}, {0: {"web": 1}, "web": 1}, {False: {"web": 1}}, {0: {1: 1}}):
+        with refuses("data.proportions-invalid"):
+            sw.datasets.tokens({"web": tmp_path}, length=8, proportions=proportions)
 
 
 # Kills and changes of the number of ranks, simulated with the loaders of all ranks.
