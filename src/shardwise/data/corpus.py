@@ -176,7 +176,7 @@ def check_form(saved: CorpusForm, now: CorpusForm) -> None:
         before, after = getattr(saved, name), getattr(now, name)
         if before != after:
             raise DataError(
-                f"{name} of the corpus was {before} in the checkpoint and is {after} now",
+                f"the corpus has {name} {after}, but that of the checkpoint has {before}",
                 code="data.corpus-changed",
                 fix="resume with the corpus of the run, or start a new run from these weights",
             )
