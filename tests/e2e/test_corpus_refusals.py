@@ -73,7 +73,7 @@ def other_test(tokens):
     """Return a change that evaluates on a file of token ids of a larger vocabulary."""
 
     def change(folder):
-        np.save(folder / "test.npy", np.array(tokens, np.uint16))
+        np.save(folder / "test.npy", np.array(tokens, np.int32))
         replaced('"corpus"}, length=32, packed=True', '"corpus"}, length=32, test="test.npy"')(folder)
 
     return change
@@ -101,6 +101,7 @@ BAD = {
     "small vocabulary": (replaced("257", "256"), "data.vocabulary-too-large", ["web", 257, 256]),
     "small embedding": (own_model, "data.vocabulary-too-large", ["web", 257, 256]),
     "test ids": (other_test([*range(64), 300]), "data.token-outside-vocabulary", ["test", 300, 257]),
+    "negative test ids": (other_test([*range(64), -1]), "data.token-outside-vocabulary", ["test", -1]),
     "empty test": (other_test([]), "data.no-tokens", ["test.npy"]),
     "short test": (other_test([5]), "data.source-empty", ["test", 32]),
     "no documents": (no_documents, "data.packed-without-documents", ["web", "end_id"]),

@@ -89,12 +89,14 @@ class Uploader:
             return self._condition.wait_for(lambda: self._current is None, timeout_s)
 
     def _run(self) -> None:
-        while self._current is not None:
-            report = self._upload(self._current)
+        path = self._current
+        while path is not None:
+            report = self._upload(path)
             with self._condition:
                 self._reports.append(report)
                 self._last = report
                 self._current, self._next = self._next, None
+                path = self._current  # read under the lock: after it, `submit` may start another thread
                 self._condition.notify_all()
 
     def _upload(self, path: Path) -> UploadReport:

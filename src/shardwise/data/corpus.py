@@ -176,7 +176,7 @@ def check_form(saved: CorpusForm, now: CorpusForm) -> None:
         before, after = getattr(saved, name), getattr(now, name)
         if before != after:
             raise DataError(
-                f"{name} of the corpus was {before} in the checkpoint and is {after} now",
+                f"the corpus has {name} {after}, but that of the checkpoint has {before}",
                 code="data.corpus-changed",
                 fix="resume with the corpus of the run, or start a new run from these weights",
             )
@@ -243,7 +243,7 @@ class _SourceRows:
                 self._group = group
                 break
             num_tried += 1
-            if num_tried > self._num_groups:
+            if num_tried == 2 * self._num_groups:  # its only document may be early in this epoch and late in the next
                 raise DataError(
                     f"source {self.name} has no document with at least two tokens",
                     code="data.source-empty",

@@ -8,14 +8,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import torch
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise.data.corpus import Corpus, CorpusPosition, CorpusRows, check_form
 from shardwise.data.cursor import Cursor, Slices
 from shardwise.data.feed import LoadedStep
 from shardwise.data.loaders import raise_errors, read_in_worker, worker_generator
-from shardwise.data.row_reads import BatchMemory
+from shardwise.data.row_reads import BatchMemory, find_unknown_id
 from shardwise.data.sources.source import outside_vocabulary, vocabulary_too_large
 from shardwise.errors import DataError
 
@@ -143,17 +142,12 @@ class _RowReads(Dataset[Any]):
     def read(self, request: RowRequest, memory: BatchMemory) -> Batch:
         """Return the fields of these rows; raises DataError if a token id is outside the model's vocabulary."""
         fields = self._corpus.read(request, memory)
-        if self.vocab_size is not None:
-            inputs, targets = fields[0], fields[-1]
-            # Only the last target of a row is not one of its inputs.
-            if max(int(inputs.max()), int(targets[:, -1].max())) >= self.vocab_size:
-                raise self._outside(request, torch.maximum(inputs, targets).amax(dim=1), self.vocab_size)
+        unknown = None if self.vocab_size is None else find_unknown_id(fields, self.vocab_size)
+        if unknown is not None and self.vocab_size is not None:
+            row, token_id = unknown
+            name = list(self._corpus.sources)[int(request.sources[row])]
+            raise outside_vocabulary(name, token_id, self.vocab_size)
         return fields
-
-    def _outside(self, request: RowRequest, highest: Tensor, vocab_size: int) -> DataError:
-        row = int(highest.argmax())
-        name = list(self._corpus.sources)[int(request.sources[row])]
-        return outside_vocabulary(name, int(highest[row]), vocab_size)
 
 
 class _InProcessReads:

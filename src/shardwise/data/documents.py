@@ -169,6 +169,13 @@ def _check_shards(name: str, dataset: Any) -> None:
                 code="data.iterable-shuffled",
                 fix="pass the dataset before shuffle(): the corpus shuffles documents",
             )
+        if getattr(part, "split_when_sharding", False) and dataset.num_shards > 1:
+            raise DataError(
+                f"source {name} takes or skips a number of rows of {dataset.num_shards} shards, which would be divided"
+                " among the starts of all shards",
+                code="data.iterable-limited",
+                fix="divide the data by files, or select rows of a Dataset before to_iterable_dataset()",
+            )
         strategy = getattr(part, "stopping_strategy", _EVERY_ROW_ONCE)
         if strategy != _EVERY_ROW_ONCE:
             raise DataError(

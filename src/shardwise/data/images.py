@@ -130,6 +130,12 @@ def make_decoder(size: int, channels: int, mean: PerChannel, std: PerChannel, *,
             code="data.image-channels-invalid",
             fix="pass channels=3",
         )
+    if not isinstance(augment, bool) and not callable(augment):
+        raise DataError(
+            f"augment must be True, False or a function of a PIL image, got {augment!r}",
+            code="data.augment-invalid",
+            fix="pass augment=True",
+        )
     means, stds = _per_channel("mean", mean, _MEAN, channels), _per_channel("std", std, _STD, channels)
     if not bool((stds > 0).all()):
         raise DataError(

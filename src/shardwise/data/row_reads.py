@@ -130,6 +130,22 @@ def read_packed(
     return tensors
 
 
+def find_unknown_id(fields: Sequence[Tensor], vocab_size: int) -> tuple[int, int] | None:
+    """Return the row and the value of a token id that is not in [0, `vocab_size`); None if there is none.
+
+    Files of signed integers have negative ids if those of the tokenizer exceeded their type.
+    """
+    inputs, last = fields[0], fields[-1][:, -1:]  # of the targets of a row, only the last is not one of its inputs
+    last = last.where(last != IGNORE, 0)
+    lowest = min(int(inputs.min()), int(last.min()))
+    highest = max(int(inputs.max()), int(last.max()))
+    if lowest >= 0 and highest < vocab_size:
+        return None
+    found = lowest if lowest < 0 else highest
+    has_it = (torch.cat((inputs, last), dim=1) == found).any(dim=1)
+    return int(has_it.int().argmax()), found
+
+
 def _gather(
     request: RowRequest, sources: Sequence[TokenSource], sizes: Integers, length: int
 ) -> npt.NDArray[np.integer[Any]]:

@@ -16,7 +16,7 @@ from shardwise.data.corpus import Corpus, MixtureStage
 from shardwise.data.documents import Documents
 from shardwise.data.mixture import make_mixture
 from shardwise.data.row_groups import make_group
-from shardwise.data.row_reads import BatchMemory, RowRequest, read_packed, read_windows
+from shardwise.data.row_reads import BatchMemory, RowRequest, find_unknown_id, read_packed, read_windows
 from shardwise.data.sources.iterables import ShardedIterable
 from shardwise.data.sources.open import check_documents, open_source
 from shardwise.data.sources.source import outside_vocabulary, vocabulary_too_large
@@ -65,10 +65,9 @@ class TokenRows(Dataset[tuple[Tensor, ...]]):
         if size is not None:
             return
         for row in range(len(self)):
-            inputs, *_, targets = self[row]
-            highest = max(int(inputs.max()), int(targets.max()))
-            if highest >= vocab_size:
-                raise outside_vocabulary(_TEST, highest, vocab_size)
+            unknown = find_unknown_id([field[None] for field in self[row]], vocab_size)
+            if unknown is not None:
+                raise outside_vocabulary(_TEST, unknown[1], vocab_size)
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         if not 0 <= index < len(self):
@@ -144,6 +143,8 @@ def tokens(
             fix="pass length=1 or more",
         )
     given = dict(train) if isinstance(train, Mapping) else {_ONLY: train}
+    if isinstance(packed, str):
+        packed = (packed,)  # else its letters would be the names
     chosen = frozenset(given if packed is True else packed or ())
     for name in chosen - set(given):
         raise _unknown_source("packed", name, given)
@@ -165,8 +166,16 @@ def tokens(
 
 def _stages(given: Proportions | Mapping[int, Proportions], names: Collection[str]) -> tuple[MixtureStage, ...]:
     """Return the stages of a curriculum, or the only stage of constant proportions."""
-    is_curriculum = all(isinstance(key, int) for key in given) and bool(given)
-    by_step: Mapping[Any, Any] = given if is_curriculum else {0: given}
+    by_step: Mapping[Any, Any] = {0: given}
+    if isinstance(given, Mapping) and given and all(type(key) is int for key in given):
+        by_step = given
+    for proportions in by_step.values():
+        if not isinstance(proportions, Mapping) or not all(isinstance(name, str) for name in proportions):
+            raise DataError(
+                f"proportions must map names of sources to numbers, got {proportions!r}",
+                code="data.proportions-invalid",
+                fix='pass {"web": 3, "code": 1}, or stages by their first step, {0: {"web": 1}, 100: {"code": 1}}',
+            )
     if min(by_step) != 0:
         raise DataError(
             f"the first stage of proportions starts at step {min(by_step)}, not at step 0",

@@ -73,6 +73,12 @@ def load_tokenizer(
     usual ones that the tokenizer has.
     """
     if path is None:
+        if end_token is not None:
+            raise DataError(
+                f"the end token is {end_token!r}, but the tokenizer bytes ends documents with id {_END_OF_TEXT}",
+                code="data.end-token-of-bytes",
+                fix="omit the end token, or pass the path of a tokenizer.json",
+            )
         return ByteTokenizer()
     try:
         content = read_file(path)

@@ -162,6 +162,32 @@ def test_the_newest_checkpoint_waits_and_the_others_are_skipped(local, remote, m
     assert remote.newest_first() == [name(6), name(2)]
 
 
+def test_a_checkpoint_submitted_when_the_thread_ends_is_uploaded_once(local, remote, monkeypatch):
+    uploader, published = Uploader(remote, Keep()), []
+
+    class SubmitsLater(threading.Condition):
+        """Submits the next checkpoint when the thread of the first has found that none waits."""
+
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            if threading.current_thread().name == "upload" and uploader._current is None:
+                monkeypatch.setattr(uploader, "_condition", threading.Condition())
+                uploader.submit(local / name(4))
+
+    def publish(_remote, checkpoint, _files, _manifest):
+        published.append(checkpoint)
+        time.sleep(0.05)  # a second thread would begin in this time
+        return 0
+
+    monkeypatch.setattr(RemoteCheckpoints, "publish", publish)
+    monkeypatch.setattr(uploader, "_condition", SubmitsLater())
+    uploader.submit(local / name(2))
+    deadline = time.monotonic() + 30
+    while (uploader.last is None or uploader.last.name != name(4)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert published == [name(2), name(4)]
+
+
 def test_a_checkpoint_that_is_uploaded_is_not_pruned(tmp_path):
     write(tmp_path, 1, 2, 3)
     directory = CheckpointDirectory(tmp_path)

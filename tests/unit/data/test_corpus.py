@@ -109,6 +109,16 @@ def test_every_token_but_the_first_of_a_group_is_a_target_once_per_epoch():
     assert sorted(epochs[0]) != sorted(epochs[1])  # the order of documents differs, and with it the windows
 
 
+@pytest.mark.parametrize("packed", [(), ("web",)])
+def test_source_with_one_document_among_empty_chunks_has_it_in_every_epoch(packed):
+    source = ListedSource("web", num_chunks=8, longest=1)
+    source._lengths[5], source._firsts[6:], source.num_tokens = np.array([9]), 9, 9
+    corpus = corpus_of(source, chunks_per_group=1, packed=packed)
+    rows = CorpusRows(corpus, seed=0)
+    read = [read_row(corpus, row)[0][:9] for row in take(rows, corpus, 40)]  # up to 14 empty groups between two rows
+    assert (np.array(read) == np.arange(9)).all()
+
+
 def test_target_is_the_next_token_and_padding_is_ignored():
     corpus = corpus_of(ListedSource("web", num_chunks=1, longest=9), length=64)
     tokens, targets = read_row(corpus, *take(CorpusRows(corpus, seed=0), corpus, 1))
@@ -608,13 +618,21 @@ def test_documents_longer_than_a_row_are_split_unless_that_is_refused(tmp_path):
 def test_invalid_token_datasets_are_refused(tmp_path):
     with refuses("data.window-length-invalid", 0):
         sw.datasets.tokens(tmp_path, length=0)
-    for changes in ({"proportions": {"wbe": 1}}, {"proportions": {0: {"wbe": 1}}}, {"packed": ["wbe"]}):
+    for changes in (
+        {"proportions": {"wbe": 1}},
+        {"proportions": {0: {"wbe": 1}}},
+        {"packed": ["wbe"]},
+        {"packed": "wbe"},
+    ):
         with refuses("data.source-unknown", "wbe", "web"):
             sw.datasets.tokens({"web": tmp_path}, length=8, **changes)
     with refuses("data.curriculum-start", 5):
         sw.datasets.tokens({"web": tmp_path}, length=8, proportions={5: {"web": 1}})
     with refuses("data.proportions-zero"):
         sw.datasets.tokens({"web": tmp_path}, length=8, proportions={"web": 0})
+    for proportions in ([1], {0: 1}, {0: {"web": 1}, "web": 1}, {False: {"web": 1}}, {0: {1: 1}}):
+        with refuses("data.proportions-invalid"):
+            sw.datasets.tokens({"web": tmp_path}, length=8, proportions=proportions)
 
 
 # Kills and changes of the number of ranks, simulated with the loaders of all ranks.

@@ -151,6 +151,17 @@ def test_interleaved_datasets_are_refused_unless_every_row_is_read_once():
         assert len(texts_of(sw.datasets.documents(stream).open("web"))) == 239
 
 
+def test_rows_taken_or_skipped_of_several_shards_are_refused():
+    """A shard takes its part of the number from its own start: take(2) of four shards has rows of two shards."""
+    rows = datasets.Dataset.from_dict({"text": TEXTS[:120]})
+    stream = rows.to_iterable_dataset(num_shards=4)
+    for part in (stream.take(2), stream.skip(2).map(dict)):
+        with refuses("data.iterable-limited", "web", 4):
+            sw.datasets.documents(part).open("web")
+    one = rows.to_iterable_dataset().skip(2)
+    assert texts_of(sw.datasets.documents(one).open("web")) == TEXTS[2:120]
+
+
 def test_bad_documents_are_refused(tmp_path):
     make, rows = sw.datasets.documents, datasets.Dataset.from_list(ROWS)
     with refuses("data.text-field-missing", "texts", "did you mean 'text'?"):

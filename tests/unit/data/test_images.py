@@ -142,6 +142,8 @@ def test_invalid_arguments_are_refused_at_once():
         sw.datasets.images("a", mean=(0.5, 0.5))
     with refuses("data.std-invalid", 0):
         sw.datasets.images("a", std=0)
+    with refuses("data.augment-invalid", "yes"):
+        sw.datasets.images("a", augment="yes")
     with refuses("data.image-folder-remote", "s3://bucket/images", "webdataset"):
         sw.datasets.images("s3://bucket/images")
 

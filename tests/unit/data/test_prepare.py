@@ -426,6 +426,12 @@ BAD = {
         "data.tokenizer-invalid",
         ["t.json"],
     ),
+    "end token of bytes": (
+        lambda f: lines(f / "a.jsonl", GOOD),
+        ["a.jsonl", "--end-token", "x"],
+        "data.end-token-of-bytes",
+        ["x", 256],
+    ),
     "no end token": (without_end_token, ["a.jsonl", "--tokenizer", "t.json"], "data.end-token-missing", ["t.json"]),
     "unknown end token": (
         without_end_token,

@@ -240,6 +240,9 @@ def test_ids_outside_the_vocabulary_of_the_model_are_refused(tmp_path):
     np.save(tmp_path / "tokens.npy", np.arange(61))
     with refuses("data.token-outside-vocabulary", "web", 60, 50):
         trained_on(tmp_path / "tokens.npy")
+    np.save(tmp_path / "signed.npy", np.array([1, 2, -100] * 3, np.int16))  # 65,436, of which NumPy made an int16
+    with refuses("data.token-outside-vocabulary", "web", -100):
+        trained_on(tmp_path / "signed.npy")
     trained_on(ShardedIterable("web", lambda _: [range(50)], 2, vocab_size=50))
 
 

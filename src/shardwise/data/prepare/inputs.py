@@ -318,7 +318,9 @@ def _lines_before(path: Location, piece: InputPiece) -> int:
 
 def _field_missing(place: str, text_field: str) -> DataError:
     return DataError(
-        f"{place} has no field {text_field!r}", code="data.text-field-missing", fix="pass its name with --text-field"
+        f"{place} has no field {text_field!r}",
+        code="data.text-field-missing",
+        fix="pass its name as text_field (--text-field)",
     )
 
 
@@ -375,6 +377,6 @@ def _column_texts(column: Any, path: Location, text_field: str) -> list[str]:
         raise DataError(
             f"column {text_field!r} of {path} contains {column.type}, not text",
             code="data.text-field-invalid",
-            fix="pass the name of a column of strings with --text-field",
+            fix="pass the name of a column of strings as text_field (--text-field)",
         )
     return texts

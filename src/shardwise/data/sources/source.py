@@ -289,8 +289,11 @@ def vocabulary_too_large(name: str, size: int, vocab_size: int) -> DataError:
 
 def outside_vocabulary(name: str, token_id: int, vocab_size: int) -> DataError:
     """Return the error for a token id that the model does not have."""
+    fix = f"set the vocabulary size of the model to {token_id + 1} or more, or use its tokenizer"
+    if token_id < 0:
+        fix = "write the tokens again as uint16 or uint32, whose values do not become negative"
     return DataError(
-        f"source {name} has the token id {token_id}, but the model has {vocab_size}",
+        f"source {name} has the token id {token_id}, but the model has a vocabulary of {vocab_size} ids",
         code="data.token-outside-vocabulary",
-        fix=f"set the vocabulary size of the model to {token_id + 1} or more, or use its tokenizer",
+        fix=fix,
     )
