@@ -114,7 +114,7 @@ def test_a_row_of_the_page_is_replaced_by_one_of_the_same_shape_and_contender_on
     assert (lines[0], lines[-1]) == ("before", "after")
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_the_command_measures_on_a_cpu_and_a_failing_contender_leaves_the_others(board_table, tmp_path):
     fails = tmp_path / "fails.py"
     fails.write_text(
