@@ -148,6 +148,13 @@ def test_gradients_of_bf16_parameters_accumulate_in_fp32(name):
             assert torch.equal(value, found[1][0][key])
 
 
+def test_the_first_step_after_a_resume_accumulates_as_the_others(tmp_path):
+    precision, split = dataclasses.replace(MASTERS, reduce="fp32"), {"micro_batch": 1, "accumulation": 4}
+    whole, _ = run_ranks(trained, 2, "fsdp", precision, saves_to=tmp_path, **split)[0]
+    then, _ = run_ranks(trained, 2, "fsdp", precision, resumes_from=tmp_path, **split)[0]
+    assert then == {number: loss for number, loss in whole.items() if number >= SAVED}
+
+
 def test_ddp_reduces_fp32_sums_of_bf16_parameters_in_the_dtype_of_the_plan():
     split = {"micro_batch": 1, "accumulation": 4}
     (exact, _), (rounded, _) = (run_ranks(accumulated, 2, "ddp", split, reduce)[0] for reduce in ("fp32", "bf16"))
