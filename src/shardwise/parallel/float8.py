@@ -63,6 +63,8 @@ class Float8Linear(nn.Linear):
 
     config: Any
     linear_mm_config: Any
+    is_rounded: bool = True
+    """Whether the product is computed in float8; else in the dtype of the inputs."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
         """Return the output for an input [..., columns of the weight]."""
@@ -77,10 +79,15 @@ def linear_output(linear: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -
     if not isinstance(linear, Float8Linear):
         return nn.functional.linear(x, weight, bias)
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
+    if not linear.is_rounded:
+        if isinstance(weight, Float8TrainingTensor):  # gathered in 8 bits
+            weight = weight.to_original_precision()
+        return nn.functional.linear(x, weight.to(x.dtype), bias)
     if linear.config.emulate:
         weight = weight.to(x.dtype)  # emulated products require operands of one dtype
     output: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), linear.linear_mm_config, linear.config)
@@ -89,15 +96,18 @@ def linear_output(linear: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 @contextmanager
 def without_float8(module: nn.Module) -> Iterator[None]:
-    """Compute the products of float8 layers in the dtype of their inputs in this context."""
-    changed: list[Any] = [each for each in module.modules() if type(each) is Float8Linear]
-    for linear in changed:
-        linear.__class__ = nn.Linear
+    """Compute the products of float8 layers in the dtype of their inputs in this context.
+
+    A token then changes no other one; in float8 it does, by the scale of a tensor.
+    """
+    linears = [each for each in module.modules() if isinstance(each, Float8Linear)]
+    for linear in linears:
+        linear.is_rounded = False
     try:
         yield
     finally:
-        for linear in changed:
-            linear.__class__ = Float8Linear
+        for linear in linears:
+            linear.is_rounded = True
 
 
 class Float8Layers(NamedTuple):

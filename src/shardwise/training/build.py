@@ -43,7 +43,7 @@ from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, broadcast_values
 from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
-from shardwise.plans.rules import accumulates_in_fp32, compiles_head, gathers_float8, uses_ddp
+from shardwise.plans.rules import accumulates_in_fp32, compiles_head, uses_ddp
 from shardwise.spec import local_path
 from shardwise.training.float8 import settle_float8
 from shardwise.training.loading import check_vocabulary, make_feed, token_shard, vocabulary_of
@@ -365,10 +365,9 @@ def _batch_checks(
         checks.append(PeerBatches(group, token_shard(job, plan, world)))
     if plan.layout.cp > 1:
         checks.append(TokenProbe(stages_of(model)[0], job.forward, world.host_group, note))
-    if not gathers_float8(plan):  # gathered weights have 8 bits, with a scale of the whole tensor
-        autocast = Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.activations))
-        run = (lambda program: program(model)) if relay is None else relay.run
-        checks.append(DocumentProbe(ProbedModel(model, job.forward, run, autocast), world, note))
+    autocast = Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.activations))
+    run = (lambda program: program(model)) if relay is None else relay.run
+    checks.append(DocumentProbe(ProbedModel(model, job.forward, run, autocast), world, note))
     return tuple(checks)
 
 

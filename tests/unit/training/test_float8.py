@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 from unittest import mock
 
 import pytest
@@ -48,7 +49,7 @@ def multiplied(world, name, precision, **options):
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [("ddp", "tensorwise"), ("fsdp", "tensorwise"), ("tp", "tensorwise"), ("pp", "tensorwise"), ("tp", "rowwise")],
+    [*itertools.product(("ddp", "fsdp", "tp", "cp", "pp"), ("tensorwise",)), ("tp", "rowwise")],
 )
 def test_float8_layers_keep_the_loss_band_under_strategies(name, recipe):
     exact, _ = alone(Precision(compute="bf16"))

@@ -28,7 +28,7 @@ STEPS, SAVED = 6, 3
 BF16_STATES = dataclasses.replace(FP64, optimizer="bf16")
 MASTERS = Precision(parameter="bf16", compute="bf16", reduce="bf16")
 WITHOUT_MASTERS = dataclasses.replace(MASTERS, master="none", optimizer="bf16")
-LAYOUTS = {"one": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "tp": 2, "pp": 2, "shard2.tp2": 4}
+LAYOUTS = {"one": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "tp": 2, "cp": 2, "pp": 2, "shard2.tp2": 4}
 make_job = functools.partial(sentences_job, "llama-tiny", steps=STEPS)
 
 
