@@ -50,7 +50,7 @@ from shardwise.training.loading import check_vocabulary, make_feed, token_shard,
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
 from shardwise.training.step.captured import plain_step, sampled_batches
-from shardwise.training.step.compiled import returned_head
+from shardwise.training.step.compiled import compilable, returned_head
 from shardwise.training.step.document_probe import DocumentProbe, ProbedModel
 from shardwise.training.step.first_step_checks import PeerBatches
 from shardwise.training.step.pipeline import PipelineStep
@@ -177,6 +177,7 @@ class BuildContext:
 def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
     """Build the Step of the torch engine. Communicates over the world; call on every rank."""
     mesh_context = make_mesh_context(plan, world)
+    plan = compilable(plan, world, context.note)
     head = _compiled_head(job, plan, world)  # before generators are seeded
     meta_model = prepare_meta_model(job, plan, world)
     if job.lora is None:  # frozen weights beside adapters may have the compute dtype
