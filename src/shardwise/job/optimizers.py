@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+_FP32_BYTES = 4
+
+
 class OptimizerFactory(Protocol):
     """Function that returns an optimizer for (name, parameter) pairs; it may create parameter groups."""
 
@@ -64,7 +67,10 @@ class SGD:
         from torch import optim
 
         groups = decay_groups(named_parameters, self.weight_decay)
-        kind = fastest_kind(groups, fused=self.fused, fuses_shards=False)
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        # torch's fused SGD (2.13) does not write bf16 and fp16 parameters of 16 and more elements on a CPU.
+        is_narrow = any(each.device.type == "cpu" and each.dtype.itemsize < _FP32_BYTES for each in parameters)
+        kind = fastest_kind(groups, fused=self.fused and not is_narrow, fuses_shards=False)
         optimizer = optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, **kind)
         if self.momentum and kind.get("fused"):
             _initialize_momentum(optimizer)

@@ -9,7 +9,6 @@ bf16. Without torch.compile, casts are separate kernels and cost more than the p
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -42,32 +41,73 @@ _RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise_with_gw_hp"}
 
 
 def float8_linears(module: nn.Module, names: Collection[str], plan: Plan, device: torch.device) -> nn.Module:
-    """Replace the linear layers in `names` by float8 ones, which keep their names and parameters."""
+    """Make the linear layers in `names` compute in float8; they keep their parameters, adapters and hooks."""
     try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8 import Float8LinearConfig, float8_linear
     except ImportError as error:
         raise MissingExtraError.of('precision.compute = "float8"', "float8") from error
     recipe: Any = Float8LinearConfig.from_recipe_name(_RECIPES[plan.float8.recipe])
     if device.type != "cuda":
         object.__setattr__(recipe, "emulate", True)  # the same rounding, with products in the original dtype
-    converted: nn.Module = convert_to_float8_training(
-        module, config=recipe, module_filter_fn=lambda _, name: name in names
-    )
-    return converted
+    for name, linear in module.named_modules():
+        if name in names and type(linear) is nn.Linear:
+            # torchao would replace the layer by a new one, without its adapters and hooks.
+            linear.__class__ = Float8Linear
+            linear.config = recipe
+            linear.linear_mm_config = float8_linear.Float8Linear.from_float(linear, recipe).linear_mm_config
+    return module
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer that computes its product in float8, as torchao's Float8Linear."""
+
+    config: Any
+    linear_mm_config: Any
+    is_rounded: bool = True
+    """Whether the product is computed in float8; else in the dtype of the inputs."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
+        """Return the output for an input [..., columns of the weight]."""
+        return linear_output(self, input, self.weight, self.bias)
+
+
+def linear_output(linear: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the output of a linear layer for parameters that may be shards; in float8 if the layer computes in it.
+
+    The scale of a weight's shard comes from the maximum of that shard.
+    """
+    if not isinstance(linear, Float8Linear):
+        return nn.functional.linear(x, weight, bias)
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    if not linear.is_rounded:
+        if isinstance(weight, Float8TrainingTensor):  # gathered in 8 bits
+            weight = weight.to_original_precision()
+        return nn.functional.linear(x, weight.to(x.dtype), bias)
+    if linear.config.emulate:
+        weight = weight.to(x.dtype)  # emulated products require operands of one dtype
+    output: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), linear.linear_mm_config, linear.config)
+    return output if bias is None else output + bias.to(output.dtype)
 
 
 @contextmanager
 def without_float8(module: nn.Module) -> Iterator[None]:
-    """Compute the products of float8 layers in the dtype of their inputs in this context."""
-    linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
-    changed = [each for each in linears if type(each).__name__ == "Float8Linear"]
-    for linear in changed:
-        linear.forward = partial(nn.Linear.forward, linear)  # type: ignore[method-assign]
+    """Compute the products of float8 layers in the dtype of their inputs in this context.
+
+    A token then changes no other one; in float8 it does, by the scale of a tensor.
+    """
+    linears = [each for each in module.modules() if isinstance(each, Float8Linear)]
+    for linear in linears:
+        linear.is_rounded = False
     try:
         yield
     finally:
-        for linear in changed:
-            del linear.forward
+        for linear in linears:
+            linear.is_rounded = True
 
 
 class Float8Layers(NamedTuple):
@@ -174,8 +214,6 @@ def is_aligned(linear: nn.Linear) -> bool:
 
 def gather_in_float8(root: nn.Module) -> None:
     """Make the FSDP2 units of `root` gather the weights of float8 layers in 8 bits; its forward communicates."""
-    from torchao.float8.float8_linear import Float8Linear
-
     weights = []
     for unit in parameter_groups(root):
         for record in unit.fsdp_params:
@@ -192,7 +230,7 @@ class _GatheredWeight:
     """The weight of a float8 layer, cast to float8 by its shards."""
 
     def __init__(self, record: Any, linear: Any) -> None:
-        """Extend FSDP2's all-gather of `record`, an `FSDPParam` of `linear`, a torchao `Float8Linear`."""
+        """Extend FSDP2's all-gather of `record`, an `FSDPParam` of the layer `linear`."""
         self._record = record
         self._mm_config = linear.linear_mm_config
         self.dtype: torch.dtype = linear.config.cast_config_weight.target_dtype

@@ -33,8 +33,11 @@ class GradSync(Protocol):
     def accumulate(self) -> AbstractContextManager[object]:
         """Return a context that defers sync, for forward and backward of every micro-batch except the last."""
 
-    def no_sync(self) -> AbstractContextManager[object]:
-        """Return a context without sync, for passes in which some ranks may compute no gradient for a parameter."""
+    def no_sync(self, *, is_last: bool) -> AbstractContextManager[object]:
+        """Return a context for a backward of the first step, in which a rank may compute no gradient for a parameter.
+
+        `is_last` is whether the backward is that of the last micro-batch.
+        """
 
     def finish_deferred(self) -> None:
         """Sum the gradients that `no_sync` deferred. Communicates over the group; call on every rank."""
@@ -61,7 +64,7 @@ class NoSync:
         """Return an empty context, because gradients are not synchronized."""
         return nullcontext()
 
-    def no_sync(self) -> AbstractContextManager[object]:
+    def no_sync(self, *, is_last: bool) -> AbstractContextManager[object]:  # noqa: ARG002 - a method of GradSync
         """Return an empty context, because gradients are not synchronized."""
         return nullcontext()
 
@@ -101,7 +104,7 @@ class ReplicaSync(NoSync):
         """Return DDP's `no_sync`, or a null context if gradients are averaged after every micro-batch."""
         return nullcontext() if self._every else self._model.no_sync()
 
-    def no_sync(self) -> AbstractContextManager[object]:
+    def no_sync(self, *, is_last: bool) -> AbstractContextManager[object]:  # noqa: ARG002 - a method of GradSync
         """Return DDP's `no_sync`, or an empty context if DDP searches for unused parameters.
 
         DDP records which parameters a backward without sync used, and expects their gradients in the next backward.
@@ -168,6 +171,10 @@ class ShardSync(NoSync):
     def accumulate(self) -> AbstractContextManager[object]:
         """Return a context without reduction, or an empty context if gradients are reduced after every micro-batch."""
         return nullcontext() if self._every else without_reduction(self._models)
+
+    def no_sync(self, *, is_last: bool) -> AbstractContextManager[object]:
+        """Return the context of `accumulate`; the last backward reduces, with zeros for unused parameters."""
+        return nullcontext() if is_last else self.accumulate()
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Return whether this rank computed a gradient; a sharded gradient exists on every rank after reduction."""

@@ -148,9 +148,9 @@ class OuterSync:
         """Return the context of `inner`, in which sync within a replica is deferred."""
         return self._inner.accumulate()
 
-    def no_sync(self) -> AbstractContextManager[object]:
+    def no_sync(self, *, is_last: bool) -> AbstractContextManager[object]:
         """Return the context of `inner`, in which sync within a replica is deferred."""
-        return self._inner.no_sync()
+        return self._inner.no_sync(is_last=is_last)
 
     def finish_deferred(self) -> None:
         """Sum deferred gradients within the replica; communicates over its ranks."""

@@ -18,6 +18,7 @@ from torch.nn import functional
 from shardwise.errors import JobError, PlanError
 from shardwise.parallel.collectives import convert
 from shardwise.parallel.counter_dropout import ShardedRegion, sharded_region
+from shardwise.parallel.float8 import linear_output
 from shardwise.parallel.lora import adapter_output, has_adapter
 from shardwise.parallel.tensor_gradients import ShardedRandom, expose_parameters, uses_dropout
 from shardwise.parallel.tensor_rules import (
@@ -220,7 +221,7 @@ def _linear(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     weight: Any = _local(module.weight)
     if is_transposed(module):
         weight = weight.T
-    output = functional.linear(x, weight, bias)
+    output = linear_output(module, x, weight, bias)
     if has_adapter(module):
         output = output + adapter_output(module, x)
     return output

@@ -29,7 +29,8 @@ def uses_ddp(plan: Plan) -> bool:
 def accumulates_in_fp32(plan: Plan) -> bool:
     """Return whether backward accumulates gradients of bf16 parameters in fp32, which DDP does not support.
 
-    With zero = 2 and 3, FSDP2 accumulates in the dtype of the reduction.
+    With zero = 2 and 3, FSDP2 accumulates in the dtype of the reduction, or with gradient_sync = every in the dtype of
+    the parameters.
     """
     return plan.precision.parameter == "bf16" and plan.accumulation > 1 and plan.zero < 2
 

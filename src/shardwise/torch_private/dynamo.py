@@ -58,6 +58,22 @@ def compile_errors() -> type[Exception]:
     return error
 
 
+def has_compiler(device_type: str) -> bool:
+    """Return whether torch.compile finds the C++ compiler that it requires on a CPU; True if that is unknown."""
+    if device_type != "cpu":
+        return True
+    from torch._inductor import cpp_builder, exc
+
+    find, error = getattr(cpp_builder, "get_cpp_compiler", None), getattr(exc, "InvalidCxxCompiler", None)
+    if find is None or error is None:
+        return True
+    try:
+        find()
+    except error:
+        return False
+    return True
+
+
 def disable_autograd_cache() -> None:
     """Disable the AOTAutograd cache of torch.compile; the cache of compiled kernels stays enabled.
 

@@ -43,14 +43,14 @@ from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, broadcast_values
 from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
-from shardwise.plans.rules import accumulates_in_fp32, compiles_head, gathers_float8, uses_ddp
+from shardwise.plans.rules import accumulates_in_fp32, compiles_head, uses_ddp
 from shardwise.spec import local_path
 from shardwise.training.float8 import settle_float8
 from shardwise.training.loading import check_vocabulary, make_feed, token_shard, vocabulary_of
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
 from shardwise.training.step.captured import plain_step, sampled_batches
-from shardwise.training.step.compiled import returned_head
+from shardwise.training.step.compiled import compilable, returned_head
 from shardwise.training.step.document_probe import DocumentProbe, ProbedModel
 from shardwise.training.step.first_step_checks import PeerBatches
 from shardwise.training.step.pipeline import PipelineStep
@@ -177,6 +177,7 @@ class BuildContext:
 def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
     """Build the Step of the torch engine. Communicates over the world; call on every rank."""
     mesh_context = make_mesh_context(plan, world)
+    plan = compilable(plan, world, context.note)
     head = _compiled_head(job, plan, world)  # before generators are seeded
     meta_model = prepare_meta_model(job, plan, world)
     if job.lora is None:  # frozen weights beside adapters may have the compute dtype
@@ -365,10 +366,9 @@ def _batch_checks(
         checks.append(PeerBatches(group, token_shard(job, plan, world)))
     if plan.layout.cp > 1:
         checks.append(TokenProbe(stages_of(model)[0], job.forward, world.host_group, note))
-    if not gathers_float8(plan):  # gathered weights have 8 bits, with a scale of the whole tensor
-        autocast = Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.activations))
-        run = (lambda program: program(model)) if relay is None else relay.run
-        checks.append(DocumentProbe(ProbedModel(model, job.forward, run, autocast), world, note))
+    autocast = Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.activations))
+    run = (lambda program: program(model)) if relay is None else relay.run
+    checks.append(DocumentProbe(ProbedModel(model, job.forward, run, autocast), world, note))
     return tuple(checks)
 
 

@@ -41,6 +41,7 @@ from shardwise.parallel.weights import broadcast_values
 from shardwise.plans.pipeline import split_batch
 from shardwise.training.build import make_mesh_context
 from shardwise.training.preflight import check_own_loop, check_precision_of
+from shardwise.training.step.compiled import compilable
 from shardwise.training.step.plain import OptimizerStep
 from shardwise.training.step.update import clip_factor
 
@@ -83,6 +84,7 @@ def parallelize(
     if plan.precision.compute == "fp16":
         warnings.warn(_FP16, stacklevel=2)
     originals = [weakref.ref(parameter) for parameter in model.parameters()]
+    plan = compilable(plan, world, warnings.warn)
     mesh_context = make_mesh_context(plan, world)
     _compute_in(model, world.device, LOWER.get(plan.precision.activations))
     meta_model = built_meta_model(model)

@@ -530,6 +530,25 @@ def test_packed_dataset_of_a_user_is_probed_like_a_corpus():
                 step(next(iter(step.feed)))
 
 
+def probe_gathered_float8(world):
+    """Train models with and without a leak, whose float8 weights FSDP2 gathers in 8 bits."""
+    plan = dataclasses.replace(
+        Plan.preset("zero3", world.size, batch_size=8),
+        precision=Precision(compute="float8"),
+        float8=Float8(modules=("blocks.0.attn.qkv",)),
+    )
+    for leak, code in ((None, None), ("no mask", "support.packed-attention")):
+        model = partial(Leaking, leak, decoder_config("gpt2-tiny", vocab_size=50, context=16, width=64, num_heads=2))
+        step = sw.build_step(dataclasses.replace(user_job(packed_rows()), model=model), plan, world)
+        with refuses(code) if code else contextlib.nullcontext():
+            step(next(iter(step.feed)))
+
+
+def test_leak_is_named_if_float8_weights_are_gathered_in_8_bits():
+    pytest.importorskip("torchao")
+    run_ranks(probe_gathered_float8, 2)
+
+
 def test_other_integer_fields_are_not_packed_rows():
     ones = torch.ones(2, 6, dtype=torch.int64)
     kinds = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)

@@ -16,6 +16,15 @@ def kind(optimizer):
     return [name for name in ("fused", "foreach") if optimizer.defaults[name]]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FACTORIES)
+def test_narrow_parameters_are_updated_on_a_cpu(name, dtype):
+    parameter = nn.Parameter(torch.zeros(64, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    FACTORIES[name]([("weight", parameter)]).step()
+    assert (parameter < 0).all()
+
+
 @pytest.mark.parametrize("name", FACTORIES)
 def test_whole_parameters_get_the_fused_kind(name):
     assert kind(FACTORIES[name](nn.Linear(2, 2).named_parameters())) == ["fused"]

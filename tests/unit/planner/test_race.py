@@ -1,6 +1,7 @@
 """The race of `--plan auto`: candidates, their measurement in a child process, the decision and the cache."""
 
 import dataclasses
+import errno
 import time
 from pathlib import Path
 
@@ -346,9 +347,22 @@ def test_measurements_are_cached_and_decide(job_file, races, tmp_path):
     assert tune_plan(job, EAGER, tuning, fixed=()) == tuned
     assert len(races) == 1
     [file] = (tmp_path / "cache").iterdir()
-    file.write_text("{")
-    tune_plan(job, EAGER, tuning, fixed=())
-    assert len(races) == 2
+    for number, damaged in enumerate((b"{", b'{"timed": [{"number": 0, "error": "\xff"}], "seconds": 1.0}'), 2):
+        file.write_bytes(damaged)
+        tune_plan(job, EAGER, tuning, fixed=())
+        assert len(races) == number
+
+
+def test_measurements_that_cannot_be_written_decide_and_leave_nothing_behind(job_file, races, tmp_path, monkeypatch):
+    def full(_self, _target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", full)
+    monkeypatch.setattr(Path, "replace", full)
+    reference = refer(job_file, {})
+    tuning = Tuning(reference=reference, note=lambda _: None, device="cpu", folder=tmp_path / "cache")
+    assert tune_plan(load_job(reference), EAGER, tuning, fixed=()) != EAGER
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_measurements_depend_on_the_driver_and_on_transformers(job_file, races, tmp_path, monkeypatch):

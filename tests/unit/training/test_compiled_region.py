@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._inductor import cpp_builder, exc
 
 import shardwise as sw
 from jobs import FP64, Points, Pooled, Tokens, points_job, sentences_job, train_split
@@ -65,6 +66,21 @@ def test_a_region_that_torch_cannot_compile_runs_eagerly_and_names_the_reason(mo
     assert found == expected
     (note,) = notes
     assert note.endswith("a graph that nobody can lower")
+
+
+@pytest.mark.parametrize(("nproc", "name", "kind"), [(1, "ddp", "model"), (2, "fsdp", "blocks")])
+def test_without_a_compiler_on_one_rank_all_train_eagerly_and_say_so(monkeypatch, nproc, name, kind):
+    def find():
+        if torch.distributed.get_rank() == nproc - 1:
+            raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", find)
+    ((expected, _),) = run_ranks(losses_of, 1)
+    for found, notes in run_ranks(functools.partial(losses_of, name=name, compile=kind), nproc):
+        assert found == pytest.approx(expected, rel=1e-9)
+        (note,) = notes
+        assert f"compile = {kind}" in note
+        assert "C++ compiler" in note
 
 
 class ReadsValue(torch.nn.Module):

@@ -1,20 +1,23 @@
 """Float8 layers: which ones a plan has, their losses and all-gathers under strategies, compiled, and after resume."""
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from training.test_precision import FLOAT8, LAYOUTS, MASTERS, SAVED, STEPS, alone, make_job, trained
+from training.test_precision import FLOAT8, LAYOUTS, MASTERS, SAVED, STEPS, alone, make_job, plan_of, trained
 
 from jobs import points_job
 from refusals import refuses
 from shardwise.hardware.calibration import MatmulPoint, default_calibration
 from shardwise.hardware.cluster import parse_cluster
+from shardwise.job import Lora
 from shardwise.models import decoder
-from shardwise.parallel.float8 import Float8Layers, float8_note, select_linears
+from shardwise.parallel.float8 import Float8Layers, float8_note, select_linears, without_float8
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.planner.cost.compute import float8_least_width
 from shardwise.planner.settle import check_model_fits
@@ -34,13 +37,58 @@ def torchao():
 LAYERS = Float8(modules=("blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.1.attn.qkv"))
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "pp"])
-def test_float8_layers_keep_the_loss_band_under_strategies(name):
+def multiplied(world, name, precision, **options):
+    """Train; return the losses, the final state, and the number of products that this rank computed in float8."""
+    from torchao.float8 import float8_linear
+
+    product = mock.Mock(apply=mock.Mock(side_effect=float8_linear.matmul_with_hp_or_float8_args.apply))
+    with mock.patch.object(float8_linear, "matmul_with_hp_or_float8_args", product):
+        losses, state = trained(world, name, precision, **options)
+    return losses, state, product.apply.call_count
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [*itertools.product(("ddp", "fsdp", "tp", "cp", "pp"), ("tensorwise",)), ("tp", "rowwise")],
+)
+def test_float8_layers_keep_the_loss_band_under_strategies(name, recipe):
     exact, _ = alone(Precision(compute="bf16"))
-    found, state = run_ranks(trained, LAYOUTS[name], name, FLOAT8, float8=LAYERS)[0]
+    results = run_ranks(multiplied, LAYOUTS[name], name, FLOAT8, float8=dataclasses.replace(LAYERS, recipe=recipe))
+    found, state, _ = results[0]
     assert {value.dtype for value in state.values()} == {torch.float32}
     assert found == pytest.approx(exact, rel=0.03)
     assert found != exact
+    assert all(number >= STEPS for *_, number in results)
+
+
+def test_float8_layers_keep_their_adapters():
+    job = make_job(lora=Lora(rank=4, targets=("qkv", "up", "down")))
+    exact, expected = run_ranks(trained, 1, "one", Precision(compute="bf16"), job=job)[0]
+    for name in ("one", "tp"):
+        found, state, number = run_ranks(multiplied, LAYOUTS[name], name, FLOAT8, job=job, float8=LAYERS)[0]
+        assert number >= STEPS
+        assert found == pytest.approx(exact, rel=0.03)
+        assert state.keys() == expected.keys()
+        assert state["blocks.1.attn.qkv.lora_B.weight"].any()
+
+
+def logits_around(world, precision):
+    """Return the logits of a tensor-parallel model before, in and after a context without float8."""
+    step = build_step(make_job(), plan_of("tp", precision, float8=LAYERS), world)
+    tokens, found = next(iter(step.feed)).micro_batches[0].batch[0], []
+    with torch.autocast("cpu", torch.bfloat16):
+        for context in (contextlib.nullcontext(), without_float8(step.model), contextlib.nullcontext()):
+            with context:
+                found.append(step.model(tokens).detach())
+    return found
+
+
+def test_a_context_without_float8_keeps_the_communication_of_tensor_parallel_layers():
+    exact, *_ = run_ranks(logits_around, 2, Precision(compute="bf16"))[0]
+    before, inside, after = run_ranks(logits_around, 2, FLOAT8)[0]
+    assert torch.equal(inside, exact)
+    assert torch.equal(after, before)
+    assert not torch.equal(before, exact)
 
 
 def gathered(world, precision, **options):

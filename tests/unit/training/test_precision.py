@@ -28,7 +28,7 @@ STEPS, SAVED = 6, 3
 BF16_STATES = dataclasses.replace(FP64, optimizer="bf16")
 MASTERS = Precision(parameter="bf16", compute="bf16", reduce="bf16")
 WITHOUT_MASTERS = dataclasses.replace(MASTERS, master="none", optimizer="bf16")
-LAYOUTS = {"one": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "tp": 2, "pp": 2, "shard2.tp2": 4}
+LAYOUTS = {"one": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "tp": 2, "cp": 2, "pp": 2, "shard2.tp2": 4}
 make_job = functools.partial(sentences_job, "llama-tiny", steps=STEPS)
 
 
@@ -146,6 +146,13 @@ def test_gradients_of_bf16_parameters_accumulate_in_fp32(name):
         for key, value in gradients.items():
             torch.testing.assert_close(value, alone[key], rtol=1e-4, atol=1e-7, msg=key)
             assert torch.equal(value, found[1][0][key])
+
+
+def test_the_first_step_after_a_resume_accumulates_as_the_others(tmp_path):
+    precision, split = dataclasses.replace(MASTERS, reduce="fp32"), {"micro_batch": 1, "accumulation": 4}
+    whole, _ = run_ranks(trained, 2, "fsdp", precision, saves_to=tmp_path, **split)[0]
+    then, _ = run_ranks(trained, 2, "fsdp", precision, resumes_from=tmp_path, **split)[0]
+    assert then == {number: loss for number, loss in whole.items() if number >= SAVED}
 
 
 def test_ddp_reduces_fp32_sums_of_bf16_parameters_in_the_dtype_of_the_plan():

@@ -1,22 +1,26 @@
-"""The overflow flag of an update."""
+"""Updates that are skipped because a gradient is not finite."""
 
 import math
 
 import pytest
 import torch
 
-from shardwise.training.step.update import PlainUpdate
+from shardwise.layout import Layout
+from shardwise.parallel.gradsync import GradNorm
+from shardwise.training.step.update import NormedUpdate, PlainUpdate
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(3.0, 0.0), (1e30, 0.0), (math.inf, 1.0), (-math.inf, 1.0), (math.nan, 1.0)]
+    ("value", "expected"), [(3.0, 0.0), (1e15, 0.0), (math.inf, 1.0), (-math.inf, 1.0), (math.nan, 1.0)]
 )
-def test_both_checks_of_gradients_find_values_that_are_not_finite(value, expected):
+@pytest.mark.parametrize("kind", [PlainUpdate, NormedUpdate])
+def test_a_gradient_that_is_not_finite_skips_the_update_and_stays(kind, value, expected):
     weight, bias = torch.nn.Parameter(torch.zeros(4, 4)), torch.nn.Parameter(torch.zeros(4))
-    update = PlainUpdate(None, [weight, bias])
-    grads = [torch.randn(4, 4), torch.tensor([1.0, value, -2.0, 0.0])]
-    before = [gradient.clone() for gradient in grads]
-    assert update._unscaled_flag(grads).item() == expected
-    assert update._largest_flag(grads).item() == expected
-    for gradient, old in zip(grads, before, strict=True):
-        torch.testing.assert_close(gradient, old, rtol=0, atol=0, equal_nan=True)
+    weight.grad, bias.grad = torch.ones(4, 4), torch.tensor([1.0, value, -2.0, 0.0])
+    before = bias.grad.clone()
+    norm = GradNorm([weight, bias], layout=Layout(), sharded_axes=(), group=None, device=weight.device)
+    update = PlainUpdate(norm, [weight, bias]) if kind is PlainUpdate else NormedUpdate(norm, None)
+    optimizer = torch.optim.SGD([weight, bias], lr=1.0)
+    assert float(update(optimizer).skipped) == expected
+    assert weight[0, 0].item() == expected - 1
+    torch.testing.assert_close(bias.grad, before, rtol=0, atol=0, equal_nan=True)

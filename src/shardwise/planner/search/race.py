@@ -13,12 +13,12 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-import os
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
+from shardwise.checkpoint.disk import replace_synced
 from shardwise.engines.engine import engine_named
 from shardwise.environment import cache_directory
 from shardwise.errors import ShardwiseError
@@ -251,7 +251,9 @@ def cached_race(job: Job, plans: Sequence[Plan], question: Question, tuning: Tun
     if used > MOST_UTILIZATION:
         tuning.note(f"note: the measurements are not kept, because other processes used {used} % of {tuning.device}")
     elif sum(not timed.error for timed in record.timed) > 1:
-        _write_atomically(path, msgspec.json.format(msgspec.json.encode(record), indent=1))
+        with contextlib.suppress(OSError):  # in a read-only home, plans are measured again next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_synced(path, msgspec.json.format(msgspec.json.encode(record), indent=1))
     return record
 
 
@@ -265,7 +267,7 @@ def _read_record(path: Path, *, num_plans: int) -> RaceRecord | None:
     """Return the record in a file; None if there is none, or it is damaged or of another version."""
     try:
         record = msgspec.json.decode(path.read_bytes(), type=RaceRecord)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return None
     numbers = [timed.number for timed in record.timed]
     is_usable = record.version == VERSION and numbers == list(range(len(numbers))) and len(numbers) <= num_plans
@@ -293,14 +295,6 @@ def _uses_transformers(job: Job) -> bool:
     kinds = {type(module) for module in structure(job.model, job.seed).module.modules()}
     bases = itertools.chain.from_iterable(kind.__mro__ for kind in kinds)
     return any(base.__module__.partition(".")[0] == "transformers" for base in bases)
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    part = path.with_suffix(f".{os.getpid()}.part")
-    with contextlib.suppress(OSError):  # in a read-only home, plans are measured again next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(data)
-        part.replace(path)
 
 
 def _report_race(record: RaceRecord, plans: Sequence[Plan], question: Question, tuning: Tuning) -> None:

@@ -9,6 +9,7 @@ invariant: the region computes `Loss.sum_of(forward(model, batch), batch)`.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,13 @@ from shardwise.parallel.recompute import block_of, find_blocks
 from shardwise.parallel.skeleton import skeleton
 from shardwise.plans.rules import compiles_head
 from shardwise.torch_private.dispatch import tree_map_only
-from shardwise.torch_private.dynamo import compile_errors, graph_breaks, num_compiled, recompile_reasons
+from shardwise.torch_private.dynamo import (
+    compile_errors,
+    graph_breaks,
+    has_compiler,
+    num_compiled,
+    recompile_reasons,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +37,28 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from shardwise.dist import World
     from shardwise.job import Job
     from shardwise.plans import Plan
+
+
+def compilable(plan: Plan, world: World, note: Callable[[str], None]) -> Plan:
+    """Return the plan, eager if a rank has no compiler. Communicates over the world if the plan compiles.
+
+    Ranks must agree, since FSDP2 keeps other parameters gathered for a compiled head.
+    """
+    if plan.compile == "none":
+        return plan
+    found = [has_compiler(world.device.type)]
+    if world.size > 1 and world.backend != "fake":
+        found = world.gather(found[0])
+    if all(found):
+        return plan
+    note(
+        f"compile = {plan.compile}: the model runs eagerly, because torch.compile finds no C++ compiler: install g++,"
+        " or set CXX to a compiler"
+    )
+    return dataclasses.replace(plan, compile="none")
 
 
 def compiled_region(

@@ -194,13 +194,12 @@ class PlainStep(OptimizerStep):
         # In the first step backward does not communicate: a parameter without a gradient would block its DDP bucket on
         # every rank before the check could name the parameter.
         check = self._after_first_backward
-        defer_sync = self._sync.accumulate if check is None else self._sync.no_sync
         *first, last = micro_batches
         sums = []
         for micro_batch in first:
-            with defer_sync():
+            with self._sync.accumulate() if check is None else self._sync.no_sync(is_last=False):
                 sums.append(self._backward(micro_batch, weight))
-        with defer_sync() if check is not None else NOTHING:
+        with NOTHING if check is None else self._sync.no_sync(is_last=True):
             sums.append(self._backward(last, weight))
         if check is not None:
             check(sums)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.data.rows import map_tensors, tensors
 from shardwise.errors import JobError
 from shardwise.models.documents import block_attention
+from shardwise.parallel.float8 import without_float8
 from shardwise.torch_private.dispatch import tree_leaves
 
 if TYPE_CHECKING:
@@ -115,7 +116,10 @@ def _probe_mode(model: Any) -> Iterator[None]:
     model.eval()
     model.context_switch.is_on = False
     try:
-        with torch.compiler.set_stance("force_eager"):  # compiling takes longer than two eager runs
+        with (
+            without_float8(model),
+            torch.compiler.set_stance("force_eager"),
+        ):  # compiling takes longer than two eager runs
             yield
     finally:
         model.context_switch.is_on = True
