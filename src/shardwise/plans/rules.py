@@ -55,9 +55,11 @@ def gathers_float8(plan: Plan) -> bool:
     Not with tp, whose scales span a second group of ranks, nor with the rowwise recipe, whose backward pass needs the
     scales of columns, nor with offloaded parameters, which FSDP2 copies to tensors without the extension.
     """
+    if plan.precision.compute != "float8":
+        return False
     is_sharded = plan.zero >= 2 and plan.layout.folded.shard > 1
     is_supported = plan.float8.recipe == "tensorwise" and plan.layout.tp == 1 and plan.offload.parameters == "none"
-    return plan.precision.compute == "float8" and is_sharded and is_supported
+    return is_sharded and is_supported
 
 
 def is_float8_size(*sizes: int) -> bool:

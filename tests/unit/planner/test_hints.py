@@ -63,6 +63,7 @@ def test_a_batch_below_the_number_of_devices_leaves_one_idle_and_names_a_batch_f
         ("t5-base", "8xA100-40GB", 7, 7),
         ("gpt2", "8xH100", 1, 1),
         ("gpt2-tiny", "3xH100", 8, 2),
+        ("llama3-8b", "64xH100", 1, 8),
     ],
 )
 def test_a_batch_that_no_plan_divides_over_all_devices_uses_fewer(model, cluster, batch_size, num_used):
