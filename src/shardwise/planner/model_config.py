@@ -170,7 +170,7 @@ def _read(path: Path) -> dict[str, Any]:
             code="model.config-read-failed",
             fix=f"pass a {FILE}, or the folder of a model that contains one",
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter from thousands of brackets
         raise PlanError(
             f"{path} is not valid JSON ({error})", code="model.config-not-json", fix="download it again"
         ) from None
