@@ -158,11 +158,9 @@ def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:
             raise PlanError(f"--set {key} has an unknown key", code="cli.set-unknown-key", fix=nearest(name, fields))
         if key == "layout":
             raise PlanError("--set cannot change the layout", code="cli.set-layout", fix=f"use --plan {text}")
-        value = _value(key, text)
-        section = getattr(plan, key, None)
+        value, section = _value(key, text), getattr(plan, key, None)
         if dataclasses.is_dataclass(section) and not dataclasses.is_dataclass(value):
-            parts = ", ".join(field.name for field in dataclasses.fields(section))
-            fix = f"use --set {key}.NAME=VALUE with one of {parts}"
+            fix = f"use --set {key}.NAME=VALUE: {nearest('', (field.name for field in dataclasses.fields(section)))}"
             raise PlanError(f"--set {key}={text} sets a section of a plan", code="plan.not-a-section", fix=fix)
         plan = replace_at(plan, key, value)
         sources = dict(plan.sources)

@@ -217,7 +217,8 @@ def _sizes_that_divide(question: Question) -> list[int]:
     """Return the largest numbers of devices below the cluster's over which tp, and without tp, the batch divides."""
     node, limit = question.cluster.node.num_devices, question.cluster.num_devices
     numbers = divisors(question.batch_size)
-    shared = {samples * tp for samples in numbers for tp in question.model.plain.tp_degrees if node % tp == 0}
+    degrees = [tp for tp in question.model.plain.tp_degrees if node % tp == 0]
+    shared = {samples * tp for samples in numbers for tp in degrees}
 
     def largest(sizes: Iterable[int]) -> int:
         return max(size for size in sizes if size < limit and (size <= node or size % node == 0))
