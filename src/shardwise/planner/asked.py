@@ -16,6 +16,7 @@ from shardwise.errors import InputError, MissingExtraError, PlanError, nearest
 from shardwise.job import Job
 from shardwise.job.load import parse_overrides
 from shardwise.layout import AXES
+from shardwise.parallel.support import check_device
 from shardwise.planner.next_step import plan_changes, written
 from shardwise.planner.search.choices import PlanVariant, divisors, groups_of_layout, leaner, make_plan
 from shardwise.planner.search.search import TIE, Candidate, refused_by_rule
@@ -208,9 +209,11 @@ def settle_asked(
         fix = f"use --batch-size {size} or more, or a --cluster of at most {batch_size} devices"
         raise PlanError(error.fact, code=error.code, fix=fix) from None
     is_given = any(key.partition(".")[0] == "precision" for key in overrides)
-    if precision is None or is_given or name.endswith(".toml"):
-        return plan
-    return dataclasses.replace(plan, precision=precision, sources={**plan.sources, "precision": "--precision"})
+    if precision is not None and not is_given and not name.endswith(".toml"):
+        plan = dataclasses.replace(plan, precision=precision, sources={**plan.sources, "precision": "--precision"})
+    if device.capability:
+        check_device(plan, device.name, device.capability)
+    return plan
 
 
 def _check_file(name: str, cluster: Cluster, precision: Precision | None) -> None:

@@ -146,7 +146,7 @@ def read_records(cluster: Cluster, folder: Path | None = None) -> tuple[list[Run
     for line in filter(None, lines):
         try:
             record = msgspec.json.decode(line, type=RunRecord)
-        except (ValueError, UnicodeDecodeError):
+        except (ValueError, RecursionError):  # the latter from thousands of brackets
             num_damaged += 1
             continue
         same_machine = (record.device, record.num_devices) == (cluster.device.name, cluster.num_devices)

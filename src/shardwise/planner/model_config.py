@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import JobError, PlanError, nearest
+from shardwise.errors import JobError, PlanError
 from shardwise.planner.model.decoder_form import DOWN, GATE, GPT2_BIASES, OUT, QKV, UP, DecoderForm
 from shardwise.planner.model.decoder_parts import published
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 FILE = "config.json"
 USUAL_LENGTH = 8192
 """Tokens per sample without --length, if the context is longer: pre-training rarely uses the whole of a long one."""
+MOST_LAYERS = 1000
+"""Layers above which a search takes minutes; the deepest published one has 1,000 (Wang et al. 2022, DeepNet)."""
 _QWEN3_HEAD_DIM, _NEOX_ROTARY_SHARE = 128, 0.25
 """Values of transformers for files without these fields."""
 _LLAMA_KINDS: dict[str, dict[str, Any]] = {
@@ -119,14 +121,27 @@ def read_decoder(model: str) -> ConfiguredDecoder:
         )
     _refuse_experts(path, fields)
     try:
-        if kind == "gpt2":
-            return _gpt2(name, path, fields)
-        if kind == "gpt_neox":
-            return _gpt_neox(name, path, fields)
-        if kind in _LLAMA_KINDS:
-            return _llama(name, path, fields)
+        decoder = _decoder_of(name, path, fields)
     except JobError as error:  # a value that DecoderForm refuses
         raise PlanError(f"{path}: {error.fact}", code=error.code, fix="correct the file") from None
+    if decoder.config.num_layers > MOST_LAYERS:
+        raise PlanError(
+            f"{path} describes {decoder.config.num_layers:,} layers, but plan searches models of at most"
+            f" {MOST_LAYERS:,}",
+            code="model.too-many-layers",
+            fix="correct the file",
+        )
+    return decoder
+
+
+def _decoder_of(name: str, path: Path, fields: Mapping[str, Any]) -> ConfiguredDecoder:
+    kind = fields["model_type"]
+    if kind == "gpt2":
+        return _gpt2(name, path, fields)
+    if kind == "gpt_neox":
+        return _gpt_neox(name, path, fields)
+    if kind in _LLAMA_KINDS:
+        return _llama(name, path, fields)
     raise PlanError(
         f"{path} has model_type {kind!r}, which cannot be described exactly",
         code="model.config-not-described",
@@ -155,7 +170,7 @@ def _read(path: Path) -> dict[str, Any]:
             code="model.config-read-failed",
             fix=f"pass a {FILE}, or the folder of a model that contains one",
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter from thousands of brackets
         raise PlanError(
             f"{path} is not valid JSON ({error})", code="model.config-not-json", fix="download it again"
         ) from None
@@ -245,7 +260,7 @@ def _required(path: Path, fields: Mapping[str, Any], names: Mapping[str, str]) -
         raise PlanError(
             f"{path} has no {', '.join(missing)}",
             code="model.config-field-missing",
-            fix=f"add it; {nearest(missing[0], fields)}" if fields else "pass the config.json of transformers",
+            fix="pass the complete config.json of transformers",
         )
     return {own: fields[written] for own, written in names.items()}
 

@@ -12,7 +12,8 @@ from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout import Layout
 from shardwise.planner.settle import BATCH_KEYS, LocalDevice, settle
 from shardwise.plans.plan import PRESETS, Plan
-from shardwise.units import format_count, format_duration, format_number
+from shardwise.runs.console import counted
+from shardwise.units import format_count, format_duration, format_number, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,8 +58,10 @@ class Budget:
 
     def to_text(self) -> str:
         """Return the budget in one sentence."""
-        what = f"{self.steps:,.0f} steps" if self.tokens is None else f"{format_count(self.tokens)} tokens"
-        text = f"{what} take {format_duration(self.seconds)} and {format_hours(self.gpu_hours)} GPU-hours"
+        what = counted(round(self.steps), "step") if self.tokens is None else f"{format_count(self.tokens)} tokens"
+        verb = "takes" if what == "1 step" else "take"
+        duration = format_duration(self.seconds) if self.seconds >= 1 else format_seconds(self.seconds)
+        text = f"{what} {verb} {duration} and {format_hours(self.gpu_hours)} GPU-hours"
         if self.cost is not None:
             cost = f"{self.cost:,.0f}" if self.cost >= 100 else f"{self.cost:.2f}"
             text += f", which cost {cost} at {format_number(self.price)} per GPU-hour"

@@ -42,7 +42,7 @@ from shardwise.planner.search.report_data import ReportContent, to_data
 from shardwise.planner.search.search import Rejected, anything_fits, choose_form, search
 from shardwise.planner.search.subject import job_subject, published_subject
 from shardwise.planner.settle import BATCH_KEYS, split_settings
-from shardwise.planner.spec import PlanSpec, check_length, check_options, of_plan_file
+from shardwise.planner.spec import PlanSpec, check_batch, check_length, check_options, of_plan_file
 from shardwise.plans.toml import read_plan
 from shardwise.runs.console import CHECK_FAILED
 from shardwise.spec import Report, signature_of
@@ -207,6 +207,7 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
     max_bytes = check_options(spec, cluster, is_job=job is not None or spec.is_job)
     overrides, job, job_settings = _settings(spec, job)
     subject = _subject(spec, job, cluster)
+    check_batch(subject.batch_size)
     check_length(spec, subject.model.plain.tokens_per_sample, subject.num_steps)
     resolve = functools.partial(
         settle_asked,

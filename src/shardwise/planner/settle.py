@@ -158,7 +158,11 @@ def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:
             raise PlanError(f"--set {key} has an unknown key", code="cli.set-unknown-key", fix=nearest(name, fields))
         if key == "layout":
             raise PlanError("--set cannot change the layout", code="cli.set-layout", fix=f"use --plan {text}")
-        plan = replace_at(plan, key, _value(key, text))
+        value, section = _value(key, text), getattr(plan, key, None)
+        if dataclasses.is_dataclass(section) and not dataclasses.is_dataclass(value):
+            fix = f"use --set {key}.NAME=VALUE: {nearest('', (field.name for field in dataclasses.fields(section)))}"
+            raise PlanError(f"--set {key}={text} sets a section of a plan", code="plan.not-a-section", fix=fix)
+        plan = replace_at(plan, key, value)
         sources = dict(plan.sources)
         if name != key and name in sources:
             sources[name] = f"{sources[name]}, {key} by --set"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from shardwise.hardware.machine import Cluster
 
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+
+LARGEST_BATCH = 2**20
+"""Samples per step above which a search takes minutes; a larger number is usually that of tokens."""
 
 
 class PlanSpec(Spec, frozen=True, kw_only=True):
@@ -120,6 +124,16 @@ def check_options(spec: PlanSpec, cluster: Cluster, *, is_job: bool) -> float:
     return _max_bytes(spec.max_memory, cluster)
 
 
+def check_batch(batch_size: int) -> None:
+    """Raise InputError for a batch that no training has, whose many micro-batches no search could visit."""
+    if batch_size > LARGEST_BATCH:
+        raise InputError(
+            f"a batch of {batch_size:,} samples exceeds the largest that plan searches, {LARGEST_BATCH:,}",
+            code="plan.batch-too-large",
+            fix="use a smaller batch size, which counts samples and not tokens",
+        )
+
+
 def check_length(spec: PlanSpec, tokens_per_sample: int | None, num_steps: int | None) -> None:
     """Raise InputError if --length, --tokens or --price do not apply to the model or the job."""
     if spec.length is not None and tokens_per_sample is None:
@@ -136,7 +150,13 @@ def check_length(spec: PlanSpec, tokens_per_sample: int | None, num_steps: int |
                 code="plan.tokens-without-sequences",
                 fix="remove --tokens",
             )
-    elif spec.price is not None and num_steps is None:
+    if spec.price is not None and math.isinf(spec.price):
+        raise InputError(
+            f"--price {spec.price:g} is not the price of a GPU-hour",
+            code="plan.price-invalid",
+            fix="write a positive number, such as 2.5",
+        )
+    if spec.price is not None and spec.tokens is None and num_steps is None:
         raise InputError(
             f"--price {spec.price:g} requires the length of the training",
             code="cli.option-not-applicable",

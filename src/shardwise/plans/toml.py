@@ -58,10 +58,11 @@ def plan_from_toml(text: str, origin: str) -> Plan:
 def read_plan(path: Path) -> Plan:
     """Return the plan of a TOML file."""
     try:
-        text = path.read_text()
-    except OSError as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise PlanError(
-            f"plan file {path} cannot be read ({error.strerror})", code="plan.read-failed", fix="pass a .toml file"
+            f"plan file {path} cannot be read ({why})", code="plan.read-failed", fix="pass a .toml file"
         ) from None
     return plan_from_toml(text, path.name)
 

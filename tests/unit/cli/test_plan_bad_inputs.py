@@ -34,12 +34,15 @@ FILES = {
     "broken.toml": "version = = 1\n",
     "broken.json": "{",
     "list.json": "[]",
+    "nested.json": "[" * 100_000,
     "bloom.json": json.dumps(LLAMA | {"model_type": "bloom"}),
     "mixtral.json": json.dumps(LLAMA | {"model_type": "mixtral"}),
     "few.json": json.dumps({"model_type": "llama", "vocab_size": 512}),
     "heads.json": json.dumps(LLAMA | {"num_attention_heads": 5}),
     "text.json": json.dumps(LLAMA | {"hidden_size": "wide"}),
     "window.json": json.dumps(LLAMA | {"model_type": "mistral", "sliding_window": 64}),
+    "deep.json": json.dumps(LLAMA | {"num_hidden_layers": 10**9}),
+    "bytes.toml": b"\xff\xfe\x00",
 }
 GPT2 = ["gpt2", "--cluster", "8xH100"]
 MODELS = {
@@ -51,12 +54,14 @@ MODELS = {
     "missing config": (["no/config.json"], ("model.config-read-failed", "no/config.json")),
     "folder without a config": (["."], ("model.config-read-failed", "config.json")),
     "config that is no JSON": (["broken.json"], ("model.config-not-json", "broken.json")),
+    "config of brackets": (["nested.json"], ("model.config-not-json", "nested.json")),
     "config that is a list": (["list.json"], ("model.config-not-json", "list")),
     "unknown architecture": (["bloom.json"], ("model.config-not-described", "'bloom'", "qwen2")),
     "mixture of experts": (["mixtral.json"], ("model.config-experts", "'mixtral'")),
     "missing fields": (["few.json"], ("model.config-field-missing", "hidden_size", "num_hidden_layers")),
     "heads that do not divide": (["heads.json"], ("model.width-not-divisible", "heads.json", 64, 5)),
     "field of another type": (["text.json"], ("model.setting-not-positive", "text.json", "'wide'")),
+    "more layers than any model has": (["deep.json"], ("model.too-many-layers", "deep.json", "1,000,000,000")),
     "window shorter than samples": (["window.json"], ("model.sliding-window", 64, 128)),
     "adapters of a convolution": (["resnet-50", "--lora", "8"], ("model.no-linear-modules", "resnet-50")),
     "samples beyond the context": (["gpt2", "--length", "2048"], ("model.context-exceeded", 1024, 2048)),
@@ -95,6 +100,8 @@ PLANS = {
     "plan file of no model": (["plan.toml"], ("plan.file-without-model", "plan.toml", "--plan plan.toml")),
     "plan file with a typo": (["typo.toml"], ("plan.unknown-key", "'micro_batch'")),
     "plan file that is no TOML": (["broken.toml"], ("plan.not-toml", "broken.toml")),
+    "plan file of bytes": (["bytes.toml"], ("plan.read-failed", "bytes.toml", "UTF-8")),
+    "plan of bytes": ([*GPT2, "--plan", "bytes.toml"], ("plan.read-failed", "bytes.toml", "UTF-8")),
     "plan file of a long model": (["length.toml"], ("spec.value-invalid", "'long'")),
     "two plans": (["named.toml", "--plan", "fsdp"], ("cli.options-conflict", "named.toml")),
     "batch below the ranks": ([*GPT2, "--plan", "ddp", "--batch-size", "4"], ("plan.batch-too-small", 4, 8)),
@@ -103,6 +110,16 @@ PLANS = {
     "unknown key of a section": ([*GPT2, "--set", "offload.disk=cpu"], ("cli.set-unknown-key", "offload.disk")),
     "key without a value": ([*GPT2, "--set", "recompute"], ("cli.set-syntax", "key=value")),
     "unknown choice": ([*GPT2, "--set", "recompute=some"], ("plan.unknown-choice", "'some'")),
+    "section by --set": ([*GPT2, "--set", "offload=cpu"], ("plan.not-a-section", "offload=cpu", "optimizer")),
+    "float8 on an old GPU": (
+        ["gpt2", "--cluster", "2xA100", "--set", "precision=float8"],
+        ("support.float8-device", "8.0"),
+    ),
+    "float8 of a preset": (
+        ["gpt2", "--cluster", "2xA100", "--plan", "fsdp", "--set", "precision=float8"],
+        ("support.float8-device", "A100"),
+    ),
+    "bf16 on an old GPU": (["gpt2", "--cluster", "2xV100", "--precision", "bf16"], ("support.bf16-device", "V100")),
     "layout by --set": ([*GPT2, "--set", "layout=tp8"], ("cli.set-layout", "--plan tp8")),
     "field of a job": ([*GPT2, "--set", "optimizer.lr=1"], ("cli.set-unknown-key", "optimizer.lr")),
     "batch by --set": ([*GPT2, "--set", "batch_size=8"], ("cli.set-unknown-key", "--batch-size 8")),
@@ -120,6 +137,7 @@ PLANS = {
 NUMBERS = {
     "no samples": (["--batch-size", "0"], ("", "--batch-size", "0")),
     "fewer than no samples": (["--batch-size", "-4"], ("", "--batch-size", "-4")),
+    "more samples than any step has": (["--batch-size", f"{10**23}"], ("plan.batch-too-large", f"{10**23:,}")),
     "half a sample": (["--batch-size", "1.5"], ("", "--batch-size", "1.5")),
     "no tokens in a sample": (["--length", "0"], ("", "--length", "0")),
     "unknown precision": (["--precision", "bf8"], ("", "--precision", "'bf8'")),
@@ -135,6 +153,7 @@ NUMBERS = {
     "tokens without a number": (["--tokens", "lots"], ("plan.tokens-invalid", "'lots'", "1T")),
     "negative tokens": (["--tokens", "-1T"], ("plan.tokens-invalid", "'-1T'")),
     "negative price": (["--tokens", "1T", "--price", "-2"], ("", "--price", "-2")),
+    "infinite price": (["--tokens", "1T", "--price", "inf"], ("plan.price-invalid", "inf")),
     "price of nothing": (["--price", "2"], ("cli.option-not-applicable", "--price", "--tokens")),
     "unknown option": (["--max-gpu", "4"], ("", "--max-gpu", "--max-gpus")),
     "out in no directory": (["--out", "no/plan.toml"], ("cli.output-folder-missing", "no/plan.toml")),
@@ -155,7 +174,7 @@ def directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return tmp_path
 
 

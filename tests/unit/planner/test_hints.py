@@ -12,6 +12,7 @@ from refusals import refuses
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.planner.next_step import read_tokens
 from shardwise.planner.search.advice import cluster_option, cluster_sizes
+from shardwise.units import format_seconds
 
 
 def per_device(candidate):
@@ -63,6 +64,7 @@ def test_a_batch_below_the_number_of_devices_leaves_one_idle_and_names_a_batch_f
         ("t5-base", "8xA100-40GB", 7, 7),
         ("gpt2", "8xH100", 1, 1),
         ("gpt2-tiny", "3xH100", 8, 2),
+        ("llama3-8b", "64xH100", 1, 8),
     ],
 )
 def test_a_batch_that_no_plan_divides_over_all_devices_uses_fewer(model, cluster, batch_size, num_used):
@@ -172,6 +174,8 @@ def test_the_length_of_a_job_is_its_budget():
     assert steps.budget.seconds == pytest.approx(100 * steps.answer.best.time.seconds)
     assert steps.budget.cost == pytest.approx(2 * steps.budget.gpu_hours)
     assert f"which cost {steps.budget.cost:.2f} at 2 per GPU-hour" in steps.to_text()
+    short = sw.plan(job_of(steps=1), cluster="2xH100")
+    assert f"1 step takes {format_seconds(short.budget.seconds)} and" in short.to_text()
     assert sw.plan(job_of(tokens=100 * 8 * 32), cluster="2xH100").budget.steps == 100
     assert sw.plan(job_of(epochs=1), cluster="2xH100").budget is None
     with refuses("cli.option-not-applicable", "--price"):

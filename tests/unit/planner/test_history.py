@@ -121,8 +121,8 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path):
     found = read_history(MACHINE, tmp_path)
     assert [round(each.measured_step_s, 6) for each in found.records] == [2.4, 2.6]
     assert found.num_damaged == 1
-    path.write_bytes(b"\xff\xfe\x00garbage\n[1, 2]\n")
-    assert read_history(MACHINE, tmp_path) == MachineHistory(num_damaged=2)
+    path.write_bytes(b"\xff\xfe\x00garbage\n[1, 2]\n" + b'{"a":' * 10_000)
+    assert read_history(MACHINE, tmp_path) == MachineHistory(num_damaged=3)
 
 
 def test_concurrent_runs_append_whole_lines(tmp_path):

@@ -91,6 +91,18 @@ def test_a_report_fits_a_terminal_of_80_columns(question, monkeypatch):
         assert reason in " ".join(" ".join(shown).split())
 
 
+def test_a_narrow_terminal_shows_whole_numbers(monkeypatch):
+    report = sw.plan("llama3-70b", cluster="256xH100")
+    plain = report.to_text().splitlines()
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", report.to_text()).splitlines()
+    for family, entry in report.answer.families.items():
+        if entry.memory is not None:  # it has a row in the table
+            rows = [next(line.split() for line in lines if line.startswith(f"{family} ")) for lines in (plain, shown)]
+            assert rows[0] == rows[1]
+
+
 def test_a_spec_travels_as_json_and_asks_the_same(report):
     spec = PlanSpec.from_json(report.spec.to_json())
     assert spec == report.spec

@@ -113,6 +113,15 @@ def test_every_candidate_fits_divides_the_batch_and_can_be_applied(case, batch_s
         assert candidate.memory.total <= 0.95 * question.cluster.device.memory_bytes
 
 
+def test_the_floor_of_memory_contains_the_batches_of_two_steps():
+    question = asked("gpt2 on 1xA100-40GB", 2**20)
+    floors = Floors(question, question.time_model())
+    step = question.batch_size * question.model.plain.input.at(1)
+    everything = groups(question.model.plain, 1, 1, question.batch_size)
+    assert step > 0
+    assert all(floors.memory(group, next(variants(group))) > 2 * step for group in everything)
+
+
 @pytest.mark.parametrize(
     ("case", "batch_size", "length"),
     [("gpt2-xl on 4xA100-40GB", 32, None), ("llama-7b on 8xA100-40GB", 32, None), ("llama3-8b on 8xH100", 8, 32_768)],

@@ -20,6 +20,8 @@ from shardwise.plans.rules import is_exact_in_graph
 from shardwise.units import format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardwise.hardware.machine import NodeType
     from shardwise.planner.search.question import Question
     from shardwise.planner.search.search import Answer, Candidate
@@ -196,19 +198,32 @@ def leave_idle(answer: Answer) -> Answer:
 
     Better is faster, or equal within model error without a split of the model; `Answer.num_idle` counts the others.
     """
-    question, best = answer.question, answer.best
+    question = answer.question
     size = question.cluster.num_devices
     if question.batch_size % size == 0:
         return answer
-    per_node = question.cluster.node.num_devices
-    sizes = [each for each in divisors(question.batch_size) if each <= per_node or each % per_node == 0]
-    fewer = max(each for each in sizes if each < size)
-    if best is not None and fewer * MOST_UTILIZATION < size * best.time.mfu:
-        return answer
-    part = search(resized(question, fewer))
-    if part.best is None or (best is not None and choose([best, part.best]) is best):
-        return answer
-    return dataclasses.replace(part, num_idle=size - fewer)
+    found = answer
+    for fewer in _sizes_that_divide(question):
+        best = found.best
+        if best is not None and fewer * MOST_UTILIZATION < best.plan.layout.world_size * best.time.mfu:
+            continue
+        part = search(resized(question, fewer))
+        if part.best is not None and (best is None or choose([best, part.best]) is part.best):
+            found = dataclasses.replace(part, num_idle=size - fewer)
+    return found
+
+
+def _sizes_that_divide(question: Question) -> list[int]:
+    """Return the largest numbers of devices below the cluster's over which tp, and without tp, the batch divides."""
+    node, limit = question.cluster.node.num_devices, question.cluster.num_devices
+    numbers = divisors(question.batch_size)
+    degrees = [tp for tp in question.model.plain.tp_degrees if node % tp == 0]
+    shared = {samples * tp for samples in numbers for tp in degrees}
+
+    def largest(sizes: Iterable[int]) -> int:
+        return max(size for size in sizes if size < limit and (size <= node or size % node == 0))
+
+    return list(dict.fromkeys((largest(shared), largest(numbers))))
 
 
 def best_size(question: Question, limit: int) -> tuple[Answer, list[Answer]]:

@@ -131,7 +131,7 @@ class Floors:
     def memory(self, group: ChoiceGroup, variant: PlanVariant) -> float:
         """Return a lower bound of a plan's memory: states in the update, or states and activations before backward.
 
-        It assumes equal stages, which bounds the largest from below.
+        It assumes equal stages, which bounds the largest from below. The batches of two steps are on the device always.
         """
         is_sharded, shard = variant.zero >= 2, variant.shard * group.cp
         shape = self._shape(group, gathered=is_sharded)
@@ -149,7 +149,9 @@ class Floors:
             whole = is_sharded and variant.gradient_sync == "last" and group.accumulation > 1
             stay = self._reduce_bytes * trained if whole else gradients
         gathered = self._gathered_bytes * numel if variant.zero == 2 else 0.0
-        allocated = parameters + states + max(gradients, stay + gathered + self._activations(shape, group))
+        batch = shape.input.at(group.micro_batch, tp=group.tp, sequence_parallel=group.sequence_parallel)
+        allocated = 2 * group.accumulation * batch + parameters + states
+        allocated += max(gradients, stay + gathered + self._activations(shape, group))
         return FRAGMENTED * allocated + self._context
 
     def _numel(self, shape: ModelShape, tp: int) -> tuple[float, float, float]:

@@ -299,11 +299,17 @@ def _rendered(table: Table) -> str:
     text, width = io.StringIO(), _width()
     console = Console(file=text, highlight=False, width=width or 180, force_terminal=width is not None)
     for column in table.columns:
-        cells = [str(cell).split() for cell in column.cells]
-        column.min_width = max((len(word) for words in cells for word in words), default=0)
-        column.no_wrap |= all(len(words) <= 1 for words in cells)  # a cell wraps between words only
-    if console.measure(table, options=console.options.update(max_width=1000)).maximum > console.width:
+        cells = [str(cell) for cell in column.cells]
+        column.no_wrap |= all(len(cell.split()) <= 1 for cell in cells)  # a cell wraps between words only
+        pieces = [*cells, *str(column.header).split("\n")]
+        if not column.no_wrap:
+            pieces = [word for piece in pieces for word in piece.split()]
+        column.min_width = max(map(len, pieces))
+    wide = console.options.update(max_width=1000)
+    if console.measure(table, options=wide).maximum > console.width:
         table.padding = (0, 1, 0, 0)
+    # A cut number would be another number: in a narrower terminal, the lines are longer than it.
+    console.width = max(console.width, console.measure(table, options=wide).minimum)
     console.print(table)
     return text.getvalue().rstrip("\n")
 

@@ -211,6 +211,12 @@ def _precision(cluster: Cluster, requested: DType | None) -> tuple[Precision, st
     if requested == "fp64":
         precision = Precision(parameter=requested, compute=requested, reduce=requested, optimizer=requested)
         return precision, "--precision"
+    if requested == "bf16" and device.kind != "cpu" and not device.has_bf16:
+        raise PlanError(
+            f"--precision bf16 is not supported by {device.name}, which lacks bf16",
+            code="support.bf16-device",
+            fix="use --precision fp16",
+        )
     if requested is not None:
         return Precision(compute=requested), "--precision"
     return choose_precision(device.name, is_cpu=device.kind == "cpu", has_bf16=device.has_bf16)
