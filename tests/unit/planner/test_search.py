@@ -40,6 +40,8 @@ LARGE = {
     "llama-7b on 64xRTX-4090": 256,
     "llama-70b on 64xH100": 1024,
     "llama3-405b on 64xH200": 256,
+    "gpt2 on 64xH100": 64,
+    "resnet-50 on 64xH100": 512,
 }
 
 
@@ -124,7 +126,12 @@ def test_the_floor_of_memory_contains_the_batches_of_two_steps():
 
 @pytest.mark.parametrize(
     ("case", "batch_size", "length"),
-    [("gpt2-xl on 4xA100-40GB", 32, None), ("llama-7b on 8xA100-40GB", 32, None), ("llama3-8b on 8xH100", 8, 32_768)],
+    [
+        ("gpt2-xl on 4xA100-40GB", 32, None),
+        ("llama-7b on 8xA100-40GB", 32, None),
+        ("llama3-8b on 8xH100", 8, 32_768),
+        ("resnet-50 on 16xH100", 32, None),  # launches and batch norms take most of a step
+    ],
 )
 @pytest.mark.parametrize("compile_", ["none", "blocks"])
 def test_floors_are_never_above_predictions(case, batch_size, length, compile_):
@@ -140,7 +147,8 @@ def test_floors_are_never_above_predictions(case, batch_size, length, compile_):
             plan = make_plan(base, group, variant)
             shape = question.model.for_plan(plan)
             assert floors.memory(group, variant) <= predict_memory(shape, plan).total
-            assert floors.seconds(group) <= times.predict(shape, plan).seconds * (1 + 1e-9)
+            floor = floors.seconds(group, is_sharded=variant.zero >= 2)
+            assert floor <= times.predict(shape, plan).seconds * (1 + 1e-9)
             checked += 1
     assert checked > 50
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from shardwise.hardware.calibration import Calibration
     from shardwise.hardware.machine import Cluster
-    from shardwise.planner.cost.compute import Assumptions, ComputeModel
+    from shardwise.planner.cost.compute import ComputeModel
     from shardwise.planner.cost.stages import StageParts
     from shardwise.planner.cost.traffic import Collective, Placement, Transfer
     from shardwise.planner.model.shape import ModelShape, Part
@@ -141,19 +141,22 @@ def _part_cost(part: Part, plan: Plan, compute: ComputeModel) -> tuple[PartCost,
     if plan.is_captured and not compute.on_host:  # one launch for all operators of a step
         cost = PartCost(*(seconds._replace(launch=0.0, host=0.0) for seconds in cost))
     again = cost.again(part.policy(plan.recompute))
-    ahead, back = _host_operators(part, plan, compute.assumptions, compiled=compiled)
-    if ahead or back:
-        cost = cost._replace(forward=compute.hooked(cost.forward, ahead), backward=compute.hooked(cost.backward, back))
-    return cost, again
+    tp = 1 if plan.is_captured else plan.layout.tp
+    return with_host_operators(cost, part, compute, tp=tp, is_sharded=plan.zero >= 2, compiled=compiled), again
 
 
-def _host_operators(part: Part, plan: Plan, given: Assumptions, *, compiled: bool) -> tuple[float, float]:
-    """Return the operators that sharding and tensor parallelism launch around forward and backward of a part."""
-    ahead, back = given.shard_operators if plan.zero >= 2 else (0, 0)
-    if plan.layout.tp == 1 or plan.is_captured:
-        return ahead, back
-    exchanges = 2 * part.num_exchanges * given.exchange_operators * (given.compiled_operators if compiled else 1.0)
-    return ahead + exchanges, back + exchanges
+def with_host_operators(
+    cost: PartCost, part: Part, compute: ComputeModel, *, tp: int, is_sharded: bool, compiled: bool
+) -> PartCost:
+    """Add the operators that sharding and tensor parallelism launch around forward and backward of a part."""
+    given = compute.assumptions
+    ahead, back = given.shard_operators if is_sharded else (0.0, 0.0)
+    if tp > 1:
+        exchanges = 2 * part.num_exchanges * given.exchange_operators * (given.compiled_operators if compiled else 1.0)
+        ahead, back = ahead + exchanges, back + exchanges
+    if not ahead and not back:
+        return cost
+    return cost._replace(forward=compute.hooked(cost.forward, ahead), backward=compute.hooked(cost.backward, back))
 
 
 def tensor_exchange(
@@ -198,11 +201,18 @@ def _exchange(part: Part, shape: ModelShape, plan: Plan, wires: Wires) -> Activa
     )
     if layout.cp > 1:
         return ActivationExchange(tensor, context=context_exchange(part, plan.micro_batch, layout, wires))
-    if not shape.ties_samples or plan.batch_norm == "local" or layout.dp == 1:
+    if not shape.ties_samples or plan.batch_norm == "local":
         return ActivationExchange(tensor)
-    # A batch norm follows every convolution and all-reduces sum, square sum and count of some hundred channels.
+    return ActivationExchange(tensor, batch_norm_exchange(part, layout, wires))
+
+
+def batch_norm_exchange(part: Part, layout: Layout, wires: Wires) -> float:
+    """Return the seconds of a part's synchronized batch norms in one forward pass; backward takes as long.
+
+    One follows every convolution, and all-reduces sum, square sum and count of some hundred channels.
+    """
     number = sum(matmul.count for matmul in part.work.matmuls)
-    return ActivationExchange(tensor, number * wires.seconds("all_reduce", 4096.0, layout, "replicate", "shard"))
+    return number * wires.seconds("all_reduce", 4096.0, layout, "replicate", "shard")
 
 
 def numel_of(part: Part, layout: Layout, *, trained: bool = False) -> float:

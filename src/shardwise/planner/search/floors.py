@@ -1,8 +1,8 @@
 """Lower bounds of the memory and the time of plans, each computed in microseconds.
 
-The idea: a bound that ignores what sharding adds (gathers, reductions, hops) needs only the times of a few kinds of
-stages, so few plans need a full prediction. The invariant: no bound is above the prediction of `cost/` (a test compares
-them).
+The idea: a bound that ignores what sharding sends (gathers, reductions, hops) needs only the times of a few kinds of
+stages, so few plans need a full prediction. It counts what sharding launches, since steps of small models on many
+devices consist of launches. The invariant: no bound is above the prediction of `cost/` (a test compares them).
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwise.layout import Layout
 from shardwise.planner.cost.events import pipeline_floor
 from shardwise.planner.cost.memory import FRAGMENTED
-from shardwise.planner.cost.stage_costs import context_exchange, numel_of, tensor_exchange
+from shardwise.planner.cost.stage_costs import (
+    batch_norm_exchange,
+    context_exchange,
+    numel_of,
+    tensor_exchange,
+    with_host_operators,
+)
 from shardwise.planner.cost.stages import PipelineShape, product_inputs, stages_between
 from shardwise.planner.search.choices import stage_bounds
 from shardwise.plans.pipeline import SCHEDULES
@@ -64,6 +70,7 @@ class Floors:
         self._model = question.model
         self._time = time
         self._compiles = question.compile == "blocks"
+        self._syncs_batch_norm = question.model.plain.ties_samples and question.base.batch_norm != "local"
         self._context = question.context
         self._parameter_bytes = ELEMENT_BYTES[question.precision.parameter]
         self._compute_bytes = ELEMENT_BYTES[question.precision.activations]
@@ -78,16 +85,19 @@ class Floors:
         self._saved: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
         self._times: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
 
-    def seconds(self, group: ChoiceGroup) -> float:
-        """Return a lower bound of the step time in a group: compute, tensor-parallel collectives, and bubbles."""
-        seconds = min(self._seconds(self._shape(group, gathered=gathered), group) for gathered in (False, True))
+    def seconds(self, group: ChoiceGroup, *, is_sharded: bool) -> float:
+        """Return a lower bound of the step time in a group: compute, collectives inside of a pass, and bubbles.
+
+        `is_sharded` is whether parameters are sharded, for plans with zero = 2 or 3; the others are mostly faster.
+        """
+        seconds = self._seconds(self._shape(group, gathered=is_sharded), group, is_sharded=is_sharded)
         return seconds * (1 + self._time.jitter(group.pp * group.dp * group.cp * group.tp))
 
     def _shape(self, group: ChoiceGroup, *, gathered: bool) -> ModelShape:
         return self._model.sliced(group.cp, group.tp, gathered=gathered)
 
-    def _seconds(self, shape: ModelShape, group: ChoiceGroup) -> float:
-        stages, times = self._stages(shape, group), self._part_times(shape, group)
+    def _seconds(self, shape: ModelShape, group: ChoiceGroup, *, is_sharded: bool) -> float:
+        stages, times = self._stages(shape, group), self._part_times(shape, group, is_sharded=is_sharded)
         busy = [load.total(*times) for load in stages.ranks]
         if group.pp == 1 or SCHEDULES[group.schedule].splits_backward:
             return group.accumulation * max(busy)
@@ -99,23 +109,30 @@ class Floors:
             self._stages_known[key] = _loads(shape, group)
         return self._stages_known[key]
 
-    def _part_times(self, shape: ModelShape, group: ChoiceGroup) -> tuple[list[float], list[float]]:
+    def _part_times(
+        self, shape: ModelShape, group: ChoiceGroup, *, is_sharded: bool
+    ) -> tuple[list[float], list[float]]:
         """Return the seconds of one micro-batch on each part: if it is recomputed, and if not."""
         compiles = self._compiles and not SCHEDULES[group.schedule].splits_backward
-        key = (id(shape), group.tp, group.micro_batch, group.recompute, group.sequence_parallel, compiles)
+        key = (
+            *(id(shape), is_sharded, compiles, group.micro_batch, group.recompute, group.tp, group.sequence_parallel),
+            *((group.pp, group.dp) if self._syncs_batch_norm else ()),
+        )
         if key not in self._times:
-            again, once = [], []
+            compute, again, once = self._time.compute(shape.compute, recipe=self._recipe), [], []
             for part in shape.parts:
-                cost = self._time.compute(shape.compute, recipe=self._recipe).cost(
+                compiled = compiles and part.kind == "block"
+                cost = compute.cost(
                     part,
                     group.micro_batch,
                     tp=group.tp,
                     sequence_parallel=group.sequence_parallel,
-                    compiled=compiles and part.kind == "block",
+                    compiled=compiled,
                 )
+                extra = cost.again(part.policy(group.recompute)).total
+                cost = with_host_operators(cost, part, compute, tp=group.tp, is_sharded=is_sharded, compiled=compiled)
                 exchange = self._exchange(part, shape, group)
                 once.append(cost.forward.total + cost.backward.total + 2 * exchange)
-                extra = cost.again(part.policy(group.recompute)).total
                 again.append(once[-1] + extra + (exchange if part.policy(group.recompute) != "none" else 0.0))
             self._times[key] = (again, once)
         return self._times[key]
@@ -124,6 +141,8 @@ class Floors:
         """Return the exposed communication inside one pass, without that of a head whose loss may be fused."""
         wires, samples = self._time.wires, group.micro_batch
         waits = context_exchange(part, samples, Layout(cp=group.cp, tp=group.tp), wires)
+        if self._syncs_batch_norm and group.cp == 1:
+            waits += batch_norm_exchange(part, Layout(pp=group.pp, replicate=group.dp, tp=group.tp), wires)
         if part.kind == "last" and shape.head is not None:
             return waits
         return waits + tensor_exchange(part, samples, group.tp, wires, sequence_parallel=group.sequence_parallel)

@@ -179,11 +179,13 @@ class _Search:
             question.model.plain, question.cluster.num_devices, question.cluster.devices_per_node, question.batch_size
         )
         allowed = filter(None, map(question.fixed.group, found))
-        return sorted((self._floors.seconds(group), group) for group in allowed)
+        return sorted((self._floors.seconds(group, is_sharded=False), group) for group in allowed)
 
     def _run(self, ordered: list[tuple[float, ChoiceGroup]], *, offload: bool) -> None:
-        for floor, group in ordered:
+        for plain_floor, group in ordered:
+            sharded_floor = self._floors.seconds(group, is_sharded=True)
             for variant in self._variants(group):
+                floor = sharded_floor if variant.zero >= 2 else plain_floor
                 for form in self._forms(group, variant, offload=offload):
                     self._num_plans += 1
                     if self._consider(floor, group, form) and not self._exhaustive:
