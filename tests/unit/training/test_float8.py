@@ -93,7 +93,8 @@ def test_a_context_without_float8_keeps_the_communication_of_tensor_parallel_lay
 
 def gathered(world, precision, **options):
     """Train under FSDP; return the losses and the bytes that this rank contributed to each all-gather."""
-    with mock.patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gathers:
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # of torch 2.11
+    with mock.patch.object(dist, name, wraps=getattr(dist, name)) as gathers:
         losses, _ = trained(world, "fsdp", precision, float8=LAYERS, **options)
     return losses, [call.args[1].nbytes for call in gathers.call_args_list]
 
