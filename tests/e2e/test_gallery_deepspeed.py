@@ -35,8 +35,8 @@ def difference(output: str) -> float:
     return float(re.search(r"losses differ by at most (\S+)", output)[1])
 
 
-def held(output: str) -> str:
-    return re.search(r"held by rank 0: (\S+) bytes", output)[1]
+def stored_bytes(output: str) -> str:
+    return re.search(r"stored on rank 0: (\S+) bytes", output)[1]
 
 
 @pytest.mark.prove
@@ -46,7 +46,7 @@ def test_the_chapters_first_command_has_the_losses_of_plain_pytorch(tmp_path):
     output = CHAPTER.run(f"{line} --steps 5".replace("configs/", f"{CHAPTER.folder}/configs/"), tmp_path)
     assert difference(output) < 1e-5
     assert "32 samples a step = 4 per forward pass x 4 passes x 2 processes" in output
-    assert held(output) in CHAPTER.readme
+    assert stored_bytes(output) in CHAPTER.readme
 
 
 @pytest.mark.prove
@@ -62,7 +62,7 @@ def test_every_stage_has_the_same_losses_under_every_launcher(tmp_path):
     for output in found.values():
         assert difference(output) < 1e-5
         assert losses(output) == losses(next(iter(found.values())))
-        assert f" {held(output)} |" in CHAPTER.readme
+        assert f" {stored_bytes(output)} |" in CHAPTER.readme
     assert losses(output)[-1] < losses(output)[0] - 1
 
 
@@ -87,7 +87,7 @@ def test_a_saved_decoder_writes_what_plain_pytorch_writes(weights):
     for line in lines:
         output = CHAPTER.run(line, folder)
         assert float(re.search(r"logits differ by at most (\S+)", output)[1]) < 1e-4
-        assert re.search(r"rank 0 holds 137,984 of 237,184 numbers", output)
+        assert re.search(r"rank 0 stores 137,984 of 237,184 parameters", output)
         assert ("without fused kernels: " in output) == ("--kernels" in line)
 
 

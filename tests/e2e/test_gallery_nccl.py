@@ -217,7 +217,7 @@ def test_distributed_benchmarks_prints_communication_and_training(tmp_path, laun
             events = json.loads(traces[0].read_text())["traceEvents"]
             assert {"step", "gloo:all_reduce"} <= {event.get("name") for event in events}
         one, ddp, fsdp = (float(numbers.split()[-1]) for _, numbers in rows[3:])
-        assert one == ddp == pytest.approx(2 * fsdp, abs=0.2)  # megabytes held
+        assert one == ddp == pytest.approx(2 * fsdp, abs=0.2)  # megabytes stored
 
 
 def test_fsdp_of_the_benchmarks_takes_the_steps_of_ddp(script):
