@@ -142,7 +142,7 @@ def compare(layers: list[tuple[int, int, int]], device: torch.device, *, rounds:
 
 
 def least_gain(by_width: dict[int, float]) -> str:
-    """Return in words the least square width that gains, together with all wider ones."""
+    """Return the least square width that gains, together with all wider ones, as text."""
     widths = sorted(by_width)
     least = next((width for width in widths if all(by_width[each] > 1 for each in widths if each >= width)), None)
     return "no square layer gains" if least is None else f"square layers gain from width {least}"

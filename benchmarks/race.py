@@ -13,7 +13,7 @@ resnet       ResNet-18 on 256 images of 224 x 224
 recompute    a 3-billion-parameter Llama shape on one sequence of 32,768 tokens, whose activations do not fit
 
 The choice takes 70 to 100 s, and plans 10 to 60 s each, mostly compilation: `--jobs gpt2 --limit-s 440` fits into ten
-minutes, and says how many plans it left out. Without a GPU, `--quick` tries the script on tiny shapes; its figures
+minutes, and prints how many plans it left out. Without a GPU, `--quick` tries the script on tiny shapes; its figures
 mean nothing there.
 """
 
