@@ -155,7 +155,7 @@ def parse_layer(text: str) -> tuple[int, int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds; one tiny layer where there is no GPU")
+    parser.add_argument("--quick", action="store_true", help="few rounds; one tiny layer without a GPU")
     parser.add_argument("--layers", nargs="+", type=parse_layer, metavar="TOKENSxINPUTSxOUTPUTS")
     parser.add_argument(
         "--limit-s", type=float, default=3600.0, help="seconds after which no further layer is measured"

@@ -1,7 +1,7 @@
 """Optimizer kinds: one update of AdamW and SGD by torch's three ways to do it, on parameters of three models.
 
 One process, one core, no model: parameters and gradients of a model's shapes are drawn, and the kinds take turns; the
-fastest of `--rounds` each, in ms. `job/optimizers.py` chooses by what is printed here; the figures say how far its
+fastest of `--rounds` each, in ms. `job/optimizers.py` chooses by what is printed here; the figures show how far its
 choice is from the fastest of them.
 
 loop       one parameter after the other

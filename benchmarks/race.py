@@ -181,7 +181,7 @@ def race_job(name: str, device: str, limit_s: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, where there is no GPU")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, without a GPU")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--limit-s", type=float, default=3600.0, help="seconds of each job after its choice")
     options = parser.parse_args()

@@ -169,7 +169,7 @@ def race_compiled(world: sw.World, config: DecoderConfig, rows: int, rounds: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds; tiny shapes where there is no GPU")
+    parser.add_argument("--quick", action="store_true", help="few rounds; tiny shapes without a GPU")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
