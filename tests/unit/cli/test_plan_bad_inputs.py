@@ -50,7 +50,7 @@ MODELS = {
     "missing attribute": (["job.py:other", "--cluster", "2xH100"], ("job.attribute-missing", "'other'")),
     "missing config": (["no/config.json"], ("model.config-read-failed", "no/config.json")),
     "folder without a config": (["."], ("model.config-read-failed", "config.json")),
-    "config that is no JSON": (["broken.json"], ("model.config-not-json", "broken.json")),
+    "config that is not JSON": (["broken.json"], ("model.config-not-json", "broken.json")),
     "config that is a list": (["list.json"], ("model.config-not-json", "list")),
     "unknown architecture": (["bloom.json"], ("model.config-not-described", "'bloom'", "qwen2")),
     "mixture of experts": (["mixtral.json"], ("model.config-experts", "'mixtral'")),
@@ -94,7 +94,7 @@ PLANS = {
     ),
     "plan file of no model": (["plan.toml"], ("plan.file-without-model", "plan.toml", "--plan plan.toml")),
     "plan file with a typo": (["typo.toml"], ("plan.unknown-key", "'micro_batch'")),
-    "plan file that is no TOML": (["broken.toml"], ("plan.not-toml", "broken.toml")),
+    "plan file that is not TOML": (["broken.toml"], ("plan.not-toml", "broken.toml")),
     "plan file of a long model": (["length.toml"], ("spec.value-invalid", "'long'")),
     "two plans": (["named.toml", "--plan", "fsdp"], ("cli.options-conflict", "named.toml")),
     "batch below the ranks": ([*GPT2, "--plan", "ddp", "--batch-size", "4"], ("plan.batch-too-small", 4, 8)),
@@ -139,7 +139,7 @@ NUMBERS = {
     "unknown option": (["--max-gpu", "4"], ("", "--max-gpu", "--max-gpus")),
     "out in no directory": (["--out", "no/plan.toml"], ("cli.output-folder-missing", "no/plan.toml")),
     "report in no directory": (["--report", "no/page.html"], ("cli.output-folder-missing", "no/page.html")),
-    "report that is no page": (["--report", "page.pdf"], ("cli.report-extension", "page.html")),
+    "report that is not a page": (["--report", "page.pdf"], ("cli.report-extension", "page.html")),
     "ranks of a search": (["--nproc", "2"], ("cli.option-not-applicable", "--cluster 2xthis")),
 }
 INPUTS = {
