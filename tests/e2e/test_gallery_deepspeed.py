@@ -1,4 +1,4 @@
-"""Chapter 3 of the gallery: the commands of its README run, and what it says of DeepSpeed's stages holds."""
+"""Chapter 3 of the gallery: the commands of its README run, and its claims about DeepSpeed's stages are true."""
 
 import importlib.util
 import itertools
@@ -52,7 +52,7 @@ def test_the_chapters_first_command_has_the_losses_of_plain_pytorch(tmp_path):
 @pytest.mark.prove
 @pytest.mark.timeout(1800)
 def test_every_stage_has_the_same_losses_under_every_launcher(tmp_path):
-    """The commands of the README, and those that it leaves to its reader: three launchers, three stages."""
+    """The commands of the README, and variants that it does not show: three launchers, three stages."""
     written = [line for line in CHAPTER.commands("deepspeed_train.py", "--check") if any(map(line.count, CONFIGS))]
     found = {}
     for launcher, config in itertools.product(LAUNCHERS, CONFIGS):
@@ -147,7 +147,7 @@ def test_optimizer_states_on_disk_give_the_same_losses(tmp_path):
 
 
 @pytest.mark.prove
-def test_the_job_trains_on_deepspeed_by_one_word(tmp_path):
+def test_the_job_trains_on_deepspeed_by_one_option(tmp_path):
     [line] = CHAPTER.commands("shardwise train")
     output = CHAPTER.run(line, tmp_path)
     assert losses(output)[-1] < losses(output)[0]
@@ -161,7 +161,7 @@ def test_the_configs_leave_nothing_that_surprises_to_defaults(stage):
     assert "gradient_accumulation_steps" not in config
 
 
-def test_a_script_without_deepspeed_says_the_pip_line(tmp_path):
+def test_a_script_without_deepspeed_names_the_pip_line(tmp_path):
     (tmp_path / "deepspeed.py").write_text("raise ModuleNotFoundError('deepspeed')")
     for script in ("deepspeed_train.py", "byte_decoder.py"):
         shutil.copy(CHAPTER.folder / script, tmp_path)
@@ -171,7 +171,7 @@ def test_a_script_without_deepspeed_says_the_pip_line(tmp_path):
 
 
 def test_every_command_of_the_readme_is_run_here():
-    scripts = [word for line in CHAPTER.commands() for word in line.split() if word.endswith(".py")]
+    scripts = [argument for line in CHAPTER.commands() for argument in line.split() if argument.endswith(".py")]
     assert {name: scripts.count(name) for name in scripts} == {
         "deepspeed_train.py": 7,
         "zero_offload.py": 2,
