@@ -286,7 +286,7 @@ def race_launch_bound(session: Session) -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds; tiny shapes where there is no GPU")
+    parser.add_argument("--quick", action="store_true", help="few rounds; tiny shapes without a GPU")
     parser.add_argument("--rounds", type=int, default=4, help="measured turns of five steps")
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, EAGER], help="default: all")
     parser.add_argument("--contenders", nargs="+", choices=NAMES, help="beside the reference; default: by shape")

@@ -7,10 +7,10 @@ training. Contenders take turns; medians are reported.
 raw            the same bytes written to one file in 8 MiB pieces, then fsync; read back with the standard library's
                CRC-32 of them, and beside it with zlib-ng's, which shardwise uses
 sync save      shardwise.checkpoint.save, as `train` writes it: durable, checked, published
-load           shardwise.checkpoint.load into tensors that are there, every byte checked first
+load           shardwise.checkpoint.load into existing tensors, every byte checked first
 torch          torch.load of a torch.save file, plain and with mmap=True (nothing is read then), printed beside
 async          seconds that the loop lost until the checkpoint was durable: the stall of the call, plus what its steps
-               took longer than usual while the save went on; shardwise.checkpoint.AsyncSaver against
+               took longer than usual during the save; shardwise.checkpoint.AsyncSaver against
                torch.distributed.checkpoint.async_save, the second save on (buffers are kept from the first)
 """
 
@@ -70,11 +70,11 @@ def read_raw(path: Path, crc32: Callable[..., int]) -> int:
 
 
 class Steps:
-    """A loop that stands for training; knows how long its steps take when nothing else goes on."""
+    """A loop that stands for training; measures its steps when nothing else runs."""
 
     def __init__(self, device: str) -> None:
         # On an H200 250 products of 4096 x 4096 in bf16 take 45 ms: a step that keeps the GPU busy, and a thread that
-        # launches all the time, which is what a writing thread could hold up.
+        # launches all the time, which is what a writing thread could delay.
         side, dtype = (768, torch.float32) if device == "cpu" else (4096, torch.bfloat16)
         self.left, self.right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         self.count, self.warm_up = (4, 8) if device == "cpu" else (250, 20)
@@ -106,7 +106,7 @@ class Loss(NamedTuple):
 
 
 def lost_to(begin: Callable[[], Callable[[], bool]], steps: Steps) -> Loss:
-    """Begin a save and go on stepping until it is durable."""
+    """Begin a save and continue stepping until it is durable."""
     usual_s = steps.usual_s()
     began = time.perf_counter()
     is_done = begin()
@@ -162,7 +162,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def measure_disk(state: dict[str, torch.Tensor], folder: Path, rounds: int) -> dict[str, float]:
     """Medians of everything that waits for the disk, in seconds."""
-    room = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    targets = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     torch.save(state, folder / "torch.pt")
     times: dict[str, list[float]] = {}
     for number in range(rounds):
@@ -172,20 +172,20 @@ def measure_disk(state: dict[str, torch.Tensor], folder: Path, rounds: int) -> d
             ("save", lambda number=number: save(folder / "sync", number, state, {}, group=None)),
             ("raw read", lambda: read_raw(folder / "raw", zlib.crc32)),
             ("raw read with zlib-ng", lambda: read_raw(folder / "raw", crc32)),
-            ("load", lambda saved=saved: load(saved, room, group=None)),
+            ("load", lambda saved=saved: load(saved, targets, group=None)),
             ("torch.load", lambda: torch.load(folder / "torch.pt")),
             ("torch.load mmap", lambda: torch.load(folder / "torch.pt", mmap=True)),
         ):
             times.setdefault(name, []).append(timed(work))
         shutil.rmtree(saved)
         (folder / "raw").unlink()
-    assert all(torch.equal(room[name], tensor) for name, tensor in state.items())
+    assert all(torch.equal(targets[name], tensor) for name, tensor in state.items())
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def main() -> None:
     options = parse_options()
-    sys.stdout.reconfigure(line_buffering=True)  # each figure is seen when it is there, also through a pipe
+    sys.stdout.reconfigure(line_buffering=True)  # each figure is visible at once, also through a pipe
     began = time.monotonic()
     on_gpu = options.device == "cuda"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

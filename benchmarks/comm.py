@@ -1,4 +1,4 @@
-"""Does `bench comm` add anything to what it measures? Collectives beside bare loops, its fits on sizes they never saw.
+"""Does `bench comm` change what it measures? Collectives beside bare loops, and its fits on held-out sizes.
 
 One run on two gloo ranks of this machine (with `--device cuda`: on as many nccl ranks as there are GPUs):
 
@@ -6,7 +6,7 @@ tool        what `bench comm` calls: blocks of calls between barriers, the slowe
 bare        loops of as many calls of the same torch function on the same tensors, with nothing between them, the
             slowest rank of each, the median loop
 
-Both take turns, so that a busy moment meets both; a turn gives one ratio tool / bare, and a collective has the median
+Both take turns, so that other load affects both; a turn gives one ratio tool / bare, and a collective has the median
 of its ratios at all sizes from 1 MiB on. Then alpha-beta fits to every second of 17 sizes from 1 KiB to 64 MiB, judged
 on the others: the mean relative error of all collectives. Then the whole default sweep, as a user starts it, on two and
 on four ranks. Columns and factors are compared with cases worked out by hand in tests/unit/bench/test_comm_columns.py.
@@ -100,14 +100,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="bench comm beside bare loops, and its fits on held-out sizes.")
     parser.add_argument("--quick", action="store_true", help="fewer turns, the sweep on two ranks only")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    asked = parser.parse_args()
-    ranks = torch.cuda.device_count() if asked.device == "cuda" else 2
-    turns, sizes, rounds = (10, SIZES[:2], 1) if asked.quick else (30, SIZES, 6)
+    options = parser.parse_args()
+    ranks = torch.cuda.device_count() if options.device == "cuda" else 2
+    turns, sizes, rounds = (10, SIZES[:2], 1) if options.quick else (30, SIZES, 6)
     print(
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, {ranks} ranks", flush=True
     )
 
-    found = rank_zero(compare_all, ranks, sizes, turns, asked.device)
+    found = rank_zero(compare_all, ranks, sizes, turns, options.device)
     print(f"\n{'collective':<16}{'size':>8}{'tool ms':>10}{'bare ms':>10}{'ratio':>8}{'quartiles':>16}")
     for (name, size), pairs in found.items():
         tool, bare = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
@@ -120,11 +120,13 @@ def main() -> None:
         apart[name] = abs(statistics.median(ratios) - 1)
     print("apart: " + ", ".join(f"{name} {share:.1%}" for name, share in apart.items()), flush=True)
 
-    errors = rank_zero(fit_all, ranks, FITTED, rounds, asked.device)
+    errors = rank_zero(fit_all, ranks, FITTED, rounds, options.device)
     print("\nheld-out error: " + ", ".join(f"{name} {error:.1%}" for name, error in errors.items()))
 
     print("\ndefault sweep:", flush=True)
-    sweeps = [(nproc, sweep_seconds(nproc, asked.device)) for nproc in ((2,) if asked.quick else (2, 4)) if ranks > 1]
+    sweeps = [
+        (nproc, sweep_seconds(nproc, options.device)) for nproc in ((2,) if options.quick else (2, 4)) if ranks > 1
+    ]
     print(f"load {os.getloadavg()[0]:.1f} at the end\n")
     figure("comm.apart.worst", 100 * max(apart.values()), "percent", at_most=5)
     figure("comm.apart.mean", 100 * statistics.mean(apart.values()), "percent", at_most=5)

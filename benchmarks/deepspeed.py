@@ -134,24 +134,24 @@ def tensor_bytes() -> int:
 
 
 def compete(world: sw.World, stages: tuple[int, ...], rounds: int, steps: int) -> dict:
-    """Return readings by (name, stage), and bytes held between steps."""
+    """Return readings by (name, stage), and state bytes between steps."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     warnings.simplefilter("ignore", FutureWarning)
-    built, held = {}, {}
+    built, state_bytes = {}, {}
     for stage in stages:
         for name, build in CONTENDERS.items():
             before = tensor_bytes()
             built[name, stage] = build(stage, world)
             take_turn(built[name, stage], 2)
-            held[name, stage] = tensor_bytes() - before
+            state_bytes[name, stage] = tensor_bytes() - before
     readings = {key: [] for key in built}
     order = random.Random(0)
     for _ in range(rounds):
         for key in order.sample(list(built), len(built)):
             readings[key].append(take_turn(built[key], steps))
-    return {"readings": readings, "held": held}
+    return {"readings": readings, "state_bytes": state_bytes}
 
 
 def overheads(readings: dict, name: str, stage: int, kind: str) -> list[float]:
@@ -161,7 +161,7 @@ def overheads(readings: dict, name: str, stage: int, kind: str) -> list[float]:
 
 
 def show(found: dict) -> None:
-    readings, held = found["readings"], found["held"]
+    readings, state_bytes = found["readings"], found["state_bytes"]
     columns = f"{'stage':>6}{'CPU ms':>9}{'wall ms':>9}{'over bare':>11}{'quartiles':>18}{'wall':>8}{'MB':>8}"
     print(f"\n{'per step':<18}{columns}")
     for (name, stage), own in readings.items():
@@ -170,7 +170,7 @@ def show(found: dict) -> None:
         over_wall = statistics.median(overheads(readings, name, stage, "wall"))
         print(
             f"{name:<18}{stage:>6}{cpu:>9.1f}{wall:>9.1f}{middle:>10.1f}%{f'{low:.1f} .. {high:.1f}':>18}"
-            f"{over_wall:>7.1f}%{held[name, stage] / 1e6:>8.2f}"
+            f"{over_wall:>7.1f}%{state_bytes[name, stage] / 1e6:>8.2f}"
         )
     print()
 
@@ -190,7 +190,7 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start", flush=True)
     found = run_ranks(compete, RANKS, stages, rounds, steps, timeout_s=1200)[0]
     show(found)
-    readings, held = found["readings"], found["held"]
+    readings, state_bytes = found["readings"], found["state_bytes"]
     for stage in stages:
         own = statistics.median(overheads(readings, "shardwise", stage, "cpu"))
         figure(f"deepspeed.zero{stage}.overhead", own, "percent-over-bare-deepspeed", at_most=TARGET)
@@ -199,7 +199,7 @@ def main() -> None:
         figure(f"deepspeed.zero{stage}.native.time", native, "x-bare-deepspeed")
         figure(
             f"deepspeed.zero{stage}.native.memory",
-            held["native", stage] / held["bare deepspeed", stage],
+            state_bytes["native", stage] / state_bytes["bare deepspeed", stage],
             "x-bare-deepspeed",
         )
 

@@ -142,7 +142,7 @@ def compare(layers: list[tuple[int, int, int]], device: torch.device, *, rounds:
 
 
 def least_gain(by_width: dict[int, float]) -> str:
-    """Return in words the least square width that gains, together with all wider ones."""
+    """Return the least square width that gains, together with all wider ones, as text."""
     widths = sorted(by_width)
     least = next((width for width in widths if all(by_width[each] > 1 for each in widths if each >= width)), None)
     return "no square layer gains" if least is None else f"square layers gain from width {least}"
@@ -155,7 +155,7 @@ def parse_layer(text: str) -> tuple[int, int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds; one tiny layer where there is no GPU")
+    parser.add_argument("--quick", action="store_true", help="few rounds; one tiny layer without a GPU")
     parser.add_argument("--layers", nargs="+", type=parse_layer, metavar="TOKENSxINPUTSxOUTPUTS")
     parser.add_argument(
         "--limit-s", type=float, default=3600.0, help="seconds after which no further layer is measured"

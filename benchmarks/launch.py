@@ -11,7 +11,7 @@ restart    2 ranks with restarts allowed: rank 1 kills itself (SIGKILL) after th
            recovered: such trials are counted apart and are no times.
 
 shardwise  `shardwise launch`, as it comes
-torchrun   `torchrun --standalone`, as it comes: it looks at its workers every 0.1 s
+torchrun   `torchrun --standalone`, as it comes: it polls its workers every 0.1 s
 torchrun best   for the restart: with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which spares it the keys of the dead
            attempt. Its times are what the restart is compared with: as it comes, it often never recovers
 
@@ -167,7 +167,7 @@ def show(readings: Readings) -> None:
 
 
 def figure_of(kind: str, by_launcher: dict[str, Series]) -> str:
-    """The line a program reads; without a time of both launchers there is no ratio, and nothing is met."""
+    """Return the line for programs; without a time of both launchers the ratio is nan, and the target missed."""
     if kind == "restart":
         return figure("restart.ratio", by_launcher["shardwise"], by_launcher[BEST], RESTART_TARGET)
     return figure(kind, by_launcher["shardwise"], by_launcher["torchrun"], COLD_TARGET)

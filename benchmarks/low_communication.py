@@ -1,12 +1,12 @@
-"""Low communication: bytes, loss and time of replicas that meet every 25 steps beside DDP, which sums in every step.
+"""Low communication: bytes, loss and time of replicas that synchronize every 25 steps, beside DDP (every step).
 
 The text job of examples/text.py trains on two hosts, one rank on each, with the same samples and as many steps: with
 the example's own batches, and with small ones. Hosts are network namespaces joined by a link of 200 Mbit/s (tc's token
 bucket); bytes are those that the kernel counted on the interface of the first one from the first step's end to the last
 one's, both directions and everything included: packet headers, counts, losses for the log, checks of replicas. Losses
 are of the whole test split after the last step. Runs take turns, and each has a seed of its own, none of them the seed
-0 with which the outer optimizer's defaults were chosen. Without root the ranks talk over this machine's loopback, where
-nothing limits them and others may be heard: one line says so, and there is no time to compare.
+0 with which the outer optimizer's defaults were chosen. Without root the ranks communicate over the loopback, where
+nothing limits them and other traffic counts, too: one line reports that, and no time is compared.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ class Case:
 
 
 def work(name: str, case: Case) -> dict[str, float]:
-    """Train as one rank of the world that the environment tells of; return what was measured here."""
+    """Train as one rank of the world of the environment variables; return what was measured here."""
     torch.set_num_threads(1)
     clocks: list[tuple[float, int]] = []
 
-    def look(context: CallbackContext) -> None:
+    def record(context: CallbackContext) -> None:
         if context.step in {1, case.steps}:
             clocks.append((time.perf_counter(), wire_bytes()))
 
     job = runpy.run_path(str(ROOT / "examples" / "text.py"))["job"]
     batch_size, length = SIZES[case.size]
-    changes = {"steps": case.steps, "seed": case.seed, "batch_size": batch_size, "metrics": {}, "on_step": look}
+    changes = {"steps": case.steps, "seed": case.seed, "batch_size": batch_size, "metrics": {}, "on_step": record}
     job = dataclasses.replace(job, data=sw.datasets.text(length=length), **changes)
     with sw.world() as world:
         plan = settle("ddp", batch_size=job.batch_size, world_size=2, device=LocalDevice(), overrides=PLANS[name])
@@ -86,13 +86,13 @@ def wire_bytes() -> int:
         if name.strip() == os.environ["GLOO_SOCKET_IFNAME"]:
             counts = columns.split()
             return int(counts[0]) + int(counts[8])
-    raise SystemExit(f"there is no interface {os.environ['GLOO_SOCKET_IFNAME']} here")
+    raise SystemExit(f"interface {os.environ['GLOO_SOCKET_IFNAME']} does not exist")
 
 
 def run_pair(made: list[Any], name: str, case: Case) -> dict[str, float]:
     """Train on two ranks, on hosts of their own where there are some; return what rank 0 measured."""
-    asked = {"--worker": name, "--size": case.size, "--steps": case.steps, "--seed": case.seed}
-    words = [sys.executable, __file__, *(str(word) for pair in asked.items() for word in pair)]
+    options = {"--worker": name, "--size": case.size, "--steps": case.steps, "--seed": case.seed}
+    argv = [sys.executable, __file__, *(str(value) for pair in options.items() for value in pair)]
     ranks = []
     for rank in range(2):
         environ = {
@@ -107,7 +107,7 @@ def run_pair(made: list[Any], name: str, case: Case) -> dict[str, float]:
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
-        command = made[rank].command(words, ROOT) if made else words
+        command = made[rank].command(argv, ROOT) if made else argv
         ranks.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True))
     outputs = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):

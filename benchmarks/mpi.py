@@ -6,11 +6,11 @@ gloo by loopback, as they come.
 
 Then one DDP step of mpi_job.py (8 MiB of gradients in buckets of 1 MiB) as `bench overlap` takes it apart: the step
 whole, its compute with every collective left out, its communication alone; hidden = 1 - (step - compute) /
-communication, from the quickest turn of each, since other work on the machine only adds (medians stand in brackets).
+communication, from the fastest turn of each, since other work on the machine only adds (medians stand in brackets).
 Over a link, where waiting costs nothing: a network namespace (with root) whose loopback carries RATE by tc's token
 bucket, both backends by TCP. Once with layers that wait, as a host does while its accelerator computes: what is hidden
 then has moved while nobody called MPI. And once with layers that compute, on the cores that communication needs too.
-Without root the link is left out, and said so.
+Without root the link is left out, with a message.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="MPI beside gloo: all_reduce, and the overlap of a DDP step.")
     parser.add_argument("--quick", action="store_true", help="fewer turns and rounds")
     parser.add_argument("--linked", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    turns, effort = (3, Effort(rounds=1)) if asked.quick else (10, Effort(rounds=3, turns=10))
-    if asked.linked:
+    options = parser.parse_args()
+    turns, effort = (3, Effort(rounds=1)) if options.quick else (10, Effort(rounds=3, turns=10))
+    if options.linked:
         show_overlap(effort)
         return
     try:
@@ -125,8 +125,10 @@ def main() -> None:
     except ShardwiseError as error:
         print(f"MPI is left out: {error}")
         return
-    said = subprocess.run([find_mpirun(), "--version"], capture_output=True, text=True, check=False).stdout
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, {said.splitlines()[0]}")
+    version = subprocess.run([find_mpirun(), "--version"], capture_output=True, text=True, check=False).stdout
+    print(
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, {version.splitlines()[0]}"
+    )
 
     found = rank_zero(compare, RANKS, SIZES, turns, backend="mpi")
     ratios = {size: statistics.median(mpi / gloo for mpi, gloo in pairs) for size, pairs in found.items()}
@@ -139,7 +141,7 @@ def main() -> None:
         figure(f"mpi.all_reduce.{write_size(size)}", ratios[size], "x-gloo")
     figure("mpi.all_reduce.mean", statistics.geometric_mean(ratios.values()), "x-gloo", at_most=1)
 
-    over_a_link(["--quick"] if asked.quick else [])
+    over_a_link(["--quick"] if options.quick else [])
     print(f"load {os.getloadavg()[0]:.1f} at the end")
 
 

@@ -1,8 +1,8 @@
 """Optimizer kinds: one update of AdamW and SGD by torch's three ways to do it, on parameters of three models.
 
 One process, one core, no model: parameters and gradients of a model's shapes are drawn, and the kinds take turns; the
-quickest of `--rounds` each, in ms. `job/optimizers.py` chooses by what is printed here; the figures say how far its
-choice is from the quickest of them.
+fastest of `--rounds` each, in ms. `job/optimizers.py` chooses by what is printed here; the figures show how far its
+choice is from the fastest of them.
 
 loop       one parameter after the other
 foreach    one operator for all parameters, step by step of the formula
@@ -37,11 +37,11 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **kind: torch.optim.SGD(parameters, lr=1e-6, momentum=0.9, **kind),
 }
 NOISE = 1.1
-"""Kinds within this of the quickest are as quick (spread of the quickest round on a busy machine)."""
+"""Kinds within this of the fastest are as fast (spread of the fastest round on a busy machine)."""
 
 
 def milliseconds(device: torch.device, rounds: int, steps: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Run each of `steps` once in every round; returns the quickest: what others do on the machine only adds."""
+    """Run each of `steps` once in every round; returns the fastest: other load on the machine only adds."""
 
     def wait() -> None:
         if device.type == "cuda":

@@ -30,7 +30,7 @@ trainer           Lightning's Trainer as it comes: live progress bar on a termin
                   of the epoch (off the clock); the module logs its loss with self.log; no schedule
 trainer best      Trainer(barebones=True), which its documentation gives for measuring raw speed; no self.log
 
-A peer that is not installed is left out, and said so.
+A peer that is not installed is left out, with a message.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Clock:
         self.began = self.ended = (0.0, 0.0)
 
     def tick(self, _context: object = None) -> None:
-        """Say that a step has ended."""
+        """Count a step that has ended."""
         self.steps += 1
         if self.steps == WARM_UP:
             self.began = (time.process_time(), time.perf_counter())

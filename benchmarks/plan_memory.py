@@ -32,7 +32,7 @@ import shardwise as sw
 from figures import figure
 from isolated import Budget, Failed, run_alone, run_each
 from peak_operators import PeakOperators
-from plan_memory_configurations import Configuration, build, draw, new_configurations, words
+from plan_memory_configurations import Configuration, build, draw, new_configurations, summary
 from shardwise.measurement.memory import LiveBytes
 from shardwise.measurement.step import settle_gradients
 from shardwise.planner.cost.memory import ADAMW, CONTEXT, SGD, predict_memory
@@ -102,18 +102,22 @@ def explain(drawn: Configuration) -> list[str]:
 
 
 def peers(drawn: Configuration, numel: int) -> str:
-    """Return what Accelerate and DeepSpeed say of it, in GiB."""
-    said = [f"accelerate {4 * 4 * numel / GIB:.2f}"]  # its rule for Adam: four times the parameters in fp32
+    """Return the estimates of Accelerate and DeepSpeed, in GiB."""
+    estimates = [f"accelerate {4 * 4 * numel / GIB:.2f}"]  # its rule for Adam: four times the parameters in fp32
     try:
         from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
         from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
     except ImportError:
-        return said[0]
+        return estimates[0]
     if drawn.strategy == "zero2":
-        said.append(f"deepspeed {estimate_zero2_model_states_mem_needs(numel, drawn.ranks, 1, False)[1] / GIB:.2f}")
+        estimates.append(
+            f"deepspeed {estimate_zero2_model_states_mem_needs(numel, drawn.ranks, 1, False)[1] / GIB:.2f}"
+        )
     if drawn.strategy == "zero3":
-        said.append(f"deepspeed {estimate_zero3_model_states_mem_needs(numel, 0, drawn.ranks, 1, False)[1] / GIB:.2f}")
-    return ", ".join(said)
+        estimates.append(
+            f"deepspeed {estimate_zero3_model_states_mem_needs(numel, 0, drawn.ranks, 1, False)[1] / GIB:.2f}"
+        )
+    return ", ".join(estimates)
 
 
 def check_fill(share: float, budget: Budget) -> bool | None:
@@ -124,7 +128,7 @@ def check_fill(share: float, budget: Budget) -> bool | None:
     nearest = min(sizes, key=lambda drawn: abs(predict_again(drawn) / total - share))
     found = run_alone(measure, nearest, "cuda", limit_s=min(budget.left, 120.0))
     if isinstance(found, Failed):
-        print(f"{words(nearest)} FAILED {found.reason}", flush=True)
+        print(f"{summary(nearest)} FAILED {found.reason}", flush=True)
         return None
     return found["peak"] != float("inf")
 
@@ -160,7 +164,7 @@ def chosen(options: argparse.Namespace, *, on_gpu: bool) -> list[Configuration]:
     found = [] if options.quick and not options.new else new_configurations(on_gpu=on_gpu)
     if not options.new:
         found += draw(9 if options.quick else options.number, on_gpu=on_gpu)
-    return [one for one in found if all(text in words(one) for text in options.only)]
+    return [one for one in found if all(text in summary(one) for text in options.only)]
 
 
 def main() -> None:
@@ -172,20 +176,21 @@ def main() -> None:
     drawn = chosen(options, on_gpu=device == "cuda")
     predicted = list(run_each(predict, drawn, jobs=options.jobs, budget=budget))
     written = [
-        dataclasses.asdict(one) | {"predicted": _plain(said)} for one, said in zip(drawn, predicted, strict=True)
+        dataclasses.asdict(one) | {"predicted": _plain(result)} for one, result in zip(drawn, predicted, strict=True)
     ]
     digest = hashlib.sha256(json.dumps(written).encode()).hexdigest()
     print(f"predictions of {len(drawn)} configurations, sha256 {digest}", flush=True)
     errors = []
     measured = run_each(functools.partial(measure, device=device), drawn, jobs=options.jobs, budget=budget)
-    for row, one, said, found in zip(written, drawn, predicted, measured, strict=True):
+    for row, one, forecast, found in zip(written, drawn, predicted, measured, strict=True):
         row["measured"] = _plain(found)
-        error = report(one, said, found)
+        error = report(one, forecast, found)
         if error is not None:
             errors.append(error)
         if options.parts and error is not None:
             print(
-                "    " + ", ".join(f"{name} {amount / GIB:.3f}" for name, amount in said["parts"].items()), flush=True
+                "    " + ", ".join(f"{name} {amount / GIB:.3f}" for name, amount in forecast["parts"].items()),
+                flush=True,
             )
         if options.explain and error is not None and device == "cuda":
             print_lines(run_alone(explain, one, limit_s=min(budget.left, 120.0)))
@@ -194,7 +199,7 @@ def main() -> None:
     conclude(errors, len(drawn))
     if options.peers:  # last, since to import DeepSpeed changes sys.path
         for one, row in zip(drawn, written, strict=True):
-            print(f"{words(one)} {peers(one, row['measured'].get('numel', 0))}", flush=True)
+            print(f"{summary(one)} {peers(one, row['measured'].get('numel', 0))}", flush=True)
     if device == "cuda" and not (options.quick or options.new or options.only):
         fits, exceeds = check_fill(0.95, budget), check_fill(1.08, budget)
         if fits is not None:
@@ -212,19 +217,19 @@ def _plain(result: dict | Failed) -> dict:
     return {"failed": result.reason} if isinstance(result, Failed) else result
 
 
-def report(one: Configuration, said: dict | Failed, found: dict | Failed) -> float | None:
+def report(one: Configuration, forecast: dict | Failed, found: dict | Failed) -> float | None:
     """Print a configuration in a line; returns its error in percent, None if it failed."""
-    for result in (said, found):
+    for result in (forecast, found):
         if isinstance(result, Failed):
-            print(f"{words(one)} FAILED {result.reason}", flush=True)
+            print(f"{summary(one)} FAILED {result.reason}", flush=True)
             return None
     if found["peak"] == float("inf"):
-        print(f"{words(one)} FAILED out of memory, predicted {said['peak'] / GIB:.3f}", flush=True)
+        print(f"{summary(one)} FAILED out of memory, predicted {forecast['peak'] / GIB:.3f}", flush=True)
         return None
-    error = (said["peak"] / found["peak"] - 1) * 100
+    error = (forecast["peak"] / found["peak"] - 1) * 100
     print(
-        f"{words(one)} measured {found['peak'] / GIB:7.3f} predicted {said['peak'] / GIB:7.3f} ({error:+5.1f} %)"
-        f" {said['phase']}",
+        f"{summary(one)} measured {found['peak'] / GIB:7.3f} predicted {forecast['peak'] / GIB:7.3f} ({error:+5.1f} %)"
+        f" {forecast['phase']}",
         flush=True,
     )
     return error

@@ -113,8 +113,8 @@ class Rows(torch.utils.data.Dataset):
 def build(drawn: Configuration) -> tuple[sw.Job, Plan]:
     """Return the job and the plan of a configuration."""
     name = f"tp{drawn.ranks}" if drawn.strategy == "tp" else drawn.strategy
-    readers = Plan.preset(name, drawn.ranks).layout.dp
-    batch_size = readers * drawn.micro_batch * drawn.accumulation
+    dp_size = Plan.preset(name, drawn.ranks).layout.dp
+    batch_size = dp_size * drawn.micro_batch * drawn.accumulation
     places = {
         "none": Offload(),
         "optimizer": Offload(optimizer="cpu"),
@@ -164,7 +164,7 @@ def make_model(drawn: Configuration) -> torch.nn.Module:
     return model.bfloat16() if drawn.lora and drawn.precision == "bf16" else model
 
 
-def words(one: Configuration) -> str:
+def summary(one: Configuration) -> str:
     """Return a configuration in a line."""
     return (
         f"{one.architecture:7} {one.width:5} x{one.layers:<3} len {one.length:4} batch"

@@ -2,7 +2,7 @@
 
     python benchmarks/plan_search.py
 
-Each question is asked once to fill caches of imports, then three times; the least CPU time counts, which another
+Each search runs once to fill caches of imports, then three times; the least CPU time counts, which another
 process on the machine disturbs less than the time of day.
 """
 
@@ -26,7 +26,7 @@ MANY = 200_000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="ask every question once")
+    parser.add_argument("--quick", action="store_true", help="run every search once")
     repeats = 1 if parser.parse_args().quick else 3
     plan("llama-7b", cluster="8xH100", history=False)
     print(f"{'model':<12} {'cluster':<12} {'batch':>8} {'considered':>10} {'predicted':>9} {'CPU s':>6}  chosen")

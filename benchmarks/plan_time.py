@@ -104,13 +104,13 @@ def compare(setting: Setting) -> dict[str, float]:
     job = dataclasses.replace(load_job(reference), batch_size=plan.batch_size)
     model = describe(job, plan.precision.activations)
     cluster = this_machine(plan.layout.world_size)
-    said = predict_time(model.for_plan(plan), plan, cluster, setting.calibration).seconds
+    predicted = predict_time(model.for_plan(plan), plan, cluster, setting.calibration).seconds
     if torch.cuda.is_available():
         found = rehearse(job, plan, steps=setting.steps, device="cuda:0").step
     else:
         ranks = measure_ranks(reference, plan, steps=setting.steps)
         found = max(ranks, key=lambda one: one.step.median_s).step
-    return {"predicted": said, "measured": found.median_s, "spread": found.spread}
+    return {"predicted": predicted, "measured": found.median_s, "spread": found.spread}
 
 
 def compare_each(settings: list[Setting], budget: Budget, only: list[str]) -> dict[Setting, dict[str, float]]:

@@ -13,7 +13,7 @@ resnet       ResNet-18 on 256 images of 224 x 224
 recompute    a 3-billion-parameter Llama shape on one sequence of 32,768 tokens, whose activations do not fit
 
 The choice takes 70 to 100 s, and plans 10 to 60 s each, mostly compilation: `--jobs gpt2 --limit-s 440` fits into ten
-minutes, and says how many plans it left out. Without a GPU, `--quick` tries the script on tiny shapes; its figures
+minutes, and prints how many plans it left out. Without a GPU, `--quick` tries the script on tiny shapes; its figures
 mean nothing there.
 """
 
@@ -181,7 +181,7 @@ def race_job(name: str, device: str, limit_s: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, where there is no GPU")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, without a GPU")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--limit-s", type=float, default=3600.0, help="seconds of each job after its choice")
     options = parser.parse_args()

@@ -118,7 +118,7 @@ def race_launch(world: sw.World, rounds: int) -> None:
         "accelerate compiled": lambda: race.accelerate("default"),
         "accelerate reduce-overhead": lambda: race.accelerate("reduce-overhead"),
     }
-    if world.device.type == "cpu":  # where compiling takes longer than all else, and says nothing of launches
+    if world.device.type == "cpu":  # where compiling takes longer than all else, and shows nothing about launches
         setups = {name: setup for name, setup in setups.items() if "compiled" not in name and "reduce" not in name}
     loops = race.run(installed(setups), rounds=rounds, size=size)
     table(loops, "hand-written", "launch")
@@ -169,7 +169,7 @@ def race_compiled(world: sw.World, config: DecoderConfig, rows: int, rounds: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds; tiny shapes where there is no GPU")
+    parser.add_argument("--quick", action="store_true", help="few rounds; tiny shapes without a GPU")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()

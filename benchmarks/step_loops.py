@@ -29,7 +29,7 @@ class Loop:
         self.run = None
         self.losses: list[torch.Tensor] = []
         self.rates: list[float] = []
-        self._held_bytes = 0
+        self._own_bytes = 0
         self.peak_bytes = 0
 
     def turn(self, batches: list, device: torch.device) -> float:
@@ -46,11 +46,11 @@ class Loop:
         wait(device)
         seconds = time.perf_counter() - began
         if device.type == "cuda":
-            # What others hold does not change meanwhile, so the peak less that is this one's. The first turn counts
-            # too: what a captured graph uses later is no longer counted as allocated.
-            others = before - self._held_bytes
+            # The memory of the others does not change meanwhile, so the peak less that is this one's. The first turn
+            # counts too: what a captured graph uses later is no longer counted as allocated.
+            others = before - self._own_bytes
             self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated() - others)
-            self._held_bytes = allocated(device) - others
+            self._own_bytes = allocated(device) - others
         return seconds
 
 
@@ -120,7 +120,7 @@ class Race:
     def shardwise(self, **options: object) -> Callable:
         """A plan for one process; checks every gradient for NaN and reports losses."""
         plan = Plan(micro_batch=self.job.batch_size, precision=Precision(compute="bf16"), **options)
-        step = sw.build_step(self.job, plan, self.world, note=lambda words: print(f"  shardwise: {words}"))
+        step = sw.build_step(self.job, plan, self.world, note=lambda text: print(f"  shardwise: {text}"))
         return lambda batch: step(batch).loss_share
 
     def accelerate(self, mode: str | None = None, **options: object) -> Callable:
@@ -183,7 +183,7 @@ class Race:
 
 
 def installed(setups: dict[str, Callable]) -> dict[str, Callable]:
-    """Leave out peers that are not installed, and say so."""
+    """Leave out peers that are not installed, with a message."""
     modules = {"accelerate": "accelerate", "fabric": "lightning"}
     missing = {name for name in setups if importlib.util.find_spec(modules.get(name.split()[0], "torch")) is None}
     for name in sorted(missing):

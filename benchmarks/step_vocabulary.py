@@ -30,13 +30,13 @@ LLAMA_3_2_1B = DecoderConfig(
     rope_base=500_000.0,
 )
 FIRST, SECOND = 4, 8
-"""Rows whose peaks tell where memory will end; from there it is tried out."""
+"""Rows whose peaks predict the limit of memory; from there larger ones are tried."""
 
 
 def largest_micro_batches(world: sw.World, make_job: Callable[[DecoderConfig, int], sw.Job]) -> None:
     """Print the largest micro-batches, and how much larger than the hand-written loop's they are."""
     if world.device.type != "cuda":
-        print("vocabulary: the largest micro-batch is a matter of a GPU's memory, and there is none")
+        print("vocabulary: the largest micro-batch depends on a GPU's memory, and this machine has no GPU")
         return
     found = {
         name: _largest(lambda rows, take=take: _peak(world, make_job(LLAMA_3_2_1B, rows), take))

@@ -1,7 +1,7 @@
 """Draws docs/images/concept-*.svg, the drawings of the concept pages: `python scripts/drawings.py`.
 
 Each drawing is a card with an opaque background, so that it is readable on light and dark pages; its colours follow the
-colour scheme of the reader's system. Coordinates are in units of a card 480 wide: at 420 pixels the smallest text
+colour scheme of the viewer's system. Coordinates are in units of a card 480 wide: at 420 pixels the smallest text
 is still 10 pixels high. The script raises an error if a text does not fit its box or the card. Schedules, process
 groups and byte counts are computed, partly by the functions that `shardwise plan` and `train` use.
 """
@@ -107,7 +107,7 @@ class Drawing:
 
 
 def style_sheet() -> str:
-    """Return the style sheet of every drawing: light colours, and dark ones where the system asks for them."""
+    """Return the style sheet of every drawing: light colours, and dark ones where the system prefers them."""
     fonts = [f".{kind}{{font-size:{size}px}}" for kind, size in SIZES.items() if kind]
     return (
         "text{font:13px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}"

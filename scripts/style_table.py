@@ -310,10 +310,10 @@ def main() -> None:
     """Print the table, or what one figure counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", metavar="FIGURE", help="print the places that this figure counts")
-    asked = parser.parse_args().list
+    name = parser.parse_args().list
     figures = measure(read_tree())
-    if asked:
-        print("\n".join(next(figure.places for figure in figures if figure.name == asked)))
+    if name:
+        print("\n".join(next(figure.places for figure in figures if figure.name == name)))
         return
     for figure in figures:
         state = "met" if figure.is_met else "missed"

@@ -28,8 +28,8 @@ def run_apart(item):
             _run(item, path)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if not path.exists():
-            words = f"the fork of this test ended with status {status} and no report"
-            return [pytest.TestReport(item.nodeid, item.location, {}, "failed", words, "call")]
+            message = f"the fork of this test ended with status {status} and no report"
+            return [pytest.TestReport(item.nodeid, item.location, {}, "failed", message, "call")]
         convert = item.config.hook.pytest_report_from_serializable
         return [convert(config=item.config, data=data) for data in json.loads(path.read_text())]
 
@@ -42,7 +42,7 @@ def _limit_s(item):
 
 def _run(item, path):
     try:
-        faulthandler.dump_traceback_later(0.95 * _limit_s(item), exit=True)  # before the limit: to tell where it stands
+        faulthandler.dump_traceback_later(0.95 * _limit_s(item), exit=True)  # before the limit: to show where it stands
         torch = sys.modules.get("torch")
         if torch is not None:
             torch.set_num_threads(1)  # threads of OMP did not survive the fork either

@@ -38,7 +38,7 @@ def _assert_names(sentence, values):
 
 
 def _is_named(value, sentence):
-    """Whether a sentence holds a text, or a whole number that is no part of a longer one or of a name."""
+    """Whether a sentence holds a text, or a whole number that is not part of a longer one or of a name."""
     if isinstance(value, int):
         return re.search(rf"(?<![\w.-]){value}(?!\w|\.\d)", sentence) is not None
     return str(value) in sentence

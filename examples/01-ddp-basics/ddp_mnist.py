@@ -73,10 +73,9 @@ def main() -> None:
     options = parser.parse_args()
 
     with sw.world(backend=options.backend) as world:
-        say = print if world.is_main else lambda *_: None
         data = load_images(options.data, options.limit)
-        say(data.note)
-        say(f"world size {world.size}, on {world.device.type}, over {world.backend}")
+        world.print(data.note)
+        world.print(f"world size {world.size}, on {world.device.type}, over {world.backend}")
 
         sampler = DistributedSampler(data.train, num_replicas=world.size, rank=world.rank)
         loader = DataLoader(data.train, options.batch_size, sampler=sampler)
@@ -86,8 +85,8 @@ def main() -> None:
         for epoch in range(options.epochs):
             sampler.set_epoch(epoch)
             loss = train_epoch(world, model, loader, optimizer)
-            say(f"epoch {epoch + 1} of {options.epochs}: loss {loss:.4f}")
-        say(f"test accuracy {evaluate(world, model.module, data.test):.2%}")
+            world.print(f"epoch {epoch + 1} of {options.epochs}: loss {loss:.4f}")
+        world.print(f"test accuracy {evaluate(world, model.module, data.test):.2%}")
 
 
 if __name__ == "__main__":

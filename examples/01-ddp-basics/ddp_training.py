@@ -87,8 +87,8 @@ def run(options: argparse.Namespace) -> None:
     stop = StopSignal(dist.new_group(backend="gloo"))
     data = load_images(options.data, options.limit)
     training = build(options, device)
-    say(data.note)
-    say(describe(options, training))
+    print_rank0(data.note)
+    print_rank0(describe(options, training))
     progress = resume(training, options) if options.resume else Progress()
     train(training, data, options, progress, stop)
     del training  # before its group: freed after it, DDP can wait for gloo's thread for ever (seen with torch 2.13)
@@ -134,11 +134,13 @@ def train(training: Training, data: Images, options: argparse.Namespace, progres
         progress, was_stopped = train_epoch(training, data.train, options, progress, stop)
         if was_stopped:
             save(training, progress, options)
-            say(f"stopped in epoch {progress.epoch + 1} after {progress.samples} samples: continue with --resume")
+            print_rank0(
+                f"stopped in epoch {progress.epoch + 1} after {progress.samples} samples: continue with --resume"
+            )
             return
         accuracy = evaluate(training, data.test)
         loss = progress.loss_sum / progress.samples
-        say(f"epoch {progress.epoch + 1} of {options.epochs}: loss {loss:.4f}, test accuracy {accuracy:.2%}")
+        print_rank0(f"epoch {progress.epoch + 1} of {options.epochs}: loss {loss:.4f}, test accuracy {accuracy:.2%}")
         progress = Progress(epoch=progress.epoch + 1)
         save(training, progress, options)
 
@@ -270,12 +272,12 @@ def resume(training: Training, options: argparse.Namespace) -> Progress:
         found = [torch.load(path, map_location="cpu", weights_only=True)]
     dist.broadcast_object_list(found, src=0)
     if found[0] is None:
-        say(f"no checkpoint at {path}: starting from the beginning")
+        print_rank0(f"no checkpoint at {path}: starting from the beginning")
         return Progress()
     if found[0]["seed"] != options.seed:
         raise SystemExit(f"{path} was trained with --seed {found[0]['seed']}: another seed has another sample order")
     progress = training.restore(found[0])
-    say(f"resumed from {path} in epoch {progress.epoch + 1} after {progress.samples} samples")
+    print_rank0(f"resumed from {path} in epoch {progress.epoch + 1} after {progress.samples} samples")
     return progress
 
 
@@ -292,7 +294,7 @@ def start_process_group() -> torch.device:
     return device
 
 
-def say(line: str) -> None:
+def print_rank0(line: str) -> None:
     if dist.get_rank() == 0:
         print(line)
 

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 
 class Images(NamedTuple):
-    """Two splits of (image [1, height, width] float, label int64), and a line that says what they are."""
+    """Two splits of (image [1, height, width] float, label int64), and a line that describes them."""
 
     train: TensorDataset
     test: TensorDataset

@@ -13,7 +13,7 @@ if (( $# == 0 )); then
   set -- train_ddp.py
 fi
 
-# Each MPI tells a process who it is by variables of its own, and torch reads torchrun's.
+# Each MPI passes the rank of a process in variables of its own, and torch reads torchrun's.
 if [[ -n ${OMPI_COMM_WORLD_RANK:-} ]]; then  # Open MPI
   export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE
   export LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE

@@ -20,7 +20,7 @@ cat <<TEXT
 # Before: this folder, the data and the same torch on every node; $master_addr:$master_port reachable from all of them, and
 # the ports open between them that NCCL or gloo will choose. torchrun uses no SSH: you or a scheduler type the lines.
 
-# Static rendezvous: you say which node is which. One line per node, in any order.
+# Static rendezvous: you number the nodes. One line per node, in any order.
 TEXT
 for (( node = 0; node < nnodes; node++ )); do
   cat <<TEXT

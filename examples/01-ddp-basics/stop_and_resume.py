@@ -25,24 +25,24 @@ class Progress:
 
 
 class StopSignal:
-    """Whether this run was asked to end. Ranks are signalled one after the other, so they must agree on the step."""
+    """Records SIGTERM and Ctrl-C. Ranks are signalled one after the other, so they must agree on the step."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         """On gloo: the agreement then costs no synchronization with the GPU."""
-        self.was_asked = False
+        self.received = False
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.ask)
+            signal.signal(number, self.record)
 
-    def ask(self, number: int, _: object) -> None:
+    def record(self, number: int, _: object) -> None:
         """Remember the signal. A handler may interrupt any line, so it does nothing else."""
-        self.was_asked = True
+        self.received = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends this process at once
 
     def on_any_rank(self) -> bool:
-        """Return whether any rank was asked to stop: the same answer on all (all-reduces)."""
-        flag = torch.tensor(int(self.was_asked))
+        """Return whether any rank received a signal: equal on all ranks (all-reduces)."""
+        flag = torch.tensor(int(self.received))
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
         return bool(flag)
 

@@ -35,17 +35,17 @@ def main() -> None:
     # Step 1: join the process group, and leave it at the end.
     device = start_process_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    say = print if rank == 0 else lambda *_: None
+    print_rank0 = print if rank == 0 else lambda *_: None
 
     data = load_images(options.data, options.limit)
-    say(data.note)
-    say(f"world size {world_size}, on {device.type}, global batch {options.batch_size * world_size}")
+    print_rank0(data.note)
+    print_rank0(f"world size {world_size}, on {device.type}, global batch {options.batch_size * world_size}")
 
     # Step 2: give each rank its own part of the samples. The sampler shuffles, so the loader does not.
     sampler = DistributedSampler(data.train, shuffle=True)
     loader = DataLoader(data.train, options.batch_size, sampler=sampler, pin_memory=device.type == "cuda")
 
-    # Step 4 (3 is in the loop below): wrap the model. All ranks now hold rank 0's weights.
+    # Step 4 (3 is in the loop below): wrap the model. All ranks now have rank 0's weights.
     device_ids = [device.index] if device.type == "cuda" else None
     model = DistributedDataParallel(MODELS[options.model]().to(device), device_ids=device_ids)
 
@@ -57,11 +57,11 @@ def main() -> None:
         sampler.set_epoch(epoch)
         started = time.perf_counter()
         loss = train_epoch(model, loader, optimizer, schedule, device)
-        say(f"epoch {epoch + 1} of {options.epochs}: loss {loss:.4f}, {time.perf_counter() - started:.1f} s")
+        print_rank0(f"epoch {epoch + 1} of {options.epochs}: loss {loss:.4f}, {time.perf_counter() - started:.1f} s")
 
     # model.module is the network without its wrapper: testing has no gradients to exchange.
     accuracy = evaluate(model.module, data.test, device)
-    say(f"test accuracy {accuracy:.2%}")
+    print_rank0(f"test accuracy {accuracy:.2%}")
 
     # Step 1, second half. Not in a `finally`: a rank that failed should die at once, for torchrun to see.
     # The wrapper goes first: freed after its group, it can wait for gloo's thread for ever (seen with torch 2.13).

@@ -69,14 +69,14 @@ def main() -> None:
 
     # Step 5: make the optimizer AFTER sharding. It then sees shards only, and so do its states: that is ZeRO.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    say(f"world size {dist.get_world_size()}, on {device.type}; mesh {tuple(mesh.shape)} {mesh.mesh_dim_names}")
+    print_rank0(f"world size {dist.get_world_size()}, on {device.type}; mesh {tuple(mesh.shape)} {mesh.mesh_dim_names}")
 
     text = load_text().to(device)
     for step in range(options.steps):
         loss = train_step(model, optimizer, global_batch(text, step, options.batch_size), options.accumulate)
         if step == 0 or (step + 1) % options.report == 0:
-            say(f"step {step + 1} of {options.steps}: loss {loss:.4f}")
-    say(held_bytes(model, optimizer))
+            print_rank0(f"step {step + 1} of {options.steps}: loss {loss:.4f}")
+    print_rank0(describe_state(model, optimizer))
 
     # Step 7: gather the whole state dict. A collective: EVERY rank calls it, though only rank 0 gets tensors.
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -165,12 +165,12 @@ def global_batch(text: torch.Tensor, step: int, batch_size: int) -> torch.Tensor
     return text[starts.to(text.device)[:, None] + torch.arange(CONTEXT + 1, device=text.device)].long()
 
 
-def held_bytes(model: FSDPModule, optimizer: torch.optim.Optimizer) -> str:
-    """Say what this rank holds of parameters and optimizer states between two steps, and what one process would."""
+def describe_state(model: FSDPModule, optimizer: torch.optim.Optimizer) -> str:
+    """Describe the bytes of parameters and optimizer states between two steps: on this rank, and of the whole model."""
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
     shards = [*model.parameters(), *states]
     mine = sum(shard.to_local().nbytes for shard in shards if isinstance(shard, DTensor))
-    return f"held by rank 0: {mine:,} of {sum(shard.nbytes for shard in shards):,} bytes (weights and Adam's moments)"
+    return f"stored on rank 0: {mine:,} of {sum(shard.nbytes for shard in shards):,} bytes (weights and Adam's moments)"
 
 
 def start_process_group() -> torch.device:
@@ -186,7 +186,7 @@ def start_process_group() -> torch.device:
     return device
 
 
-def say(line: str) -> None:
+def print_rank0(line: str) -> None:
     if dist.get_rank() == 0:
         print(line)
 

@@ -27,7 +27,7 @@ from fsdp_basics import (
     global_batch,
     load_text,
     make_mesh,
-    say,
+    print_rank0,
     sharded_model,
     start_process_group,
     train_step,
@@ -68,10 +68,10 @@ def train(device: torch.device, checkpoints: "Checkpoints", options: argparse.Na
     first = checkpoints.resume(model, optimizer, options.checkpoint) if options.resume else 0
 
     text = load_text().to(device)
-    wait: Wait = lambda: None  # noqa: E731 - there is no save to wait for yet
+    wait: Wait = lambda: None  # noqa: E731 - no save has started yet
     for step in range(first, options.steps):
         loss = train_step(model, optimizer, global_batch(text, step, batch_size=256), accumulate=1)
-        say(f"step {step + 1} of {options.steps}: loss {loss:.4f}")
+        print_rank0(f"step {step + 1} of {options.steps}: loss {loss:.4f}")
         if (step + 1) % options.every == 0:
             wait()  # at most one at a time
             wait = checkpoints.save(model, optimizer, options.checkpoint / f"step-{step + 1:08d}", options.strategy)
@@ -82,7 +82,7 @@ class Checkpoints:
     """Saves in any of the four ways, and resumes what any of them saved; on every rank."""
 
     def __init__(self) -> None:
-        # A thread that writes talks to the others beside training, so not over training's group.
+        # Threads that write communicate during training, so not over training's group.
         self.writers = dist.new_group(backend="gloo")
         self.background = AsyncSaver(self.writers)
 
@@ -112,10 +112,10 @@ class Checkpoints:
         """Take over the newest whole checkpoint and return the steps it had done (communicates, on every rank)."""
         path = newest(folder)
         if path is None:
-            say(f"no checkpoint in {folder}: starting from the beginning")
+            print_rank0(f"no checkpoint in {folder}: starting from the beginning")
             return 0
         self.restore(model, optimizer, path)
-        say(f"resumed from {path} on {dist.get_world_size()} processes")
+        print_rank0(f"resumed from {path} on {dist.get_world_size()} processes")
         return int(path.stem.removeprefix("step-").partition("~")[0])  # shardwise adds ~2 to a step it saves again
 
     def restore(self, model, optimizer, path: Path) -> None:
@@ -182,8 +182,8 @@ def measure(device: torch.device, checkpoints: Checkpoints, folder: Path, width:
     other, its_optimizer = trained(device, width, replicate=world_size)
     tensors = by_name(*get_state_dict(model, optimizer))
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    say(f"{total / 1e6:.0f} MB over {world_size} processes, on {device.type}; seconds\n")
-    say("| strategy | training waits | on disk after | load | reshard |\n|---|---|---|---|---|")
+    print_rank0(f"{total / 1e6:.0f} MB over {world_size} processes, on {device.type}; seconds\n")
+    print_rank0("| strategy | training waits | on disk after | load | reshard |\n|---|---|---|---|---|")
     for strategy in STRATEGIES:
         for attempt in (1, 2):
             path = folder / strategy / f"step-{attempt:08d}"
@@ -193,7 +193,7 @@ def measure(device: torch.device, checkpoints: Checkpoints, folder: Path, width:
         _, load_s = timed(checkpoints.restore, model, optimizer, path)
         # Sharded over all ranks when it was saved; here every rank has the whole state.
         _, reshard_s = timed(checkpoints.restore, other, its_optimizer, path)
-        say(f"| {strategy} | {stall_s:.2f} | {stall_s + rest_s:.2f} | {load_s:.2f} | {reshard_s:.2f} |")
+        print_rank0(f"| {strategy} | {stall_s:.2f} | {stall_s + rest_s:.2f} | {load_s:.2f} | {reshard_s:.2f} |")
         if dist.get_rank() == 0:
             shutil.rmtree(folder / strategy)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_basics import make_mesh, say, start_process_group
+from fsdp_basics import make_mesh, print_rank0, start_process_group
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -144,7 +144,7 @@ def train_plain(options: argparse.Namespace, device: torch.device) -> list[float
     model = sharded_decoder(make_mesh(device), options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)  # after sharding: its states are shards, too
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, options.steps))
-    say(f"policy {options.policy}, recompute {options.recompute}, {held(model)}")
+    print_rank0(f"policy {options.policy}, recompute {options.recompute}, {parameter_share(model)}")
     first = resume(model, optimizer, schedule, options.checkpoint) if options.resume else 0
     losses = []
     for step in range(first, options.steps):
@@ -157,7 +157,7 @@ def train_plain(options: argparse.Namespace, device: torch.device) -> list[float
         optimizer.zero_grad()
         dist.all_reduce(total := loss.detach().clone())
         losses.append(total.item() / dist.get_world_size())
-        say(f"step {step + 1} of {options.steps}: loss {losses[-1]:.4f}")
+        print_rank0(f"step {step + 1} of {options.steps}: loss {losses[-1]:.4f}")
         if options.save_every and (step + 1) % options.save_every == 0:
             save(model, optimizer, schedule, options.checkpoint, step + 1)
     return losses
@@ -175,14 +175,14 @@ def resume(model: nn.Module, optimizer, schedule, folder: Path) -> int:
     # DCP writes .metadata last: a folder with it is whole.
     whole = sorted(path.parent for path in folder.glob("step-*/.metadata"))
     if not whole:
-        say(f"no checkpoint in {folder}: starting from the beginning")
+        print_rank0(f"no checkpoint in {folder}: starting from the beginning")
         return 0
     weights, states = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": states, "schedule": schedule.state_dict(), "step": 0}
     dcp.load(state, checkpoint_id=whole[-1])  # shards of this world, from files of any other
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     schedule.load_state_dict(state["schedule"])
-    say(f"resumed from {whole[-1]} on {dist.get_world_size()} processes")
+    print_rank0(f"resumed from {whole[-1]} on {dist.get_world_size()} processes")
     return state["step"]
 
 
@@ -194,7 +194,7 @@ def train_with_shardwise(options: argparse.Namespace) -> None:
         torch.manual_seed(0)
         model = sw.parallelize(decoder(options.size, options.layers), plan, world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)  # after it: the parameters are shards now
-        world.print(f"plan {plan.layout} (zero {plan.zero}), recompute {plan.recompute}, {held(model)}")
+        world.print(f"plan {plan.layout} (zero {plan.zero}), recompute {plan.recompute}, {parameter_share(model)}")
 
         train = sw.dataloader(job.data("train"), plan, world, batch_size=options.batch_size, drop_last=True)
         for step, (tokens, targets) in zip(range(options.steps), train, strict=False):
@@ -221,13 +221,13 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def held(model: torch.nn.Module) -> str:
-    """Say how many of the model's numbers this rank holds."""
+def parameter_share(model: torch.nn.Module) -> str:
+    """Describe how many of the model's parameters are on this rank."""
     parameters = list(model.parameters())
     mine = sum(
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel() for parameter in parameters
     )
-    return f"rank 0 holds {mine:,} of {sum(parameter.numel() for parameter in parameters):,} parameters"
+    return f"rank 0 stores {mine:,} of {sum(parameter.numel() for parameter in parameters):,} parameters"
 
 
 def parse_options() -> argparse.Namespace:

@@ -1,9 +1,9 @@
-"""What each sharding strategy holds in memory and sends in a step, measured on real ranks: prints a table.
+"""What each sharding strategy stores on a rank and sends in a step, measured on real ranks: prints a table.
 
     torchrun --nproc_per_node=4 measure_strategies.py
     shardwise launch --nproc_per_node=2 measure_strategies.py
 
-The same decoder trains under each plan. Held bytes are those of the tensors themselves. Sent bytes come twice: what
+The same decoder trains under each plan. Stored bytes are those of the tensors. Sent bytes come twice: what
 the kernel counted on this process's TCP sockets (gloo only), and what ring algorithms, as NCCL has them, send for the
 collectives that were called. sharding_strategies.md shows the table.
 """
@@ -85,7 +85,7 @@ class Row:
     """What ring collectives send in a step."""
 
     @property
-    def held(self) -> int:
+    def total(self) -> int:
         """Parameters, gradients and optimizer states at most."""
         return self.most_parameters + self.gradients + self.optimizer
 
@@ -110,7 +110,7 @@ class RingBytes(TorchDispatchMode):
 
 
 def measure(preset: str, world: sw.World) -> Row:
-    """Train one plan for some steps and return what this rank held and sent (communicates, on every rank)."""
+    """Train one plan for some steps and return what this rank stored and sent (communicates, on every rank)."""
     row = Row()
     plan = sw.Plan.preset(preset, world.size, batch_size=job.batch_size)
     step = sw.build_step(job, plan, world, before_update=lambda: _note_gradients(row, step))
@@ -138,19 +138,19 @@ def _note_gradients(row: Row, step) -> None:
 
 
 def watch_parameters(row: Row, model: torch.nn.Module) -> None:
-    """Have every MLP, in forward and backward, look at what the whole model holds just then."""
+    """Measure the parameters of the whole model whenever an MLP runs, in forward and in backward."""
 
-    def look(*_: object) -> None:
+    def measure_now(*_: object) -> None:
         parameters = list(model.parameters())
         whole = sum(parameter.nbytes for parameter in parameters if not isinstance(parameter, DTensor))
         # A gathered block's shards stay beside it. Without sharding, the parameters are the whole.
-        is_cut = row.parameters < sum(parameter.nbytes for parameter in parameters)
-        row.most_parameters = max(row.most_parameters, whole + row.parameters if is_cut else whole)
+        is_sharded = row.parameters < sum(parameter.nbytes for parameter in parameters)
+        row.most_parameters = max(row.most_parameters, whole + row.parameters if is_sharded else whole)
 
     for name, module in model.named_modules():
         if name.endswith(".mlp"):
-            module.register_forward_pre_hook(look)
-            module.register_full_backward_pre_hook(look)
+            module.register_forward_pre_hook(measure_now)
+            module.register_full_backward_pre_hook(measure_now)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ def table(rows: dict[str, Row], world_size: int) -> str:
         "|---" * (1 + len(COLUMNS)) + "|",
     ]
     for name, row in rows.items():
-        numbers = (row.parameters, row.most_parameters, row.gradients, row.optimizer, row.held, row.ring, row.wire)
+        numbers = (row.parameters, row.most_parameters, row.gradients, row.optimizer, row.total, row.ring, row.wire)
         lines.append(f"| {name} | " + " | ".join(f"{number / 1e6:.2f}" for number in numbers) + " |")
     return "\n".join(lines)
 

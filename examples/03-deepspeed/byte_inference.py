@@ -21,13 +21,13 @@ def write_text(deepspeed: ModuleType, options: argparse.Namespace) -> None:
     for temperature in (0.0, options.temperature):
         way = f"sampled at {temperature}" if temperature else "greedy"
         written = generate(model, prompt.to(device), options.bytes, temperature).cpu()
-        say(f"--- {way}\n{bytes(written[0].tolist()).decode(errors='replace')}")
+        print_rank0(f"--- {way}\n{bytes(written[0].tolist()).decode(errors='replace')}")
         if not torch.equal(written, generate(plain, prompt, options.bytes, temperature)):
             raise SystemExit(f"{way}: plain PyTorch writes another text")
     with torch.no_grad():
         context = written[:, -LENGTH:]
         difference = (model(context.to(device)).cpu() - plain(context)).abs().max().item()
-    say(f"--- plain PyTorch writes the same; logits differ by at most {difference:.1e}")
+    print_rank0(f"--- plain PyTorch writes the same; logits differ by at most {difference:.1e}")
 
 
 def served_decoder(deepspeed: ModuleType, weights: Path) -> tuple[torch.nn.Module, torch.device]:
@@ -35,7 +35,7 @@ def served_decoder(deepspeed: ModuleType, weights: Path) -> tuple[torch.nn.Modul
     model, ranks = trained_decoder(weights), dist.get_world_size()
     heads = model.embed.embedding_dim // HEAD_WIDTH
     if heads % ranks:
-        say(f"plain PyTorch on every rank: {heads} heads do not divide by {ranks} processes")
+        print_rank0(f"plain PyTorch on every rank: {heads} heads do not divide by {ranks} processes")
         return model, torch.device("cpu")
     # <shard>
     engine = deepspeed.init_inference(
@@ -47,13 +47,13 @@ def served_decoder(deepspeed: ModuleType, weights: Path) -> tuple[torch.nn.Modul
         injection_policy={Block: ("attention.out", "mlp.down")},
     )
     # </shard>
-    held = sum(parameter.numel() for parameter in engine.module.parameters())
-    say(f"sharded over {ranks} processes: rank 0 holds {held:,} of {count(weights):,} numbers")
+    stored = sum(parameter.numel() for parameter in engine.module.parameters())
+    print_rank0(f"sharded over {ranks} processes: rank 0 stores {stored:,} of {count(weights):,} parameters")
     return engine.module, next(engine.module.parameters()).device
 
 
 def why_no_kernels(deepspeed: ModuleType) -> str:
-    """Say why kernels cannot replace the modules of this decoder here."""
+    """Explain why kernels cannot replace the modules of this decoder here."""
     device = deepspeed.accelerator.get_accelerator().device_name()
     if device != "cuda":
         return f"DeepSpeed's inference kernels are written for CUDA, and this device is {device}"
@@ -87,6 +87,6 @@ def count(path: Path) -> int:
     return sum(parameter.numel() for parameter in trained_decoder(path).parameters())
 
 
-def say(line: str) -> None:
+def print_rank0(line: str) -> None:
     if dist.get_rank() == 0:
         print(line)

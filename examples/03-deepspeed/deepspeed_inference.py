@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 from byte_decoder import ready_deepspeed
-from byte_inference import say, why_no_kernels, write_text
+from byte_inference import print_rank0, why_no_kernels, write_text
 from torch import nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -89,7 +89,7 @@ def check(model: nn.Module, prompts: dict, options: argparse.Namespace, dtype: t
         difference = (model(**prompts).logits - plain(**prompts).logits).abs().max().item()
     answers = generate(model, prompts, options.tokens).sequences
     same = (answers == generate(plain, prompts, options.tokens).sequences).all(dim=1).float().mean().item()
-    say(f"plain PyTorch: logits differ by at most {difference:.1e}, {same:.0%} of the answers are the same")
+    print_rank0(f"plain PyTorch: logits differ by at most {difference:.1e}, {same:.0%} of the answers are the same")
     # In bf16 a sum in another order can change the likeliest token, and with it the rest of an answer.
     if dtype == torch.float32 and same < 1:
         raise SystemExit("plain PyTorch writes other answers")
@@ -114,10 +114,12 @@ def report(model: nn.Module, prompts: dict, options: argparse.Namespace) -> None
     first = latency(lambda: generate(model, prompts, 1), device)
     cached = latency(lambda: generate(model, prompts, options.tokens), device)
     uncached = latency(lambda: generate(model, prompts, options.tokens, use_cache=False), device)
-    say(f"batch of {options.batch_size}, prompts of {prompts['input_ids'].shape[1]} tokens, {options.tokens} new ones")
-    say(f"first token (prefill)      {first:>8.1f} ms")
-    say(f"each token, with cache     {(cached - first) / steps:>8.1f} ms")
-    say(f"each token, without        {(uncached - first) / steps:>8.1f} ms")
+    print_rank0(
+        f"batch of {options.batch_size}, prompts of {prompts['input_ids'].shape[1]} tokens, {options.tokens} new ones"
+    )
+    print_rank0(f"first token (prefill)      {first:>8.1f} ms")
+    print_rank0(f"each token, with cache     {(cached - first) / steps:>8.1f} ms")
+    print_rank0(f"each token, without        {(uncached - first) / steps:>8.1f} ms")
 
     cache = generate(model, prompts, options.tokens).past_key_values
     # <cache>
@@ -128,10 +130,10 @@ def report(model: nn.Module, prompts: dict, options: argparse.Namespace) -> None
     # </cache>
     measured = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    say(f"KV cache of rank 0         {measured:>12,} bytes, {theory:,} in theory")
-    say(f"weights of rank 0          {weights:>12,} bytes")
+    print_rank0(f"KV cache of rank 0         {measured:>12,} bytes, {theory:,} in theory")
+    print_rank0(f"weights of rank 0          {weights:>12,} bytes")
     if device.type == "cuda":
-        say(f"most memory on this GPU    {torch.cuda.max_memory_allocated():>12,} bytes")
+        print_rank0(f"most memory on this GPU    {torch.cuda.max_memory_allocated():>12,} bytes")
 
 
 def serve_llama(deepspeed: ModuleType, options: argparse.Namespace) -> None:
@@ -142,7 +144,9 @@ def serve_llama(deepspeed: ModuleType, options: argparse.Namespace) -> None:
     if model.config.num_key_value_heads % ranks:
         raise SystemExit(f"{model.config.num_key_value_heads} key-value heads do not divide by {ranks} processes")
     model = shard(deepspeed, model, dtype)
-    say(f"{type(model).__name__} in {options.precision} over {ranks} processes, {whole:,} bytes of weights in all")
+    print_rank0(
+        f"{type(model).__name__} in {options.precision} over {ranks} processes, {whole:,} bytes of weights in all"
+    )
     prompts = make_prompts(options.batch_size, model.config.vocab_size, next(model.parameters()).device)
     check(model, prompts, options, dtype)
     report(model, prompts, options)
@@ -153,7 +157,7 @@ def main() -> None:
     deepspeed = ready_deepspeed()
     deepspeed.init_distributed(verbose=False)
     if options.kernels:
-        say(f"without fused kernels: {why_no_kernels(deepspeed)}")
+        print_rank0(f"without fused kernels: {why_no_kernels(deepspeed)}")
     if options.weights:
         write_text(deepspeed, options)
     else:

@@ -32,10 +32,10 @@ def main() -> None:
     model = Decoder()
     whole = sum(parameter.numel() for parameter in model.parameters())
 
-    # Step 3: hand it over. The engine is the model, and holds the optimizer that the JSON describes.
+    # Step 3: hand it over. The engine is the model, and contains the optimizer that the JSON describes.
     engine, optimizer, _, _ = deepspeed.initialize(args=options, model=model, model_parameters=model.parameters())
-    say(f"ZeRO stage {engine.zero_optimization_stage()} on {dist.get_world_size()} processes ({engine.device})")
-    say(
+    print_rank0(f"ZeRO stage {engine.zero_optimization_stage()} on {dist.get_world_size()} processes ({engine.device})")
+    print_rank0(
         f"{engine.train_batch_size()} samples a step = {engine.train_micro_batch_size_per_gpu()} per forward pass"
         f" x {engine.gradient_accumulation_steps()} passes x {dist.get_world_size()} processes"
     )
@@ -43,8 +43,11 @@ def main() -> None:
     text = load_text()
     losses = [train_step(engine, global_batch(text, step, engine.train_batch_size())) for step in range(options.steps)]
     for step in sorted({1, *range(options.report, options.steps + 1, options.report)}):
-        say(f"step {step} of {options.steps}: loss {losses[step - 1]:.4f}")
-    say(f"held by rank 0: {held_bytes(engine, optimizer):,} bytes for {whole:,} parameters, their copy, Adam's moments")
+        print_rank0(f"step {step} of {options.steps}: loss {losses[step - 1]:.4f}")
+    print_rank0(
+        f"stored on rank 0: {state_bytes(engine, optimizer):,} bytes"
+        f" for {whole:,} parameters, their copy, Adam's moments"
+    )
 
     if options.check:
         limit = 5e-2 if engine.bfloat16_enabled() else 1e-3  # bf16 has 8 bits of mantissa, float32 has 24
@@ -76,7 +79,7 @@ def train_step(engine: torch.nn.Module, batch: torch.Tensor) -> float:
 
 
 def check(losses: list[float], text: torch.Tensor, batch_size: int, group: dict, limit: float) -> None:
-    """Say how far the losses are from those of plain PyTorch on one process, and fail if that is far (rank 0)."""
+    """Compare the losses with those of plain PyTorch on one process; fail if they differ too much (rank 0)."""
     if dist.get_rank() == 0:
         torch.manual_seed(0)
         adamw = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
@@ -88,7 +91,7 @@ def check(losses: list[float], text: torch.Tensor, batch_size: int, group: dict,
 
 
 def save(engine: torch.nn.Module, folder: Path) -> None:
-    """Write a checkpoint, and the whole weights beside it (called on every rank: all hold parts of it)."""
+    """Write a checkpoint, and the whole weights beside it (called on every rank: each has a shard of it)."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     engine.save_checkpoint(str(folder))
@@ -100,8 +103,8 @@ def save(engine: torch.nn.Module, folder: Path) -> None:
         print(f"saved {len(weights)} whole tensors to {folder / 'weights.pt'}")
 
 
-def held_bytes(engine: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return what this rank holds between two steps: weights, the optimizer's own copy of them, its states."""
+def state_bytes(engine: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return this rank's bytes between two steps: weights, the optimizer's own copy of them, its states."""
     # Under stage 3 a parameter is empty between uses, and this rank's part of it is its `ds_tensor`.
     weights = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
     stage_3 = engine.zero_optimization_stage() == 3
@@ -110,7 +113,7 @@ def held_bytes(engine: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int
     return sum(tensor.nbytes for tensor in [*weights, *copies, *states])
 
 
-def say(line: str) -> None:
+def print_rank0(line: str) -> None:
     if dist.get_rank() == 0:
         print(line)
 

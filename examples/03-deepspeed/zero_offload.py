@@ -40,8 +40,8 @@ def main() -> None:
         engine.step()
         dist.all_reduce(loss)
         losses.append(loss.item() / world_size)
-        say(f"step {step + 1} of {options.steps}: loss {losses[-1]:.4f}")
-    say(where_states_are(optimizer, options.nvme_path if options.offload == "nvme" else None))
+        print_rank0(f"step {step + 1} of {options.steps}: loss {losses[-1]:.4f}")
+    print_rank0(where_states_are(optimizer, options.nvme_path if options.offload == "nvme" else None))
     if rank == 0:
         torch.manual_seed(0)
         plain = plain_losses(Decoder(options.width), text, options.steps, BATCH_SIZE, **ADAMW)
@@ -59,7 +59,7 @@ def make_config(offload: str, path: Path) -> dict:
         "train_batch_size": BATCH_SIZE,
         "train_micro_batch_size_per_gpu": BATCH_SIZE // dist.get_world_size(),
         "gradient_clipping": 1.0,
-        # torch's own AdamW updates on the host. DeepSpeed's CPUAdam is quicker; it compiles first, for a minute:
+        # torch's own AdamW updates on the host. DeepSpeed's CPUAdam is faster; it compiles first, for a minute:
         # leave out "torch_adam" and the line below.
         "optimizer": {"type": "AdamW", "params": ADAMW | {"torch_adam": True}},
         "zero_force_ds_cpu_optimizer": False,
@@ -69,14 +69,14 @@ def make_config(offload: str, path: Path) -> dict:
         zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": torch.cuda.is_available()}}
     else:  # in files, one for each tensor of each rank; stage 3 only
         zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(path), "buffer_count": 4}}
-        # Parameters can go there, too ("offload_param"). On CPU DeepSpeed 0.19 then keeps them in bf16, whatever is
-        # asked for, and trains on with the rounded values.
+        # Parameters can go there, too ("offload_param"). On CPU DeepSpeed 0.19 then keeps them in bf16, whatever the
+        # configuration requests, and continues with the rounded values.
     # </offload>
     return config | {"zero_optimization": zero}
 
 
 def require_asyncio(deepspeed: ModuleType) -> None:
-    """End with a sentence where DeepSpeed's reader and writer of files cannot be built."""
+    """Exit with a message where DeepSpeed's asynchronous file I/O cannot be built."""
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("AsyncIOBuilder")
     if not builder.is_compatible(verbose=False):
         raise SystemExit("NVMe offload needs DeepSpeed's AsyncIO, which needs libaio: apt-get install libaio-dev g++")
@@ -86,19 +86,22 @@ def require_asyncio(deepspeed: ModuleType) -> None:
 
 
 def where_states_are(optimizer: torch.optim.Optimizer, path: Path | None) -> str:
-    """Say how many bytes of rank 0's optimizer states are in memory, and how many on disk."""
+    """Describe how many bytes of rank 0's optimizer states are in memory, and how many on disk."""
     tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
     tensors += optimizer.fp32_partitioned_groups_flat if stage_3 else optimizer.single_partition_of_fp32_groups
     places = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
-    held = f"Adam's moments and the copy of the weights on rank 0: {sum(t.nbytes for t in tensors):,} bytes ({places})"
+    in_memory = (
+        f"Adam's moments and the copy of the weights on rank 0: {sum(t.nbytes for t in tensors):,} bytes ({places})"
+    )
     if path is None:
-        return held
+        return in_memory
     files = [file for file in path.rglob("*") if file.is_file()]
-    return f"{held}; {sum(file.stat().st_size for file in files):,} bytes of all ranks in {len(files)} files in {path}"
+    on_disk = sum(file.stat().st_size for file in files)
+    return f"{in_memory}; {on_disk:,} bytes of all ranks in {len(files)} files in {path}"
 
 
-def say(line: str) -> None:
+def print_rank0(line: str) -> None:
     if dist.get_rank() == 0:
         print(line)
 
@@ -107,7 +110,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="ZeRO-Offload and ZeRO-Infinity")
     add = parser.add_argument
     add("--offload", choices=("cpu", "nvme"), default="cpu", help="where optimizer states wait")
-    add("--nvme-path", type=Path, default=Path("runs/nvme"), help="folder for their files, on a quick disk")
+    add("--nvme-path", type=Path, default=Path("runs/nvme"), help="folder for their files, on a fast disk")
     add("--steps", type=int, default=4)
     add("--width", type=int, default=256, help="of the decoder; tensors below 1 MiB are not worth a file to DeepSpeed")
     add("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it

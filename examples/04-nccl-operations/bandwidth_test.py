@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from ranks import Me, finish, say, start
+from ranks import Me, finish, print_rank0, start
 
 # <factors>
 FACTORS: dict[str, Callable[[int], float]] = {  # of n ranks
@@ -93,7 +93,7 @@ def wait(me: Me) -> None:
 
 def collectives(me: Me, sizes: list[int], calls: int) -> None:
     """Print a row for each collective and size (communicates, on every rank)."""
-    say(f"{'collective':<16}{'bytes':>12}{'us':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}{'#wrong':>8}")
+    print_rank0(f"{'collective':<16}{'bytes':>12}{'us':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}{'#wrong':>8}")
     for name in [name for name in FACTORS if name != "send"]:
         for size in sizes:
             collective = prepare(name, size, me)
@@ -101,7 +101,9 @@ def collectives(me: Me, sizes: list[int], calls: int) -> None:
             seconds = seconds_per_call(collective.call, calls, me)
             algorithm = collective.num_bytes / seconds / 1e9
             bus = algorithm * FACTORS[name](me.size)
-            say(f"{name:<16}{collective.num_bytes:>12,}{1e6 * seconds:>12.1f}{algorithm:>12.3f}{bus:>12.3f}{wrong:>8}")
+            print_rank0(
+                f"{name:<16}{collective.num_bytes:>12,}{1e6 * seconds:>12.1f}{algorithm:>12.3f}{bus:>12.3f}{wrong:>8}"
+            )
 
 
 def ping_pong(me: Me, first: int, second: int, tensor: torch.Tensor) -> None:
@@ -145,7 +147,7 @@ def main() -> None:
     options = parser.parse_args()
     me = start()
     largest = int(options.largest * 2**20)
-    say(f"{me.size} ranks, backend {dist.get_backend()}, float32 on {me.device.type}\n")
+    print_rank0(f"{me.size} ranks, backend {dist.get_backend()}, float32 on {me.device.type}\n")
     collectives(me, [max(4, largest // 4096), max(4, largest // 64), largest], options.calls)
     found = pairs(me, largest, options.calls)
     if me.rank == 0 and found:

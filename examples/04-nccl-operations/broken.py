@@ -35,7 +35,7 @@ def skipped_batch(me: Me) -> None:
 
 
 def main_rank_only(me: Me) -> None:
-    """Rank 0 tells a result that nobody else asks for."""
+    """Rank 0 broadcasts a result that no other rank receives."""
     for step in steps():
         if me.rank == 0 and step == 5:
             dist.broadcast(torch.ones(4, device=me.device), src=0)

@@ -15,7 +15,7 @@ from functools import reduce as fold
 
 import torch
 import torch.distributed as dist
-from ranks import Me, draw, finish, say, start
+from ranks import Me, draw, finish, print_rank0, start
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.testing import assert_close
 
@@ -93,7 +93,7 @@ def scatter(me: Me) -> Drawn:
 
 def all_to_all(me: Me) -> Drawn:
     """Everybody sends a part to everybody: rows become columns. Expert and context parallelism do this."""
-    rows = torch.arange(me.size, device=me.device) + 10 * me.rank  # the tens say from whom, the ones to whom
+    rows = torch.arange(me.size, device=me.device) + 10 * me.rank  # tens: from which rank, ones: to which
     columns = torch.empty_like(rows)
     dist.all_to_all_single(columns, rows)
     assert_close(columns, 10 * torch.arange(me.size, device=me.device) + me.rank)
@@ -119,7 +119,7 @@ def asynchronous(me: Me) -> Drawn:
         dist.barrier(me.control)
     # <async>
     work = dist.all_reduce(tensor, async_op=True)
-    early = work.is_completed()  # asks, without waiting
+    early = work.is_completed()  # does not wait
     # </async>
     if me.rank == 0:
         assert me.size == 1 or not early
@@ -251,7 +251,7 @@ def show_mismatches(me: Me) -> None:
     if dist.get_debug_level() != dist.DebugLevel.DETAIL or me.size == 1:
         raise SystemExit("start two ranks with TORCH_DISTRIBUTED_DEBUG=DETAIL: without it nothing compares the calls")
     for name in MISMATCHES:
-        say(f"{name:<18}{detected(me, name)}")
+        print_rank0(f"{name:<18}{detected(me, name)}")
 
 
 def main() -> None:
@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--mismatches", action="store_true", help="only collectives in which the ranks differ")
     options = parser.parse_args()
     me = start()
-    say(f"{dist.get_world_size()} ranks, backend {dist.get_backend()}, tensors on {me.device.type}\n")
+    print_rank0(f"{dist.get_world_size()} ranks, backend {dist.get_backend()}, tensors on {me.device.type}\n")
     if options.mismatches:
         show_mismatches(me)
     else:
@@ -271,10 +271,10 @@ def show_all(me: Me) -> None:
     """Draw every collective and print every reduce operation (communicates, on every rank)."""
     for name, example in EXAMPLES.items():
         draw(me, name, *example(me))
-    say("all_reduce of [rank + 1, 6] by each operation:")
+    print_rank0("all_reduce of [rank + 1, 6] by each operation:")
     for name in OPERATIONS:
         tensor = reduced(me, name)
-        say(f"{name:<12}{f'not on {dist.get_backend()}' if tensor is None else tensor.tolist()}")
+        print_rank0(f"{name:<12}{f'not on {dist.get_backend()}' if tensor is None else tensor.tolist()}")
 
 
 if __name__ == "__main__":

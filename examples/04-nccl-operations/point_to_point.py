@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from ranks import Me, draw, finish, say, start
+from ranks import Me, draw, finish, print_rank0, start
 from torch.testing import assert_close
 
 Shift = Callable[[Me, torch.Tensor, torch.Tensor], None]
@@ -50,9 +50,9 @@ def isend_irecv(me: Me) -> None:
 
 
 def tags(me: Me) -> None:
-    """Two messages, received in the other order: tags say which is which. NCCL ignores tags and matches by order."""
+    """Two messages, received in the other order: tags identify them. NCCL ignores tags and matches by order."""
     if dist.get_backend() == "nccl":
-        return say("nccl ignores tags: messages arrive in the order they were sent\n")
+        return print_rank0("nccl ignores tags: messages arrive in the order they were sent\n")
     received = None
     # <tags>
     if me.rank == 0:
@@ -92,7 +92,7 @@ def irecv_tags(me: Me) -> None:
 def any_source(me: Me) -> None:
     """Rank 0 takes what comes, from whomever: recv without src returns the sender. NCCL has no such thing."""
     if dist.get_backend() == "nccl":
-        return say("nccl has no any-source receive: name the rank\n")
+        return print_rank0("nccl has no any-source receive: name the rank\n")
     received = None
     # <any_source>
     if me.rank == 0:
@@ -214,7 +214,7 @@ def main() -> None:
     options = parser.parse_args()
     me = start()
     if me.size == 1:
-        raise SystemExit("one rank has nobody to talk to: use --nproc_per_node=2")
+        raise SystemExit("one rank has no peer: use --nproc_per_node=2")
     for example in (send_recv, isend_irecv, tags, irecv_tags, any_source, irecv_any_source):
         example(me)
     for name, shift in RINGS.items():
@@ -222,7 +222,7 @@ def main() -> None:
             continue
         draw(me, f"ring, {name}", me.piece(me.rank), ring_all_gather(me, shift))
     if options.deadlock and dist.get_backend() == "gloo":
-        say(f"ring, all send first: {deadlock(me)}")
+        print_rank0(f"ring, all send first: {deadlock(me)}")
     finish(me)
 
 

@@ -50,7 +50,7 @@ def finish(me: Me) -> None:
     dist.destroy_process_group()
 
 
-def say(line: str = "") -> None:
+def print_rank0(line: str = "") -> None:
     """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(line)

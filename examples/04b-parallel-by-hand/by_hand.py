@@ -147,7 +147,7 @@ def report_bytes(what: str, measured: int | None, theory: float) -> None:
     total = torch.tensor(measured or 0)
     dist.all_reduce(total)
     found = "not measured" if measured is None else f"{total.item():>12,}"
-    say(f"{what:<34} {theory:>12,.0f} bytes in theory, {found} on TCP")
+    print_rank0(f"{what:<34} {theory:>12,.0f} bytes in theory, {found} on TCP")
 
 
 def sent_bytes() -> int | None:
@@ -186,6 +186,6 @@ def leave_process_group() -> None:
     dist.destroy_process_group()
 
 
-def say(line: str) -> None:
+def print_rank0(line: str) -> None:
     if dist.get_rank() == 0:
         print(line)

@@ -22,9 +22,9 @@ from by_hand import (
     make_batch,
     make_decoder,
     make_optimizer,
+    print_rank0,
     report_bytes,
     report_equality,
-    say,
     sent_bytes,
     start_process_group,
 )
@@ -204,7 +204,7 @@ def main() -> None:
     size = dist.get_world_size()
     if options.length % size:
         raise SystemExit(f"--length {options.length} does not divide by {size} ranks")
-    say(f"{options.way} over {size} ranks: {options.length // size} of {options.length} tokens on each")
+    print_rank0(f"{options.way} over {size} ranks: {options.length // size} of {options.length} tokens on each")
     outcome = train(options)
     report_equality(options, outcome.losses, outcome.weights)
     report_bytes("keys, values and their gradients", outcome.sent_by_attention, bytes_of_attention(options, size))

@@ -26,9 +26,9 @@ from by_hand import (
     make_batch,
     make_decoder,
     make_optimizer,
+    print_rank0,
     report_bytes,
     report_equality,
-    say,
     sent_bytes,
     start_process_group,
 )
@@ -197,7 +197,7 @@ def main() -> None:
     size = dist.get_world_size()
     if options.batch_size % options.micro_batches or options.blocks < size:
         raise SystemExit("--micro-batches must divide --batch-size, and every stage needs a block")
-    say(f"{options.schedule} over {size} stages, {options.micro_batches} micro-batches")
+    print_rank0(f"{options.schedule} over {size} stages, {options.micro_batches} micro-batches")
     outcome = train(options)
     report_equality(options, outcome.losses, outcome.weights)
     report_bytes("activations and their gradients", outcome.sent, bytes_of_a_step(options, size))
@@ -213,10 +213,10 @@ def report_timeline(outcome: Outcome, num_micro_batches: int) -> None:
     steps = [[timelines[step] for timelines, _ in everyone] for step in range(len(outcome.timelines))]
     best = min(steps, key=bubble)  # in the others the machine also did something else
     theory = bubble_in_theory(size, num_micro_batches)
-    say(f"{'bubble':<34} {theory:>12.1%} in theory, {bubble(best):>18.1%} measured")
-    say(f"{'micro-batches kept, by stage':<34} {' '.join(str(most) for _, most in everyone)}")
+    print_rank0(f"{'bubble':<34} {theory:>12.1%} in theory, {bubble(best):>18.1%} measured")
+    print_rank0(f"{'micro-batches kept, by stage':<34} {' '.join(str(most) for _, most in everyone)}")
     for rank, spans in enumerate(best):
-        say(f"stage {rank}  {draw(spans, *ends(best))}")
+        print_rank0(f"stage {rank}  {draw(spans, *ends(best))}")
 
 
 def ends(stages: list) -> tuple[float, float]:

@@ -20,9 +20,9 @@ from by_hand import (
     make_batch,
     make_decoder,
     make_optimizer,
+    print_rank0,
     report_bytes,
     report_equality,
-    say,
     sent_bytes,
     start_process_group,
 )
@@ -117,7 +117,9 @@ def train(options: argparse.Namespace) -> tuple[list[float], dict[str, torch.Ten
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     model = split(model)
     mine = sum(parameter.numel() for parameter in model.parameters())
-    say(f"tensor parallel over {dist.get_world_size()} ranks: rank 0 has {mine:,} of {num_parameters:,} parameters")
+    print_rank0(
+        f"tensor parallel over {dist.get_world_size()} ranks: rank 0 has {mine:,} of {num_parameters:,} parameters"
+    )
     optimizer = make_optimizer(model.parameters())
     losses = []
     before = sent_bytes()

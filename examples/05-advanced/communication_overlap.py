@@ -94,7 +94,7 @@ def during_backward(model: nn.Module, x: torch.Tensor) -> Way:
 
 
 def planned(model: nn.Module, x: torch.Tensor, world: sw.World, preset: str, **communication: float) -> Way:
-    """DDP or FSDP2 as a plan says: buckets and overlap, or gathering ahead."""
+    """DDP or FSDP2 as a plan configures it: buckets and overlap, or prefetching."""
     # <planned>
     plan = dataclasses.replace(sw.Plan.preset(preset, world.size), communication=Communication(**communication))
     return alone(sw.parallelize(model, plan, world), x)
@@ -110,7 +110,7 @@ def nothing_ahead(model: nn.Sequential, x: torch.Tensor, world: sw.World) -> Way
 
 
 def ahead_async(model: nn.Sequential, x: torch.Tensor, world: sw.World) -> Way:
-    """FSDP2 that gathers the next block in the background while one computes, asked for by hooks.
+    """FSDP2 that gathers the next block in the background while one computes, started by hooks.
 
     FSDP2's own prefetch relies on CUDA streams: without them it gathers earlier, but still waits.
     """

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 gradient_accumulation.py
     shardwise launch --nproc_per_node=2 gradient_accumulation.py
 
-Sentences have different lengths, so micro-batches and ranks hold different numbers of tokens. Each way below computes
+Sentences have different lengths, so micro-batches and ranks have different numbers of tokens. Each way below computes
 the gradient of the same 16 sentences; the reference is one backward over all of them on one process.
 """
 
@@ -119,26 +119,25 @@ def by_ddp(accumulate, windows: list, device: torch.device) -> tuple[torch.Tenso
 
 def main() -> None:
     with sw.world() as world:
-        say = print if world.is_main else lambda *_: None
         batch = torch.utils.data.default_collate([Sentences()[index] for index in range(SENTENCES)])
         batch = [part.to(world.device) for part in batch]
         mine = [part.tensor_split(world.size)[world.rank] for part in batch]
         windows = list(zip(*(part.tensor_split(ACCUMULATE) for part in mine), strict=True))
         counts = world.gather([int((targets != PADDING).sum()) for _, targets in windows])
-        say(f"tokens in each micro-batch, by rank: {counts}")
+        world.print(f"tokens in each micro-batch, by rank: {counts}")
 
         true = reference(batch)
-        say(f"{'one step of 16 sentences':<42}{'error of the gradient':<24}all-reduces of gradients")
+        world.print(f"{'one step of 16 sentences':<42}{'error of the gradient':<24}all-reduces of gradients")
         for name, accumulate in (("mean of means", mean_of_means), ("sum over count, no_sync", sum_over_count)):
             gradient, calls = by_ddp(accumulate, windows, world.device)
-            say(f"plain DDP, {name:<31}{error(gradient, true):<24}{calls}")
+            world.print(f"plain DDP, {name:<31}{error(gradient, true):<24}{calls}")
         for accumulation in (1, ACCUMULATE):
             name = f"shardwise, accumulation {accumulation}"
-            say(f"{name:<42}{error(by_shardwise(world, accumulation), true)}")
+            world.print(f"{name:<42}{error(by_shardwise(world, accumulation), true)}")
 
 
 def error(gradient: torch.Tensor, true: torch.Tensor) -> str:
-    """Return the largest error relative to the largest component, in words."""
+    """Return the largest error relative to the largest component, as text."""
     return f"{((gradient - true).abs().max() / true.abs().max()).item():.2%}"
 
 

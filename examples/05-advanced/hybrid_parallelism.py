@@ -40,7 +40,7 @@ PLANS = {
     4: ["ddp", "fsdp", "replicate2.shard2", "replicate2.tp2", "shard2.tp2", "pp2.replicate2", "pp2.shard2", "pp2.tp2"],
     8: ["fsdp", "replicate2.shard2.tp2", "pp2.shard2.tp2", "pp2.replicate2.shard2"],
 }
-"""World size -> what is tried when --plans says nothing."""
+"""World size -> plans that run without --plans."""
 
 
 def train(plan: sw.Plan, world: sw.World) -> tuple[list[float], float]:
@@ -50,7 +50,7 @@ def train(plan: sw.Plan, world: sw.World) -> tuple[list[float], float]:
     shares = [step(batch).loss_share for batch in step.feed]
     # </train>
     losses = [world.sum({"loss": share.item()})["loss"] for share in shares]  # of all ranks: the global loss
-    return losses, held_share(parameter for _, parameter in step.named_parameters())
+    return losses, parameter_share(parameter for _, parameter in step.named_parameters())
 
 
 def plain_model(weights: dict[str, torch.Tensor], mesh: DeviceMesh) -> torch.nn.Module:
@@ -90,11 +90,11 @@ def train_plain(world: sw.World) -> tuple[list[float], float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(world.sum({"loss": loss.item() / tp})["loss"])
-    return losses, held_share(model.parameters())
+    return losses, parameter_share(model.parameters())
 
 
-def held_share(parameters) -> float:
-    """Return the numbers of `parameters` that this rank holds, over those of the whole model."""
+def parameter_share(parameters) -> float:
+    """Return the fraction of the model's parameters that this rank stores."""
     mine = sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in parameters)
     return mine / sum(each.numel() for each in job.model().parameters())
 
@@ -104,18 +104,17 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", metavar="PLAN", help="presets or products, such as pp2.shard2")
     options = parser.parse_args()
     with sw.world() as world:
-        say = print if world.is_main else lambda *_: None
-        say(f"{'plan':<24}{'rank 0 holds':<14}losses")
+        world.print(f"{'plan':<24}{'on rank 0':<14}losses")
         results = {}
         for name in options.plans or PLANS.get(world.size, ["fsdp"]):
             plan = sw.Plan.preset(name, world.size, batch_size=job.batch_size)
             results[name] = train(plan, world)
-            say(row(name, *results[name]))
+            world.print(row(name, *results[name]))
         if world.size > 2 and world.size % 2 == 0:
             results["by hand"] = train_plain(world)
-            say(row(f"shard{world.size // 2}.tp2 by hand", *results["by hand"]))
+            world.print(row(f"shard{world.size // 2}.tp2 by hand", *results["by hand"]))
         last = [losses[-1] for losses, _ in results.values()]
-        say(f"last losses differ by {max(last) - min(last):.1e}")
+        world.print(f"last losses differ by {max(last) - min(last):.1e}")
 
 
 def row(name: str, losses: list[float], share: float) -> str:

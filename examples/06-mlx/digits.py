@@ -1,4 +1,4 @@
-"""A described job whose model is an mlx.nn.Module: a small network that reads scanned handwritten digits."""
+"""A described job whose model is an mlx.nn.Module: a small network that classifies scanned handwritten digits."""
 
 from mlx import nn
 
@@ -6,7 +6,7 @@ import shardwise as sw
 
 
 # <model>
-class DigitReader(nn.Module):
+class DigitClassifier(nn.Module):
     """Two convolutions with batch norm, two linear layers."""
 
     def __init__(self):
@@ -30,7 +30,7 @@ class DigitReader(nn.Module):
 # <job>
 job = sw.Job(
     engine="mlx",
-    model=DigitReader,
+    model=DigitClassifier,
     data=sw.datasets.digits,
     loss=sw.losses.cross_entropy,
     optimizer=sw.adamw(lr=2e-3),

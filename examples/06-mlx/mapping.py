@@ -19,18 +19,18 @@ RANK, SIZE = GROUP.rank(), GROUP.size()
 ROWS = {}
 
 
-def row(words):
+def row(title):
     """Register a function that returns torch's result and MLX's, which must be equal."""
 
     def register(function):
-        ROWS[words] = function
+        ROWS[title] = function
         return function
 
     return register
 
 
 def join_torch():
-    """Join a gloo group of the same processes; MLX tells them rank 0's port."""
+    """Join a gloo group of the same processes; MLX sends them rank 0's port."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True) if RANK == 0 else None
     port = mx.distributed.all_sum(mx.array(store.port if store else 0)).item()
     store = store or dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -198,10 +198,10 @@ def batch_norm():
 @row("broadcast_object_list")
 def objects():
     """MLX sends arrays only: text goes as bytes."""
-    told = ["run-7" if RANK == 0 else None]
-    dist.broadcast_object_list(told, src=0)
+    received = ["run-7" if RANK == 0 else None]
+    dist.broadcast_object_list(received, src=0)
     data = mx.array(list(b"run-7") if RANK == 0 else [0] * 5)
-    return told[0], bytes(mx.distributed.all_sum(data).tolist()).decode()
+    return received[0], bytes(mx.distributed.all_sum(data).tolist()).decode()
 
 
 @row("nccl, gloo, mpi")
@@ -212,14 +212,14 @@ def backends():
 
 @row("destroy_process_group")
 def no_end():
-    """MLX's group is there as long as its process: asked again, it is the same one."""
+    """MLX's group exists as long as its process: a second init returns the same one."""
     again = mx.distributed.init()
     return [RANK, SIZE], [again.rank(), again.size()]
 
 
 @row("Memory")
 def memory():
-    """An MLX array has no device to be moved to: an operation says where it runs, or the default holds."""
+    """An MLX array has no device to be moved to: an operation has a stream to run on, or the default applies."""
     assert not hasattr(mx.array, "to")
     return mine() * 2, mx.multiply(as_mlx(mine()), 2, stream=mx.cpu)
 
@@ -284,12 +284,12 @@ def layer(inputs, outputs):
     return model, other
 
 
-def refuses(action, words):
-    """Whether MLX refuses with these words."""
+def refuses(action, message):
+    """Return whether MLX refuses with this message."""
     try:
         action()
     except (RuntimeError, ValueError) as error:
-        return words in str(error)
+        return message in str(error)
     return False
 
 
@@ -304,13 +304,13 @@ def main():
         sys.exit("two processes do this: mlx.launch -n 2 --backend ring python mapping.py")
     join_torch()
     wrong = []
-    for words, function in ROWS.items():
+    for title, function in ROWS.items():
         found = function()
         mx.eval([each for each in found if isinstance(each, mx.array)])
         if not same(*found):
-            wrong.append(words)
+            wrong.append(title)
         if RANK == 0:
-            print(f"{'same' if words not in wrong else 'OTHER':6} {words}", flush=True)
+            print(f"{'same' if title not in wrong else 'OTHER':6} {title}", flush=True)
     dist.destroy_process_group()
     if wrong:
         sys.exit(f"rank {RANK}: not the same: {wrong}")

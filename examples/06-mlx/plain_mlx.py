@@ -56,7 +56,7 @@ def data():
 
 
 def try_shown_step():
-    """Run the step that is often shown, as it is and compiled; return its losses, and what MLX says to the second."""
+    """Run the step that is often shown, as it is and compiled; return its losses, and MLX's error for the second."""
     (x, y), (model, optimizer) = data(), (network(), optimizers.SGD(0.1))
     losses = [shown_step(model, x, y, optimizer).item() for _ in range(STEPS)]
     try:

@@ -51,7 +51,7 @@ class Decoder(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, document_ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits; the document ids of a row say which of its tokens belong together."""
+        """Return the logits; tokens of a row attend to those with the same document id."""
         x = self.embed(tokens) + self.position(position_ids)
         mask = document_mask(document_ids)
         for block in self.blocks:

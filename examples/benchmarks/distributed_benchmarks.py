@@ -5,8 +5,8 @@
     torchrun --nproc_per_node=2 distributed_benchmarks.py --profile ddp --trace runs/trace
 
 First the collectives of each strategy alone, on tensors as large as the model's parameters; then whole training steps
-of one process, of DDP and of FSDP. The two together say how much of the communication hides behind computing: a step
-that takes as long as one process's hides all of it, one that is longer by "sent alone" hides none. `--profile` then
+of one process, of DDP and of FSDP. Both show how much of the communication overlaps with computing: a step
+that takes as long as one process's overlaps all of it, one that is longer by "sent alone" none. `--profile` then
 profiles a few more steps of one strategy with torch.profiler, and `--trace` writes them as a Chrome trace.
 """
 
@@ -38,13 +38,13 @@ PROFILED_STEPS = 3
 
 @dataclass(frozen=True)
 class Training:
-    """A strategy's step, and what it keeps between steps."""
+    """A strategy's step, and its state between steps."""
 
     step: Callable[[], None]
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
-    def held_bytes(self) -> int:
+    def state_bytes(self) -> int:
         """Return this rank's bytes of weights and Adam's moments."""
         states = [value for state in self.optimizer.state.values() for value in state.values() if value.ndim]
         return sum(local(tensor).nbytes for tensor in [*self.model.parameters(), *states])
@@ -127,16 +127,16 @@ def communication_table(alone: dict[str, float], num_bytes: int, size: int) -> s
     return "\n".join(lines)
 
 
-def training_table(steps: dict[str, float], alone: dict[str, float], held: dict[str, int], tokens: int) -> str:
+def training_table(steps: dict[str, float], alone: dict[str, float], state: dict[str, int], tokens: int) -> str:
     """Return each strategy's step beside one process's, and beside what it sends; `tokens` are one rank's."""
-    lines = [f"{'strategy':<14}{'ms a step':>10}{'tokens/s':>10}{'above one':>11}{'sent alone':>12}{'MB held':>10}"]
+    lines = [f"{'strategy':<14}{'ms a step':>10}{'tokens/s':>10}{'above one':>11}{'sent alone':>12}{'MB stored':>10}"]
     for name, seconds in steps.items():
         above = 1e3 * (seconds - steps["one process"])
         sent = 1e3 * sum(alone[collective] for collective in SENDS[name])
-        readers = 1 if name == "one process" else dist.get_world_size()
+        num_ranks = 1 if name == "one process" else dist.get_world_size()
         lines.append(
-            f"{name:<14}{1e3 * seconds:>10.1f}{readers * tokens / seconds:>10.0f}"
-            f"{above:>11.1f}{sent:>12.1f}{held[name] / 1e6:>10.1f}"
+            f"{name:<14}{1e3 * seconds:>10.1f}{num_ranks * tokens / seconds:>10.0f}"
+            f"{above:>11.1f}{sent:>12.1f}{state[name] / 1e6:>10.1f}"
         )
     return "\n".join(lines)
 
@@ -180,17 +180,17 @@ def main() -> None:
     alone = timed(collectives(numel, device), options.steps, device, control)
     steps = timed({name: each.step for name, each in trainings.items()}, options.steps, device, control)
     if dist.get_rank() == 0:
-        held = {name: each.held_bytes() for name, each in trainings.items()}
+        state = {name: each.state_bytes() for name, each in trainings.items()}
         print(
             f"{dist.get_world_size()} processes on {device.type}, backend {dist.get_backend()}; {numel:,} parameters\n"
         )
         print(communication_table(alone, 4 * numel, dist.get_world_size()), end="\n\n")
-        print(training_table(steps, alone, held, options.batch_size * options.tokens))
+        print(training_table(steps, alone, state, options.batch_size * options.tokens))
     if options.profile is not None:
         table = profiled(trainings[options.profile].step, device, options.trace)
         if dist.get_rank() == 0:
             print(f"\n{options.profile}, profiled on rank 0\n{table}")
-    # What holds a group goes before it: freed after its group, it can wait for gloo's thread for ever.
+    # Free what uses a group before the group: freed after it, it can wait for gloo's thread for ever.
     dist.barrier(control)
     trainings.clear()
     dist.destroy_process_group()

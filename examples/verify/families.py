@@ -187,8 +187,8 @@ electra = masked("electra", **TEXT, **SHAPE, embedding_size=16)
 albert = masked("albert", **TEXT, **SHAPE, embedding_size=16)
 deberta = masked("deberta-v2", **TEXT, **SHAPE, relative_attention=True, pos_att_type=["p2c", "c2p"])
 
-# What context parallelism asks of texts: sequences of one length, without a mask. And what pipelines ask of models:
-# an embedding of its own for the head, which is on another stage.
+# Context parallelism requires sequences of one length without a mask. Pipelines require that the head has an embedding
+# of its own, because the head is on another stage.
 for name, job in list(globals().items()):
     if isinstance(job, sw.Job):
         globals()[f"{name}_packed"] = replace(job, data=lambda split: Packed() if split == "train" else None)

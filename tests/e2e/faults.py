@@ -40,7 +40,7 @@ def stuck_in_python():
 
 
 def stuck_in_c():
-    """Lock what is locked, for ever, with the interpreter held."""
+    """Lock what is locked, for ever, while holding the interpreter lock."""
     lock = ctypes.create_string_buffer(64)
     libc = ctypes.PyDLL(None)
     libc.pthread_mutex_lock(lock)

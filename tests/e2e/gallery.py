@@ -1,4 +1,4 @@
-"""A chapter of the gallery as its reader meets it: the commands of its README, run as they are written."""
+"""A chapter of the gallery as users run it: the commands of its README, as they are written."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Jobs in MLX for journeys: digits by convolutions, and points whose rows say in a log when they were trained."""
+"""Jobs in MLX for e2e tests: digits by convolutions, and points whose rows are logged when they are trained."""
 
 DIGITS = """
 from mlx import nn

@@ -107,7 +107,7 @@ def _run_python(arguments):
 
 
 def wait_for(condition, seconds=30, what=lambda: "waited too long"):
-    """Return what `condition` finds, as soon as it finds something; say `what` went wrong after so many seconds."""
+    """Return what `condition` finds, as soon as it finds something; fail with `what` after so many seconds."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, what()

@@ -97,7 +97,7 @@ def test_check_finds_one_flipped_bit_and_exits_with_3(run, capfd):
     assert shown.out.count("sound: ") == 5  # three before, two after
 
 
-def test_diff_says_which_tensors_by_how_much_and_which_facts(run, capfd):
+def test_diff_names_the_tensors_their_differences_and_the_facts(run, capfd):
     assert checkpoint("diff", step(run, 2), step(run, 4)) == 3
     shown = capfd.readouterr().out
     assert "model/1.weight" in shown
@@ -199,18 +199,18 @@ BAD = {
 def test_bad_input_exits_with_2_and_one_sentence(run, tmp_path, monkeypatch, capfd, case):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    arguments, words = BAD[case]
+    arguments, expected = BAD[case]
     assert checkpoint(*arguments) == 2
     shown = capfd.readouterr().err.splitlines()
     assert len(shown) == 1
-    assert words in shown[0]
+    assert expected in shown[0]
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_help_of_the_verb_does_not_import_torch():
     code = (
         "import sys; from shardwise.cli.main import main;"
-        "codes = [main(['checkpoint', *words, '--help']) for words in ([], ['ls'], ['convert'])];"
+        "codes = [main(['checkpoint', *verb, '--help']) for verb in ([], ['ls'], ['convert'])];"
         "sys.exit(any(codes) or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0

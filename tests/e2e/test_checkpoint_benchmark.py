@@ -1,4 +1,4 @@
-"""The checkpoint benchmark runs by itself, tells each save when it is done, and keeps to its time."""
+"""The checkpoint benchmark runs by itself, reports each save when it is done, and keeps to its time."""
 
 import re
 import subprocess

@@ -115,7 +115,7 @@ job = sw.Job(
 )
 """
 FP64 = [
-    word for part in ("parameter", "compute", "reduce", "optimizer") for word in ("--set", f"precision.{part}=fp64")
+    option for part in ("parameter", "compute", "reduce", "optimizer") for option in ("--set", f"precision.{part}=fp64")
 ]
 
 
@@ -130,7 +130,7 @@ def losses_of(run):
 
 
 def convert(capfd, source, target, kind, *options):
-    """Run the command; return what it says was left out, one sentence each."""
+    """Run the command; return what it reports as left out, one sentence each."""
     assert main(["checkpoint", "convert", source, target, "--to", kind, *options]) == 0
     lines = capfd.readouterr().out.splitlines()
     return [line.removeprefix("left out: ") for line in lines if line.startswith("left out: ")]
@@ -168,9 +168,9 @@ def plain(request, tmp_path, monkeypatch):
     Path("plain.py").write_text(PLAIN)
     Path("job.py").write_text(JOB)
     subprocess.run([sys.executable, "plain.py", str(ranks), str(SAVED), str(STEPS)], check=True)
-    told = json.loads(Path("plain.json").read_text())
-    assert not [name for name in told["modules"] if name.startswith("shardwise")]
-    return told["losses"]
+    report = json.loads(Path("plain.json").read_text())
+    assert not [name for name in report["modules"] if name.startswith("shardwise")]
+    return report["losses"]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_training_is_handed_on_from_fsdp2_to_fsdp4_to_transformers(plain, requ
     tied = "tied" in request.node.callspec.id
     # 1. What plain code saved becomes a checkpoint of ours: all but what we have no place for.
     assert convert(capfd, "dcp", "own", "shardwise") == ["epoch: not supported by shardwise checkpoints"]
-    # 2. It goes on on four ranks, with its optimizer.
+    # 2. It resumes on four ranks, with its optimizer.
     train(
         "--nproc",
         "4",
@@ -202,10 +202,10 @@ def test_a_training_is_handed_on_from_fsdp2_to_fsdp4_to_transformers(plain, requ
         "steps=6",
     )
     assert losses_of("four") == pytest.approx({step: plain[step] for step in range(SAVED, HANDED_ON)}, **CLOSE)
-    # 3. A Hugging Face folder holds its weights, and says what it does not hold.
+    # 3. A Hugging Face folder contains its weights, and the command reports what it does not contain.
     capfd.readouterr()
     left_out = convert(capfd, "four", "hf", "hf", "--config", "config.json")
-    assert [words.partition(":")[0].partition(" ")[0] for words in left_out] == [
+    assert [text.partition(":")[0].partition(" ")[0] for text in left_out] == [
         *(["lm_head.weight"] if tied else []),
         "optimizer",
         "facts",
@@ -214,7 +214,7 @@ def test_a_training_is_handed_on_from_fsdp2_to_fsdp4_to_transformers(plain, requ
     losses = alone("hf", 2)
     assert losses[0] == pytest.approx(plain[HANDED_ON], **CLOSE)
     assert losses[1] != pytest.approx(plain[HANDED_ON + 1], rel=1e-2)
-    # 5. Our own checkpoint holds the optimizer: one process goes on as if the training had never been moved.
+    # 5. Our own checkpoint contains the optimizer: one process resumes as if the training had never been moved.
     train("--resume", "four", "--run-dir", "one")
     assert losses_of("one") == pytest.approx({step: plain[step] for step in range(HANDED_ON, STEPS)}, **CLOSE)
 

@@ -16,8 +16,8 @@ pytestmark = [
 ]
 
 
-def python(*words):
-    done = subprocess.run([sys.executable, *words], cwd=BENCHMARKS, capture_output=True, text=True, check=False)
+def python(*argv):
+    done = subprocess.run([sys.executable, *argv], cwd=BENCHMARKS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -134,18 +134,18 @@ def place(tmp_path, monkeypatch):
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install 'shardwise[deepspeed]'")
 def test_a_training_is_handed_on_from_deepspeed_to_fsdp_to_deepspeed(place, capfd):
     losses = run_ranks(bare, 2, "zero3", STEPS, save_at=SAVED, save_to="three", timeout_s=120)[0]
-    # 1. A stage-3 folder of two ranks goes on as fsdp on four.
+    # 1. A stage-3 folder of two ranks resumes as fsdp on four.
     assert main(["checkpoint", "convert", "three", "own", "--to", "shardwise"]) == 0
     four = ["train", "job.py", "--nproc", "4", "--plan", "fsdp", "--resume", "own", "--run-dir", "four"]
     assert main([*four, "--save-every", "3", "--keep", "all", "--set", f"steps={HANDED_ON}"]) == 0
     found = losses_of("four")
     assert [found[step] for step in sorted(found)] == pytest.approx(losses[SAVED:HANDED_ON], **CLOSE)
-    # 2. What that saved goes on as stage 2 in bare DeepSpeed.
+    # 2. What that saved resumes as stage 2 in plain DeepSpeed.
     capfd.readouterr()
-    cut = ["--zero", "2", "--nproc", "2"]
-    assert main(["checkpoint", "convert", "four", "two", "--to", "deepspeed", *cut]) == 0
-    went_on = run_ranks(bare, 2, "zero2", STEPS - HANDED_ON, load_from="two", timeout_s=120)[0]
-    assert went_on == pytest.approx(losses[HANDED_ON:], **CLOSE)
+    options = ["--zero", "2", "--nproc", "2"]
+    assert main(["checkpoint", "convert", "four", "two", "--to", "deepspeed", *options]) == 0
+    resumed = run_ranks(bare, 2, "zero2", STEPS - HANDED_ON, load_from="two", timeout_s=120)[0]
+    assert resumed == pytest.approx(losses[HANDED_ON:], **CLOSE)
     # 3. And as stage 2 in our engine, with no conversion.
     ours = ["train", "job.py", "--nproc", "2", "--plan", "zero2", "--set", "engine=deepspeed", "--resume", "four"]
     assert main([*ours, "--run-dir", "engine"]) == 0

@@ -62,9 +62,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def drill(folder, *words):
+def drill(folder, *argv):
     done = subprocess.run(
-        [sys.executable, "-m", "shardwise", "doctor", "drill", *words],
+        [sys.executable, "-m", "shardwise", "doctor", "drill", *argv],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -96,7 +96,7 @@ def test_a_killed_rank_passes_and_a_frozen_one_that_nobody_looks_for_fails(folde
 @pytest.mark.prove
 def test_every_drill_passes_on_a_sound_job_and_leaves_nothing_behind(folder):
     kinds = ["kill", "freeze", "mismatch", "link", "checkpoint", "disk"]
-    done = drill(folder, *(word for kind in kinds for word in ("--drill", kind)), "--json", "job.py")
+    done = drill(folder, *(option for kind in kinds for option in ("--drill", kind)), "--json", "job.py")
     assert done.returncode == 0, done.stdout + done.stderr
     found = results(done)
     assert list(found) == kinds
@@ -137,7 +137,7 @@ def test_a_sharded_job_of_four_ranks_passes(folder):
 
 
 @pytest.mark.prove
-def test_a_script_without_enough_steps_says_that_the_fault_never_came(folder):
+def test_a_script_with_too_few_steps_reports_that_the_fault_did_not_happen(folder):
     done = drill(folder, "--script", "--drill", "kill", "script.py", "2")
     assert done.returncode == 3
     assert "the fault was never injected" in done.stdout

@@ -1,4 +1,4 @@
-"""--check-replicas and --deterministic from the command line: drift is said and stops, runs repeat to the bit."""
+"""--check-replicas and --deterministic as options: drift is reported and stops the job, runs repeat bit for bit."""
 
 import json
 
@@ -61,7 +61,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_drift_of_a_script_is_said_and_stops_it(folder):
+def test_drift_of_a_script_is_reported_and_stops_it(folder):
     how = ("--check-replicas", "1", "--on-drift", "stop", "--run-dir", "run")
     done = shardwise(folder, "launch", "--nproc", "2", *how, "script.py", "drift")
     found = "replicas differ after step 3 (equal after step 2): 2.bias of rank 1 differs from that of rank 0"

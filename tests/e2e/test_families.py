@@ -118,8 +118,8 @@ def models_table(found):
             if verdicts[plan].status == "refused":
                 reason = CLASS.sub("Model", verdicts[plan].reason)
                 reasons.setdefault((head, reason), []).append(name)
-    said = [f"- {head}, {', '.join(names)}: {reason}" for (head, reason), names in sorted(reasons.items())]
-    return "\n".join([*lines, "", *said]) + "\n"
+    notes = [f"- {head}, {', '.join(names)}: {reason}" for (head, reason), names in sorted(reasons.items())]
+    return "\n".join([*lines, "", *notes]) + "\n"
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def built_otherwise(world, name):
 
 
 @pytest.mark.slow
-def test_models_are_built_with_all_that_is_no_parameter():
+def test_models_are_built_with_all_state_beside_parameters():
     found = run_ranks(lambda world: [each for name in FAMILIES for each in built_otherwise(world, name)], 1)
     assert found == [[]]
 

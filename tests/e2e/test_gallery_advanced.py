@@ -1,4 +1,4 @@
-"""Chapter 5 of the gallery: the commands of its README run, and what it says of combining strategies holds."""
+"""Chapter 5 of the gallery: the commands of its README run, and its claims about combined strategies are true."""
 
 import importlib
 import re
@@ -122,5 +122,5 @@ def whole(gradient):
 
 
 def test_every_command_of_the_readme_is_run_here():
-    scripts = [word for line in CHAPTER.commands() for word in line.split() if word.endswith(".py")]
+    scripts = [argument for line in CHAPTER.commands() for argument in line.split() if argument.endswith(".py")]
     assert [scripts.count(name) for name in sorted(set(scripts))] == [2, 2, 6, 4]

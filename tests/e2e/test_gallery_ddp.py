@@ -49,7 +49,7 @@ def run_together(*processes: subprocess.Popen) -> str:
 
 
 def on_this_machine(line: str, port: int) -> str:
-    """Turn one node's command into one with a single process that meets the others here."""
+    """Turn one node's command into one with a single process that joins the others here."""
     line = re.sub(r"--nproc_per_node=\d+", "--nproc_per_node=1", line)
     return line.replace("10.0.0.1", "127.0.0.1").replace("29500", str(port))
 
@@ -96,7 +96,7 @@ def test_the_resnet50_of_the_gallery_has_the_parameters_of_shardwises(monkeypatc
 
 
 @pytest.mark.prove
-def test_ddp_mnist_under_torchrun_says_that_digits_stand_in_for_mnist():
+def test_ddp_mnist_under_torchrun_reports_that_digits_replace_mnist():
     output = GUIDE.run(f"{command(GUIDE, 'torchrun', 'ddp_mnist.py')} --data nowhere")
     assert "no MNIST in nowhere" in output
     assert "world size 2" in output
@@ -120,7 +120,7 @@ def test_ranks_start_without_a_launcher_by_the_variables_that_the_page_sets():
 
 @pytest.mark.representative("train_ddp.py")
 @pytest.mark.parametrize("script", ["train_ddp.py", "ddp_training.py"])
-def test_plain_scripts_without_torchrun_say_what_to_type(script):
+def test_plain_scripts_without_torchrun_name_the_command(script):
     done = CHAPTER.fork(f"python {script}")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(f"start it by torchrun --nproc_per_node=2 {script}")
@@ -178,7 +178,7 @@ def test_ddp_benchmark_measures_powers_of_two_and_the_whole_world(monkeypatch):
 @pytest.mark.parametrize(
     "parts", [("--rdzv_id=100", "--rdzv_id=100"), ("--node_rank=0 --rdzv", "--node_rank=1 --rdzv")]
 )
-def test_train_byt5_ddp_meets_over_c10d(parts):
+def test_train_byt5_ddp_joins_by_c10d_rendezvous(parts):
     port = free_port()
     nodes = [
         on_this_machine(command(CHAPTER, part, "--rdzv_backend=c10d", "train_byt5_ddp.py"), port) for part in parts
@@ -301,7 +301,7 @@ def test_ddp_training_killed_within_an_epoch_resumes_from_its_last_checkpoint(dd
     assert torch.equal(resumed, whole)
 
 
-def test_options_of_ddp_training_do_what_they_say(ddp_training, tmp_path):
+def test_options_of_ddp_training_do_what_their_help_describes(ddp_training, tmp_path):
     import torch
 
     def weights_with(world, **changes):
@@ -479,13 +479,13 @@ def test_launch_scripts_are_executable():
     assert all(shutil.which(script) for script in CHAPTER.folder.glob("*.sh"))
 
 
-def test_prerequisites_command_says_what_this_machine_has():
+def test_prerequisites_command_lists_what_this_machine_has():
     assert re.search(r"GPUs: \d+ {2}NCCL: (True|False)", GUIDE.run(FORKED + command(GUIDE, "is_nccl_available")))
 
 
 def test_every_launcher_and_script_of_the_readmes_is_run_here():
     lines = [shlex.split(line) for line in GUIDE.commands() + CHAPTER.commands()]
-    pairs = {(line[0], *(Path(word).name for word in line[1:] if word.endswith(".py"))) for line in lines}
+    pairs = {(line[0], *(Path(argument).name for argument in line[1:] if argument.endswith(".py"))) for line in lines}
     assert pairs == {
         ("torchrun", "train_ddp.py"),
         ("torchrun", "ddp_mnist.py"),
@@ -508,7 +508,7 @@ def test_every_launcher_and_script_of_the_readmes_is_run_here():
         ("shardwise", "hybrid_parallelism.py"),  # test_gallery_course
         ("shardwise", "decoder_job.py"),  # test_gallery_course
         ("torchrun", "distributed_benchmarks.py"),  # test_gallery_nccl, by the command of its chapter
-        ("shardwise", "digits.py"),  # make demo, and the journeys of train
+        ("shardwise", "digits.py"),  # make demo, and the e2e tests of train
         ("shardwise", "digits_job.py"),
         ("shardwise", "ddp_mnist.py"),  # launch --preset
         ("shardwise",),  # bench comm --explain and doctor env: their own tests

@@ -34,8 +34,8 @@ def test_a_transcript_is_what_its_command_prints(tmp_path, command, transcript):
         output, _ = process.communicate(timeout=200)
     finally:
         stop(process)
-    said = plain(output).splitlines()
-    assert [line for line in plain(transcript).splitlines() if line not in said] == [], output
+    printed = plain(output).splitlines()
+    assert [line for line in plain(transcript).splitlines() if line not in printed] == [], output
 
 
 def test_every_mistake_is_shown():
@@ -48,12 +48,12 @@ def test_every_mistake_is_shown():
 def test_every_point_of_the_three_checklists_ends_in_a_command_that_there_is():
     assert len(POINTS) >= 9
     for point in POINTS:
-        words = re.search(r"→ `shardwise ([^`]*)`$", point)[1].split()
-        name, command = words[0], importlib.import_module(f"shardwise.cli.{words[0]}").command
-        while isinstance(command, click.Group) and len(words) > 1 and words[1] in command.list_commands(None):
-            command, words = command.get_command(None, words[1]), words[1:]
+        argv = re.search(r"→ `shardwise ([^`]*)`$", point)[1].split()
+        name, command = argv[0], importlib.import_module(f"shardwise.cli.{argv[0]}").command
+        while isinstance(command, click.Group) and len(argv) > 1 and argv[1] in command.list_commands(None):
+            command, argv = command.get_command(None, argv[1]), argv[1:]
         known = {option for parameter in command.params for option in parameter.opts}
-        assert {word for word in words if word.startswith("--")} <= known, (name, point)
+        assert {argument for argument in argv if argument.startswith("--")} <= known, (name, point)
 
 
 def test_the_variables_of_the_guides_are_explained():

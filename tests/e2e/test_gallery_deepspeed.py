@@ -1,4 +1,4 @@
-"""Chapter 3 of the gallery: the commands of its README run, and what it says of DeepSpeed's stages holds."""
+"""Chapter 3 of the gallery: the commands of its README run, and its claims about DeepSpeed's stages are true."""
 
 import importlib.util
 import itertools
@@ -35,8 +35,8 @@ def difference(output: str) -> float:
     return float(re.search(r"losses differ by at most (\S+)", output)[1])
 
 
-def held(output: str) -> str:
-    return re.search(r"held by rank 0: (\S+) bytes", output)[1]
+def stored_bytes(output: str) -> str:
+    return re.search(r"stored on rank 0: (\S+) bytes", output)[1]
 
 
 @pytest.mark.prove
@@ -46,13 +46,13 @@ def test_the_chapters_first_command_has_the_losses_of_plain_pytorch(tmp_path):
     output = CHAPTER.run(f"{line} --steps 5".replace("configs/", f"{CHAPTER.folder}/configs/"), tmp_path)
     assert difference(output) < 1e-5
     assert "32 samples a step = 4 per forward pass x 4 passes x 2 processes" in output
-    assert held(output) in CHAPTER.readme
+    assert stored_bytes(output) in CHAPTER.readme
 
 
 @pytest.mark.prove
 @pytest.mark.timeout(1800)
 def test_every_stage_has_the_same_losses_under_every_launcher(tmp_path):
-    """The commands of the README, and those that it leaves to its reader: three launchers, three stages."""
+    """The commands of the README, and variants that it does not show: three launchers, three stages."""
     written = [line for line in CHAPTER.commands("deepspeed_train.py", "--check") if any(map(line.count, CONFIGS))]
     found = {}
     for launcher, config in itertools.product(LAUNCHERS, CONFIGS):
@@ -62,7 +62,7 @@ def test_every_stage_has_the_same_losses_under_every_launcher(tmp_path):
     for output in found.values():
         assert difference(output) < 1e-5
         assert losses(output) == losses(next(iter(found.values())))
-        assert f" {held(output)} |" in CHAPTER.readme
+        assert f" {stored_bytes(output)} |" in CHAPTER.readme
     assert losses(output)[-1] < losses(output)[0] - 1
 
 
@@ -87,7 +87,7 @@ def test_a_saved_decoder_writes_what_plain_pytorch_writes(weights):
     for line in lines:
         output = CHAPTER.run(line, folder)
         assert float(re.search(r"logits differ by at most (\S+)", output)[1]) < 1e-4
-        assert re.search(r"rank 0 holds 137,984 of 237,184 numbers", output)
+        assert re.search(r"rank 0 stores 137,984 of 237,184 parameters", output)
         assert ("without fused kernels: " in output) == ("--kernels" in line)
 
 
@@ -147,7 +147,7 @@ def test_optimizer_states_on_disk_give_the_same_losses(tmp_path):
 
 
 @pytest.mark.prove
-def test_the_job_trains_on_deepspeed_by_one_word(tmp_path):
+def test_the_job_trains_on_deepspeed_by_one_option(tmp_path):
     [line] = CHAPTER.commands("shardwise train")
     output = CHAPTER.run(line, tmp_path)
     assert losses(output)[-1] < losses(output)[0]
@@ -161,7 +161,7 @@ def test_the_configs_leave_nothing_that_surprises_to_defaults(stage):
     assert "gradient_accumulation_steps" not in config
 
 
-def test_a_script_without_deepspeed_says_the_pip_line(tmp_path):
+def test_a_script_without_deepspeed_names_the_pip_line(tmp_path):
     (tmp_path / "deepspeed.py").write_text("raise ModuleNotFoundError('deepspeed')")
     for script in ("deepspeed_train.py", "byte_decoder.py"):
         shutil.copy(CHAPTER.folder / script, tmp_path)
@@ -171,7 +171,7 @@ def test_a_script_without_deepspeed_says_the_pip_line(tmp_path):
 
 
 def test_every_command_of_the_readme_is_run_here():
-    scripts = [word for line in CHAPTER.commands() for word in line.split() if word.endswith(".py")]
+    scripts = [argument for line in CHAPTER.commands() for argument in line.split() if argument.endswith(".py")]
     assert {name: scripts.count(name) for name in scripts} == {
         "deepspeed_train.py": 7,
         "zero_offload.py": 2,

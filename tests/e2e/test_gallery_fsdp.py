@@ -1,4 +1,4 @@
-"""Chapter 2 of the gallery: the commands of its README run, and what it says of sharding holds."""
+"""Chapter 2 of the gallery: the commands of its README run, and its claims about sharding are true."""
 
 import argparse
 import importlib
@@ -97,7 +97,7 @@ def test_fsdp_transformer_trains_as_a_job(tmp_path):
 
 
 @pytest.mark.prove
-def test_fsdp_checkpoint_goes_on_with_another_number_of_processes(tmp_path, launched):
+def test_fsdp_checkpoint_resumes_with_another_number_of_processes(tmp_path, launched):
     lines = launched(line for line in CHAPTER.commands("fsdp_checkpoint.py") if "--measure" not in line)
     save, resume, asynchronous, full, own, own_resumed = (CHAPTER.run(line, tmp_path) for line in lines)
     assert "resumed from runs/fsdp_checkpoint/step-00000010 on 1 processes" in resume
@@ -156,7 +156,7 @@ def test_sharded_weights_are_those_of_a_plain_module(script):
     torch.testing.assert_close(run_ranks(body, 4)[0], basics.NextByte().state_dict(), rtol=0, atol=0)
 
 
-def test_fsdp_basics_without_a_launcher_says_what_to_type(tmp_path):
+def test_fsdp_basics_without_a_launcher_names_the_command(tmp_path):
     done = CHAPTER.fork("python fsdp_basics.py", tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "start it by torchrun --nproc_per_node=2 fsdp_basics.py"
@@ -180,5 +180,5 @@ def test_the_table_of_strategies_is_what_a_fresh_run_measures(tmp_path, launched
 
 
 def test_every_command_of_the_readme_is_run_here():
-    scripts = {word for line in CHAPTER.commands() for word in line.split() if word.endswith(".py")}
+    scripts = {argument for line in CHAPTER.commands() for argument in line.split() if argument.endswith(".py")}
     assert scripts == {"fsdp_basics.py", "fsdp_transformer.py", "fsdp_checkpoint.py", "measure_strategies.py"}

@@ -47,7 +47,7 @@ def test_every_row_of_the_mapping_is_the_same_in_torch_and_mlx(tmp_path):
     [line] = CHAPTER.commands("mapping.py")
     found = re.findall(r"^(\S+) +(.+)$", run(line, tmp_path), re.MULTILINE)
     assert {verdict for verdict, _ in found} == {"same"}
-    assert {words for _, words in found} | STARTED == rows_of_the_page()
+    assert {title for _, title in found} | STARTED == rows_of_the_page()
 
 
 def plain(output):
@@ -116,7 +116,7 @@ def test_a_hostfile_and_a_rank_are_all_that_mlx_needs(tmp_path):
 
 @pytest.mark.prove
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_digits_reach_what_the_chapter_says(tmp_path, processes):
+def test_the_digits_reach_the_accuracy_of_the_chapter(tmp_path, processes):
     line = CHAPTER.commands("train digits.py")[processes - 1]
     assert ("--nproc 2" in line) == (processes == 2)
     assert float(re.search(r"test accuracy +([\d.]+)%", run(line, tmp_path))[1]) >= 97.5
@@ -135,7 +135,7 @@ def test_one_and_two_processes_end_at_the_same_loss(tmp_path):
 
 @pytest.mark.prove
 @pytest.mark.timeout(900)
-def test_a_training_goes_on_in_torch_and_its_weights_are_loaded_by_mlx(tmp_path):
+def test_a_training_resumes_in_torch_and_its_weights_are_loaded_by_mlx(tmp_path):
     *_, convert = lines = [*CHAPTER.commands("--run-dir"), *CHAPTER.commands("checkpoint convert")]
     assert len(lines) == 3
     assert "--to mlx" in convert
@@ -166,7 +166,7 @@ def test_the_text_job_differs_from_torchs_in_engine_and_model_alone():
 
 def test_every_command_of_the_readme_is_run_here():
     lines = CHAPTER.commands()
-    scripts = [word for line in lines for word in line.split() if word.endswith(".py")]
+    scripts = [argument for line in lines for argument in line.split() if argument.endswith(".py")]
     assert {name: scripts.count(name) for name in scripts} == {
         "digits.py": 2,
         "text.py": 4,

@@ -217,7 +217,7 @@ def test_distributed_benchmarks_prints_communication_and_training(tmp_path, laun
             events = json.loads(traces[0].read_text())["traceEvents"]
             assert {"step", "gloo:all_reduce"} <= {event.get("name") for event in events}
         one, ddp, fsdp = (float(numbers.split()[-1]) for _, numbers in rows[3:])
-        assert one == ddp == pytest.approx(2 * fsdp, abs=0.2)  # megabytes held
+        assert one == ddp == pytest.approx(2 * fsdp, abs=0.2)  # megabytes stored
 
 
 def test_fsdp_of_the_benchmarks_takes_the_steps_of_ddp(script):
@@ -242,7 +242,7 @@ def whole(parameter):
     return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
 
 
-def test_a_script_without_a_launcher_says_what_to_type():
+def test_a_script_without_a_launcher_names_the_command():
     done = CHAPTER.fork("python point_to_point.py")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "start it by torchrun --nproc_per_node=2 point_to_point.py"
@@ -271,7 +271,9 @@ def test_shardwise_forms_run(name, line, tmp_path):
 
 def test_every_script_of_the_readmes_is_run_here():
     lines = CHAPTER.commands() + BENCHMARKS.commands()
-    scripts = {word for line in lines for word in line.split() if word.endswith(".py") and "/" not in word}
+    scripts = {
+        argument for line in lines for argument in line.split() if argument.endswith(".py") and "/" not in argument
+    }
     assert scripts == {path.name for chapter in (CHAPTER, BENCHMARKS) for path in chapter.folder.glob("*.py")} - {
         "ranks.py",
         "broken.py",  # test_gallery_debugging.py

@@ -30,12 +30,12 @@ class Launched:
 def launch(folder, script, *arguments, stop=True, forked=False, **environ):
     """Run a script on two ranks and return the verdicts, notes and output; `forked`, the launcher imports no torch."""
     how = ["--hang-after", str(LIMIT_S), "--on-hang", "stop" if stop else "report", "--run-dir", "run"]
-    words = ["launch", "--nproc", "2", *how, script, *arguments]
+    argv = ["launch", "--nproc", "2", *how, script, *arguments]
     if forked:
-        done = shardwise(folder, *words, timeout_s=250, **environ)
+        done = shardwise(folder, *argv, timeout_s=250, **environ)
     else:
         done = subprocess.run(
-            [sys.executable, "-m", "shardwise", *words],
+            [sys.executable, "-m", "shardwise", *argv],
             cwd=folder,
             capture_output=True,
             text=True,
@@ -91,8 +91,8 @@ def check(folder, fault, **how):
     done = launch(folder, "faults.py", fault, **how)
     assert done.code == 1, done.shown
     text = done.verdicts[0]["text"]
-    for word in NAMED[fault]:
-        assert re.search(word, text), f"{word!r} is not in: {text}"
+    for pattern in NAMED[fault]:
+        assert re.search(pattern, text), f"{pattern!r} is not in: {text}"
     assert text in done.shown
     return done
 
@@ -133,7 +133,7 @@ def test_a_rank_that_is_half_as_fast_is_named(folder):
 
 
 @pytest.mark.prove
-def test_by_default_a_hang_is_told_and_the_job_goes_on(tmp_path):
+def test_by_default_a_hang_is_reported_and_the_job_continues(tmp_path):
     (tmp_path / "late.py").write_text(
         "import time, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -192,12 +192,12 @@ def check_skipped(folder, size, **how):
     done = launch(folder, "skipped.py", str(size), **how)
     assert done.code == 1
     *_, last, _ = done.shown.splitlines()
-    words = (
+    pattern = (
         rf"rank 1 did not call all_reduce #3 \(sum, float32\[{size}\]\) at skipped.py:8, which rank 0 called: rank 1"
     )
-    assert re.match(words + r" was in (all_reduce \(gradients, .*float32\[4160\]\)|backward) at skipped.py:9", last), (
-        done.shown
-    )
+    assert re.match(
+        pattern + r" was in (all_reduce \(gradients, .*float32\[4160\]\)|backward) at skipped.py:9", last
+    ), done.shown
     assert done.verdicts[-1]["text"] == last
     return last
 
@@ -229,12 +229,12 @@ SNIPPETS = {
 @pytest.mark.prove
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_snippets_that_mix_dtypes_are_named_though_they_abort_in_c(tmp_path, name):
-    code, words = SNIPPETS[name]
+    code, pattern = SNIPPETS[name]
     head = "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nrank = dist.get_rank()\n"
     (tmp_path / "snippet.py").write_text(f"{head}{code}\ntime.sleep(3)\n")
     done = launch(tmp_path, "snippet.py")
     assert done.code == 1
-    assert re.search(f"ranks differ in the dtype .*{words}", done.shown.splitlines()[-2]), done.shown
+    assert re.search(f"ranks differ in the dtype .*{pattern}", done.shown.splitlines()[-2]), done.shown
 
 
 @pytest.mark.prove
@@ -302,7 +302,7 @@ dist.barrier()
 
 @pytest.mark.prove
 @pytest.mark.parametrize("kind", ["steps", "batch", "evaluate", "save", "compile", "score", "validate"])
-def test_what_takes_long_is_no_hang(tmp_path, kind):
+def test_a_slow_collective_is_not_a_hang(tmp_path, kind):
     (tmp_path / "calm.py").write_text(CALM)
     done = launch(tmp_path, "calm.py", kind)
     assert done.code == 0, done.shown

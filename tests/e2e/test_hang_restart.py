@@ -1,4 +1,4 @@
-"""A hang that is stopped counts as a failure: with restarts left, all ranks start again, and a training goes on."""
+"""A hang that is stopped counts as a failure: with restarts left, all ranks start again, and a training resumes."""
 
 import json
 
@@ -30,9 +30,9 @@ job = sw.Job(
 """
 
 
-def run(folder, *words):
-    """Run a command of shardwise; return its exit code, what it said, and what it wrote down."""
-    done = shardwise(folder, *words, OMP_NUM_THREADS="1")
+def run(folder, *argv):
+    """Run a command of shardwise; return its exit code, what it printed, and what it recorded."""
+    done = shardwise(folder, *argv, OMP_NUM_THREADS="1")
     lines = (folder / "run" / "events" / "launcher.jsonl").read_text().splitlines()
     return done.returncode, done.stdout + done.stderr, [json.loads(line) for line in lines]
 
@@ -59,7 +59,7 @@ def test_ranks_that_hang_each_time_fail_with_the_verdict_when_restarts_are_used_
 
 
 @pytest.mark.prove
-def test_a_training_that_hung_goes_on_from_its_checkpoint(tmp_path):
+def test_a_training_that_hung_resumes_from_its_checkpoint(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     how = ["--nproc", "2", "--device", "cpu", "--plan", "ddp", "--max-restarts", "1", "--save-every", "2", *STOP]
     code, shown, _ = run(tmp_path, "train", "job.py", *how)

@@ -75,8 +75,8 @@ def test_script_runs_as_under_torchrun_with_its_variables(folder):
     (folder / "variables.py").write_text(
         SCRIPT + "\nimport json; os.write(1, (json.dumps(dict(os.environ)) + chr(10)).encode())\n"
     )
-    words = ["--nproc_per_node=2", "variables.py", "--lr", "1"]
-    ours, theirs = run(folder, [*LAUNCH, *words]), run(folder, [*TORCHRUN, "--standalone", *words])
+    options = ["--nproc_per_node=2", "variables.py", "--lr", "1"]
+    ours, theirs = run(folder, [*LAUNCH, *options]), run(folder, [*TORCHRUN, "--standalone", *options])
     assert ours.returncode == theirs.returncode == 0, ours.stderr
     assert printed_lines(ours) == printed_lines(theirs)
     assert "atexit 1" in ours.stdout
@@ -127,7 +127,7 @@ def test_module_spawned_workers_and_pickles_find_their_way_back(folder):
     assert "main ['y'] True" in as_module.stdout, as_module.stderr
 
 
-def test_ranks_under_a_profiler_are_fresh_processes_and_that_is_said(folder):
+def test_ranks_under_a_profiler_are_fresh_processes_and_a_note_reports_it(folder):
     (folder / "fresh.py").write_text("import sys; print('torch' in sys.modules)")
     done = launch(folder, "fresh.py", NSYS_PROFILING_SESSION_ID="1")
     assert done.stdout == "False\n", done.stderr
@@ -146,7 +146,7 @@ def test_restart_after_kill_and_then_success(folder):
     assert not working_in(folder)
 
 
-def test_fresh_processes_meet_and_restart_too(folder):
+def test_fresh_processes_join_and_restart_too(folder):
     # The rank dies before it imports torch, which every fresh process does anew.
     dying = "import os, signal\nif os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '10':\n"
     (folder / "dying.py").write_text(dying + "    os.kill(os.getpid(), signal.SIGKILL)\n" + SCRIPT)
@@ -277,7 +277,7 @@ BAD = {
     "no such program": (["--no-python", "no-such-program"], "[launch.program-not-found]"),
     "node rank beyond nnodes": (["--node_rank", "1", "script.py"], "[launch.node-rank-invalid]"),
     "several nodes without a rendezvous endpoint": (["--nnodes", "2", "script.py"], "[launch.endpoint-missing]"),
-    "nproc that is no number": (["--nproc_per_node", "many", "script.py"], "many"),
+    "nproc that is not a number": (["--nproc_per_node", "many", "script.py"], "many"),
     "no GPU to count": (["--nproc_per_node", "gpu", "script.py"], "[launch.no-gpu]"),
     "contradictory flags": (["-m", "--no-python", "script.py"], "[cli.options-conflict]"),
     "two ports": (["--master_port", "1234", "--rdzv_endpoint", "h:1235", "script.py"], "1235"),
@@ -288,12 +288,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "word"), BAD.values(), ids=BAD)
-def test_bad_input_is_refused_at_once(folder, arguments, word):
+@pytest.mark.parametrize(("arguments", "expected"), BAD.values(), ids=BAD)
+def test_bad_input_is_refused_at_once(folder, arguments, expected):
     done = launch(folder, *arguments)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert word in done.stderr
+    assert expected in done.stderr
     assert not (folder / "runs").exists()
 
 
@@ -311,7 +311,7 @@ MEMORY = Path("/sys/fs/cgroup/memory")
 
 
 @pytest.mark.skipif(not (MEMORY.is_dir() and os.access(MEMORY, os.W_OK)), reason="needs a writable memory cgroup (v1)")
-def test_rank_that_the_kernel_kills_for_memory_is_said_to_be(folder):
+def test_rank_that_the_kernel_kills_for_memory_is_reported_as_out_of_memory(folder):
     (folder / "hungry.py").write_text(
         "import os\nif os.environ['RANK'] == '1':\n    data = [bytearray(50_000_000) for _ in range(100)]\n"
     )
@@ -347,7 +347,7 @@ GALLERY = Path(__file__).resolve().parents[2] / "examples" / "01-ddp-basics"
 
 @pytest.mark.representative("ddp_mnist.py-accuracy")
 @pytest.mark.parametrize(
-    ("command", "word"),
+    ("command", "expected"),
     [
         ("train_ddp.py --epochs 1 --batch-size 64 --lr 0.001 --limit 256 --data none", "test accuracy"),
         ("ddp_mnist.py --epochs 1 --limit 256 --data none", "accuracy"),
@@ -356,8 +356,8 @@ GALLERY = Path(__file__).resolve().parents[2] / "examples" / "01-ddp-basics"
     ],
     ids=lambda value: value.split()[0],
 )
-def test_gallery_scripts_run_unchanged(folder, command, word):
+def test_gallery_scripts_run_unchanged(folder, command, expected):
     arguments = command.format(folder=folder).split()
     done = launch(GALLERY, "--nproc_per_node=2", "--log-dir", str(folder / "run"), *arguments, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert word in done.stdout
+    assert expected in done.stdout

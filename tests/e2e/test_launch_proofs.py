@@ -70,7 +70,7 @@ if rank < 2:
 
 @dataclass(frozen=True)
 class Job:
-    """A running launch whose ranks have met and wait; everything it started carries its mark."""
+    """A running launch whose ranks have joined and wait; everything it started carries its mark."""
 
     folder: Path
     launcher: subprocess.Popen
@@ -141,7 +141,7 @@ def shared_memory():
 
 @contextlib.contextmanager
 def running(folder, method="fork", *, before="", faults=("", ""), terminal=False, nproc=2):
-    """Launch the waiting script and yield once all ranks have met; whatever is left after is killed."""
+    """Launch the waiting script and yield once all ranks have joined; whatever is left after is killed."""
     (folder / "script.py").write_text(WAITING_SCRIPT)
     (folder / "tmp").mkdir()
     mark = f"PROOF_OF_SHARDWISE={uuid.uuid4().hex}"
@@ -345,7 +345,7 @@ def test_every_fault_leaves_nothing_behind(tmp_path, table, name, method):
 
 
 def killed(folder, command, kills, limit_s):
-    """Launch a script that loses rank 1 in its first attempts; return how many times each attempt's ranks met."""
+    """Launch a script that loses rank 1 in its first attempts; return how many times each attempt's ranks joined."""
     folder.mkdir(exist_ok=True)
     (folder / "script.py").write_text(KILLED_SCRIPT)
     output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -363,9 +363,9 @@ def killed(folder, command, kills, limit_s):
 
 
 def check_recoveries(folder, kills):
-    done, meetings = killed(folder, LAUNCH, kills, 100 + 5 * kills)
-    recovered = sum(meetings.get(attempt, 0) >= 1 for attempt in range(1, kills + 1))
-    assert (done, recovered, meetings.get(kills)) == (True, kills, 2), meetings
+    done, num_joined = killed(folder, LAUNCH, kills, 100 + 5 * kills)
+    recovered = sum(num_joined.get(attempt, 0) >= 1 for attempt in range(1, kills + 1))
+    assert (done, recovered, num_joined.get(kills)) == (True, kills, 2), num_joined
 
 
 def test_five_kills_are_five_recoveries(tmp_path):
@@ -389,14 +389,14 @@ def neighbour():
     name, ours, theirs = f"swproof{number}", f"swa{number}", f"swb{number}"
     host, guest = f"10.200.{number}.1", f"10.200.{number}.2"
 
-    def ip(*words):
-        return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    def ip(*argv):
+        return subprocess.run(["ip", *argv], capture_output=True, text=True, check=False)
 
     made = ip("netns", "add", name)
     if made.returncode:
         pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
     try:
-        for words in (
+        for argv in (
             ("link", "add", ours, "type", "veth", "peer", "name", theirs, "netns", name),
             ("addr", "add", f"{host}/24", "dev", ours),
             ("link", "set", ours, "up"),
@@ -404,8 +404,8 @@ def neighbour():
             ("-n", name, "link", "set", theirs, "up"),
             ("-n", name, "link", "set", "lo", "up"),
         ):
-            done = ip(*words)
-            assert done.returncode == 0, (words, done.stderr)
+            done = ip(*argv)
+            assert done.returncode == 0, (argv, done.stderr)
         yield name, host
     finally:
         ip("link", "del", ours)

@@ -1,4 +1,4 @@
-"""`shardwise launch` and variables: presets, NCCL's logs by rank, what cannot work, and failures that all meet."""
+"""`shardwise launch` and variables: presets, NCCL's logs by rank, what cannot work, and common failures."""
 
 import json
 import os
@@ -34,11 +34,11 @@ with open("/dev/shm/segment", "w+b") as file:
 def launch(folder, script, *options, command=(), **environ):
     (folder / "script.py").write_text(script)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL", "OMP"))}
-    words = [*LAUNCH, *options, "script.py"]
+    argv = [*LAUNCH, *options, "script.py"]
     if not command:
-        return Command(folder, *words, environ={**kept, **environ}).finish()
+        return Command(folder, *argv, environ={**kept, **environ}).finish()
     return subprocess.run(
-        [*command, sys.executable, "-m", "shardwise", *words],
+        [*command, sys.executable, "-m", "shardwise", *argv],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -66,7 +66,7 @@ def test_a_preset_reaches_every_rank_and_the_users_own_variables_win(tmp_path):
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["NCCL_SOCKET_NTHREADS"] == "4"
 
 
-def test_what_nccl_tells_goes_to_a_file_for_every_rank_and_is_read_after_the_run(tmp_path):
+def test_the_nccl_log_goes_to_a_file_for_every_rank_and_is_read_after_the_run(tmp_path):
     script = """
 import os, socket
 path = os.environ["NCCL_DEBUG_FILE"].replace("%h", socket.gethostname()).replace("%p", str(os.getpid()))
@@ -78,8 +78,8 @@ open(path, "w").write("vm:1:1 [0] NCCL INFO NCCL_BUFFSIZE set by environment to 
     assert [path.name.split(".")[0] for path in logs] == ["rank0", "rank1"]
     assert "preset gcp: NCCL_SOCKET_NTHREADS: 4: NCCL never read it" in done.stderr
     command = [sys.executable, "-m", "shardwise", "doctor", "env", "--run", "run", "--json"]
-    told = json.loads(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout)
-    assert {verdict["name"]: verdict["state"] for verdict in told["verdicts"]}["NCCL_BUFFSIZE"] == "ok"
+    report = json.loads(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout)
+    assert {verdict["name"]: verdict["state"] for verdict in report["verdicts"]}["NCCL_BUFFSIZE"] == "ok"
 
 
 def test_a_log_file_that_the_user_names_is_kept(tmp_path):
@@ -92,17 +92,17 @@ def test_without_nccl_debug_no_log_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "environ", "words"),
+    ("script", "environ", "expected"),
     [
         (DDP, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "CUDA_VISIBLE_DEVICES": ""}, "SIGSEGV"),
         (SHOW, {"GLOO_SOCKET_IFNAME": "nowhere0"}, "nowhere0 is not an interface of this machine"),
     ],
     ids=["DETAIL with DDP on gloo", "no such interface"],
 )
-def test_variables_that_cannot_work_are_refused_before_anything_starts(tmp_path, script, environ, words):
+def test_variables_that_cannot_work_are_refused_before_anything_starts(tmp_path, script, environ, expected):
     done = launch(tmp_path, script, **environ)
     assert done.returncode == 2
-    assert words in done.stderr
+    assert expected in done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -126,7 +126,7 @@ def last_verdict(done):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small /dev/shm needs root")
-def test_a_full_shared_memory_is_told(tmp_path):
+def test_a_full_shared_memory_is_reported(tmp_path):
     small = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
     done = launch(tmp_path, FILL, *SPAWN, command=["unshare", "--mount", "sh", "-c", small, "sh"])
     assert done.returncode == 1
@@ -134,7 +134,7 @@ def test_a_full_shared_memory_is_told(tmp_path):
     assert "--shm-size=16g" in last_verdict(done)
 
 
-def test_a_taken_port_is_told(tmp_path):
+def test_a_port_in_use_is_reported(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -144,6 +144,6 @@ def test_a_taken_port_is_told(tmp_path):
 
 
 @pytest.mark.prove
-def test_unused_parameters_are_told(tmp_path):
+def test_unused_parameters_are_reported(tmp_path):
     done = launch(tmp_path, DDP, "--nproc", "2")
     assert "find_unused_parameters=True" in last_verdict(done).partition("DDP waits")[2]

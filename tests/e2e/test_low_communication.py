@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_rounds_of_25_steps_move_less_than_a_twentieth_of_the_bytes_of_ddp():
-    words = [sys.executable, ROOT / "benchmarks" / "low_communication.py", "--quick"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    argv = [sys.executable, ROOT / "benchmarks" / "low_communication.py", "--quick"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     ratio = re.search(
         r"^FIGURE low_communication\.small\.bytes (\S+) x-ddp target <=0\.05 met$", done.stdout, re.MULTILINE

@@ -53,11 +53,11 @@ def trained_rows(folder, log):
     return rows
 
 
-def assert_refused(done, folder, words):
+def assert_refused(done, folder, expected):
     """One sentence, exit code 2, and nothing left: no run, no process."""
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
-    assert words in done.stderr
+    assert expected in done.stderr
     assert not list(folder.glob("run*"))
     assert working_in(folder) == []
 
@@ -167,7 +167,7 @@ NEEDED = "engine mlx needs MLX, which is not installed: pip install 'shardwise[m
 
 @pytest.mark.representative("asked for")
 @pytest.mark.parametrize(
-    ("verb", "job", "words"),
+    ("verb", "job", "expected"),
     [
         ("train", POINTS, "No module named 'mlx': pip install 'shardwise[mlx]'"),
         ("train", LAZY, NEEDED),
@@ -175,9 +175,9 @@ NEEDED = "engine mlx needs MLX, which is not installed: pip install 'shardwise[m
     ],
     ids=["imported", "asked for", "verified"],
 )
-def test_without_mlx_one_sentence_names_the_pip_line(tmp_path, verb, job, words):
+def test_without_mlx_one_sentence_names_the_pip_line(tmp_path, verb, job, expected):
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "job.py").write_text(job)
     python = python_lacking(tmp_path / "lacking", "mlx")
-    assert_refused(shardwise(folder, verb, "job.py", python=python), folder, words)
+    assert_refused(shardwise(folder, verb, "job.py", python=python), folder, expected)

@@ -1,4 +1,4 @@
-"""What takes long and is no hang, at its full length: ten thousand steps, a minute of compiling, slow storage."""
+"""Slow steps that are not hangs, at their full length: ten thousand steps, a minute of compiling, slow storage."""
 
 import json
 import os
@@ -37,14 +37,14 @@ job = sw.Job(
 """
 
 
-def run(folder, *words, **environ):
+def run(folder, *argv, **environ):
     """Run a command of shardwise that must succeed; return its seconds, its verdicts, its notes on waiting, its output.
 
-    That a rank is slow is no alarm: on a machine that others use too, it may be true.
+    A note that a rank is slow is not an alarm: on a machine that others use too, it may be true.
     """
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "shardwise", *words],
+        [sys.executable, "-m", "shardwise", *argv],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -76,7 +76,7 @@ def test_ten_thousand_steps_give_no_alarm(tmp_path, limit):
 
 
 @pytest.mark.parametrize(("limit_s", "slow_s"), [("10", "8"), ("2", "3")])
-def test_storage_slower_than_the_limit_gives_no_alarm_while_training_goes_on(tmp_path, limit_s, slow_s):
+def test_storage_slower_than_the_limit_gives_no_alarm_while_training_continues(tmp_path, limit_s, slow_s):
     (tmp_path / "job.py").write_text(JOB)
     how = ["--hang-after", limit_s, "--save-every", "4000"]
     took_s, verdicts, _, shown = run(tmp_path, *TRAIN, *how, SLOW_S=slow_s)

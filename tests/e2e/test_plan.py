@@ -48,17 +48,17 @@ MATRIX = {
 @pytest.mark.parametrize(("arguments", "families"), MATRIX.values(), ids=MATRIX)
 def test_the_guides_matrix_is_answered_with_numbers(capfd, arguments, families):
     code, data = answered(capfd, *arguments)
-    best, room = data["best"], 0.95 * data["cluster"]["memory_bytes"]
+    best, limit = data["best"], 0.95 * data["cluster"]["memory_bytes"]
     assert code == 0
     assert best["family"] in families
-    assert best["memory"]["total_bytes"] <= room
+    assert best["memory"]["total_bytes"] <= limit
     assert best["time"]["step_s"] == pytest.approx(sum(best["time"]["parts_s"].values()))
     for family, entry in data["families"].items():
         assert entry["reason"], family
-        assert entry["fits"] or "memory" not in entry or entry["memory"]["total_bytes"] > room or family == "offload"
+        assert entry["fits"] or "memory" not in entry or entry["memory"]["total_bytes"] > limit or family == "offload"
 
 
-def test_llama_7b_on_24_gb_needs_no_offload_and_says_so(capfd):
+def test_llama_7b_on_24_gb_needs_no_offload_and_the_report_states_it(capfd):
     _, data = answered(capfd, "llama-7b", "--cluster", "8xRTX-4090")
     assert data["best"]["family"] in {"zero3", "pp"}
     assert data["families"]["offload"]["reason"].startswith("not needed")
@@ -68,7 +68,7 @@ def test_llama_7b_on_24_gb_needs_no_offload_and_says_so(capfd):
 def test_the_table_shows_families_reasons_and_the_way_through_the_tree(capfd):
     assert main(["plan", "llama-7b", "--cluster", "8xA100-40GB", "--batch-size", "64"]) == 0
     shown = " ".join(capfd.readouterr().out.split())  # reasons wrap inside their column
-    for words in (
+    for expected in (
         "8 x A100-40GB",
         "64 samples (--batch-size)",
         "a plan may use 40.2 GB (95% of the device's 42.3 GB): ZeRO-3 (-",
@@ -78,7 +78,7 @@ def test_the_table_shows_families_reasons_and_the_way_through_the_tree(capfd):
         "of which 95% may be used",
         "catalogue",
     ):
-        assert words in shown
+        assert expected in shown
 
 
 def test_all_lists_more_plans_than_families(capfd):
@@ -122,10 +122,10 @@ def test_the_next_command_of_a_job_trains_with_the_plan(capfd, tmp_path):
     job = Path(__file__).resolve().parents[1] / "goldens" / "tiny.py"
     asked = [str(job), "--cluster", "2xthis", "--plan", "zero2", "--set", "recompute=full", "--set", "batch_size=16"]
     _, data = answered(capfd, *asked, "--set", "micro_batch=2")
-    words = shlex.split(data["next"])
-    assert words[:3] == ["shardwise", "train", str(job)]
-    assert {"batch_size=16", "recompute=full", "micro_batch=2"} <= set(words)
-    assert main([*words[1:], "--dry-run", "--run-dir", str(tmp_path / "run")]) == 0
+    argv = shlex.split(data["next"])
+    assert argv[:3] == ["shardwise", "train", str(job)]
+    assert {"batch_size=16", "recompute=full", "micro_batch=2"} <= set(argv)
+    assert main([*argv[1:], "--dry-run", "--run-dir", str(tmp_path / "run")]) == 0
     plan = plan_from_toml(capfd.readouterr().out, "standard output")
     found = data["asked"]["plan"]
     assert (str(plan.layout), plan.zero, plan.recompute) == (found["layout"], found["zero"], found["recompute"])
@@ -145,11 +145,11 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "code", "words"), NONSENSE.values(), ids=NONSENSE)
-def test_nonsense_gets_one_sentence(capfd, arguments, code, words):
+@pytest.mark.parametrize(("arguments", "code", "expected"), NONSENSE.values(), ids=NONSENSE)
+def test_nonsense_gets_one_sentence(capfd, arguments, code, expected):
     assert main(["plan", *arguments]) == code
     complaint = capfd.readouterr().err
-    assert words in complaint
+    assert expected in complaint
     assert complaint.count("\n") == 1
 
 
@@ -204,7 +204,7 @@ def test_planning_imports_neither_torch_nor_numpy(tmp_path, more):
     ("model", "cluster", "bound_s"), [("llama-70b", "1024xH100", 1.0), ("llama3-405b", "16384xH100", 3.0)]
 )
 def test_large_clusters_are_planned_in_seconds(model, cluster, bound_s):
-    """The target itself, start-up included, of the quickest of five runs: a busy machine says nothing."""
+    """The target itself, start-up included, of the fastest of five runs: other load only adds."""
     seconds = []
     for _ in range(5):
         began = time.perf_counter()
@@ -246,7 +246,7 @@ def test_a_deepspeed_json_becomes_a_plan_and_a_json_again(tmp_path, capfd):
     assert read_plan(tmp_path / "b.toml") == read_plan(tmp_path / "plan.toml")
 
 
-def test_the_best_plan_that_deepspeed_has_words_for_is_written(tmp_path, capfd):
+def test_the_best_plan_that_deepspeed_can_express_is_written(tmp_path, capfd):
     code = main(["plan", "llama-7b", "--cluster", "8xA100-40GB", "--to-deepspeed", str(tmp_path / "ds.json")])
     assert code == 0
     config = json.loads((tmp_path / "ds.json").read_text())
@@ -282,8 +282,8 @@ WRONG_DEEPSPEED = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "words"), WRONG_DEEPSPEED.values(), ids=WRONG_DEEPSPEED)
-def test_wrong_use_of_deepspeed_json_is_one_sentence(tmp_path, monkeypatch, capfd, arguments, words):
+@pytest.mark.parametrize(("arguments", "expected"), WRONG_DEEPSPEED.values(), ids=WRONG_DEEPSPEED)
+def test_wrong_use_of_deepspeed_json_is_one_sentence(tmp_path, monkeypatch, capfd, arguments, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
     (tmp_path / "plan.toml").write_text("version = 1\n")
@@ -292,6 +292,6 @@ def test_wrong_use_of_deepspeed_json_is_one_sentence(tmp_path, monkeypatch, capf
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("shardwise: ")
-    assert words in err
+    assert expected in err
     assert err.count("\n") == 1
     assert not (tmp_path / "out.json").exists()

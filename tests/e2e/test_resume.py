@@ -51,7 +51,7 @@ def losses(run):
     return found
 
 
-def test_a_stop_request_saves_and_the_next_run_goes_on(tmp_path):
+def test_a_stop_request_saves_and_the_next_run_resumes(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     length = ("--set", "steps=24")
     whole, output = finish(start(tmp_path, "--nproc", "2", "--run-dir", "whole", *length))

@@ -1,4 +1,4 @@
-"""`shardwise train` from end to end, as a user meets it: success, failure, interruption, other launchers."""
+"""`shardwise train` from end to end, as a user sees it: success, failure, interruption, other launchers."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`shardwise train --preset`: variables reach the ranks, and the run tells which of them NCCL read."""
+"""`shardwise train --preset`: variables reach the ranks, and the run reports which of them NCCL read."""
 
 import json
 import os
@@ -27,40 +27,40 @@ job = sw.Job(
 PRESET = ["--preset", "gcp"]
 
 
-def shardwise(folder, *words):
+def shardwise(folder, *argv):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL", "OMP"))}
     (folder / "job.py").write_text(JOB)
-    return Command(folder, *words, environ=kept).finish()
+    return Command(folder, *argv, environ=kept).finish()
 
 
-def test_a_preset_reaches_the_ranks_of_a_training_and_the_run_tells_what_took_effect(tmp_path):
+def test_a_preset_reaches_the_ranks_of_a_training_and_the_run_reports_what_took_effect(tmp_path):
     done = shardwise(tmp_path, "train", "job.py", "--device", "cpu", "--run-dir", "run", *PRESET)
     assert done.returncode == 0, done.stderr
     assert "preset gcp sets NCCL_DEBUG=INFO NCCL_IB_DISABLE=1" in done.stderr
     assert "preset gcp: NCCL read 1 of" in done.stderr
     assert "preset gcp: NCCL_SOCKET_NTHREADS: 4: NCCL never read it" in done.stderr
-    told = json.loads(shardwise(tmp_path, "doctor", "run", "run", "--json").stdout)
-    states = {verdict["name"]: verdict["state"] for verdict in told["verdicts"]}
+    report = json.loads(shardwise(tmp_path, "doctor", "run", "run", "--json").stdout)
+    states = {verdict["name"]: verdict["state"] for verdict in report["verdicts"]}
     assert (states["NCCL_BUFFSIZE"], states["NCCL_SOCKET_NTHREADS"]) == ("ok", "warn")
 
 
 @pytest.fixture
 def train(tmp_path, monkeypatch, capsys):
-    """Start a training here with these words and variables; returns its exit code and what it complained of."""
+    """Start a training with these arguments and variables; return its exit code and its error."""
 
-    def start(words, environ):
+    def start(argv, environ):
         (tmp_path / "job.py").write_text(JOB)
         monkeypatch.chdir(tmp_path)
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
-        code = main(["train", "job.py", "--device", "cpu", "--run-dir", "run", *words])
+        code = main(["train", "job.py", "--device", "cpu", "--run-dir", "run", *argv])
         return code, capsys.readouterr().err
 
     return start
 
 
 @pytest.mark.parametrize(
-    ("words", "environ", "fact"),
+    ("argv", "environ", "fact"),
     [
         (["--preset", "gpc"], {}, "choose one of gcp"),
         (["--nproc", "2", "--plan", "ddp"], {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "SIGSEGV"),
@@ -69,7 +69,7 @@ def train(tmp_path, monkeypatch, capsys):
     ],
     ids=["unknown", "DETAIL with DDP on gloo", "no such interface", "a rank that others started"],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(train, tmp_path, words, environ, fact):
-    code, told = train(words, environ)
-    assert (code, fact in told) == (2, True), told
+def test_what_cannot_work_is_refused_before_anything_starts(train, tmp_path, argv, environ, fact):
+    code, complaint = train(argv, environ)
+    assert (code, fact in complaint) == (2, True), complaint
     assert not (tmp_path / "run").exists()

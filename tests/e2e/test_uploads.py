@@ -40,7 +40,7 @@ job = sw.Job(
 )
 """
 FP64 = [
-    word for part in ("parameter", "compute", "reduce", "optimizer") for word in ("--set", f"precision.{part}=fp64")
+    option for part in ("parameter", "compute", "reduce", "optimizer") for option in ("--set", f"precision.{part}=fp64")
 ]
 URL = f"s3://{BUCKET}/run"
 

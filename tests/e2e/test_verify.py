@@ -68,7 +68,7 @@ def test_shrunk_and_overridden_jobs_are_verified_too(folder, capfd):
 
 
 @pytest.mark.prove
-def test_resume_is_proven_with_kills_and_its_own_words(folder, capfd):
+def test_resume_is_proven_with_kills_and_its_own_message(folder, capfd):
     arguments = ["--resume", "--nproc", "2", "--steps", "4", "--plans", "zero3"]
     assert main(["verify", f"{EXAMPLES}/llama.py", *arguments]) == 0
     shown = " ".join(capfd.readouterr().out.split())
@@ -98,13 +98,13 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "word"), BAD.values(), ids=BAD)
-def test_bad_input_exits_with_2_and_one_sentence(folder, capfd, arguments, word):
+@pytest.mark.parametrize(("arguments", "expected"), BAD.values(), ids=BAD)
+def test_bad_input_exits_with_2_and_one_sentence(folder, capfd, arguments, expected):
     assert main(["verify", "wrong.py", "--nproc", "2", *arguments]) == 2
     lines = capfd.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith("shardwise: ")
-    assert word in lines[0]
+    assert expected in lines[0]
 
 
 def test_a_world_that_is_already_there_is_refused(folder, capfd, monkeypatch):
@@ -153,7 +153,7 @@ def reports():
 @pytest.mark.parametrize(("job", "nproc"), [("resnet", 2), ("gpt2", 2), ("llama", 4), ("byt5", 2)])
 def test_a_slice_of_all_plans_computes_what_one_process_computes(job, nproc):
     slow = ("compile", "powersgd") if job == "llama" else ("compile", "powersgd", "pp", "tp")
-    quick = [name for name in all_plans(nproc) if not any(word in name for word in slow)]
+    quick = [name for name in all_plans(nproc) if not any(part in name for part in slow)]
     chosen = random.Random(f"{job} {nproc}").choice(quick)
     report = verify(f"{EXAMPLES}/{job}.py", [chosen], nproc=nproc, steps=STEPS)
     assert report.count("failed") == 0, report

@@ -35,9 +35,9 @@ job = sw.Job(
 
 
 @contextlib.contextmanager
-def started(*words, **options):
+def started(*argv, **options):
     """Start a command, and end it if it is still there; background jobs of a shell do not hear SIGINT."""
-    process = subprocess.Popen([*SHARDWISE, *map(str, words)], text=True, **options)
+    process = subprocess.Popen([*SHARDWISE, *map(str, argv)], text=True, **options)
     try:
         yield process
     finally:
@@ -105,7 +105,7 @@ if os.environ["RANK"] == "1":
 """
 
 
-def test_watch_of_a_script_that_failed_tells_its_end(tmp_path):
+def test_watch_of_a_script_that_failed_reports_its_end(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     launch = [
         "launch",
@@ -137,7 +137,7 @@ def test_watch_of_a_script_that_failed_tells_its_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("argv", "expected"),
     [
         (["none"], "run directory none does not exist"),
         (["."], ". is not a run directory"),
@@ -145,10 +145,10 @@ def test_watch_of_a_script_that_failed_tells_its_end(tmp_path):
         (["run", "--port", "70000"], "70000 is not in the range"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capsys, words, said):
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capsys, argv, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    assert main(["watch", *words]) == 2
+    assert main(["watch", *argv]) == 2
     complaint = capsys.readouterr().err
-    assert said in complaint
+    assert expected in complaint
     assert len(complaint.strip().splitlines()) == 1

@@ -119,7 +119,7 @@ class Page:
         self._browser, self._session, self._target = browser, session, target
         self._has_loaded = False
         self.errors = []
-        """Errors of the console, exceptions nobody caught, and requests that failed, in words."""
+        """Errors of the console, exceptions nobody caught, and requests that failed, as text."""
 
     def call(self, method, **params):
         return self._browser.call(method, self._session, **params)
@@ -147,7 +147,7 @@ class Page:
         return value
 
     def show(self, width=1200, height=900, *, dark=False, scale=1):
-        """Set the size of the window in CSS pixels, and the colour scheme that the reader prefers."""
+        """Set the size of the window in CSS pixels, and the colour scheme that the user prefers."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -182,8 +182,8 @@ class Page:
             details = params["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description") or details["text"])
         elif method == "Runtime.consoleAPICalled" and params["type"] in {"error", "assert"}:
-            said = [str(part.get("value", part.get("description"))) for part in params["args"]]
-            self.errors.append(" ".join(said))
+            values = [str(part.get("value", part.get("description"))) for part in params["args"]]
+            self.errors.append(" ".join(values))
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}".strip())
 

@@ -7,7 +7,7 @@
     ''')
     assert result.stdout.count("{'x': 2.0}") == 2
 
-`Found(program, settings)` says which MPI; the one beside Python or on PATH is what `find()` gives.
+`Found(program, settings)` identifies an MPI; the one beside Python or on PATH is what `find()` gives.
 """
 
 import os

@@ -5,7 +5,7 @@
         a.run(["ping", "-c", "1", b.address])
         b.cut()
 
-Needs root and iproute2 (`why_not()` says what is missing). Everything hangs on processes that die with this one, so
+Needs root and iproute2 (`why_not()` names what is missing). Everything hangs on processes that die with this one, so
 that nothing is left even when the test is killed.
 """
 
@@ -28,7 +28,7 @@ _INIT = "trap '' CHLD; exec sleep infinity"
 
 
 def why_not():
-    """Say in one line why hosts cannot be made here; empty when they can."""
+    """Return in one line why hosts cannot be made here; empty when they can."""
     if os.geteuid() != 0:
         return "hosts as namespaces need root"
     missing = [name for name in ("ip", "unshare", "nsenter", "setpriv") if shutil.which(name) is None]
@@ -80,20 +80,20 @@ class Host:
         """This host's port of the bridge."""
         return f"port{self.number}"
 
-    def command(self, words, cwd="/"):
-        """Return the words that run `words` on this host from outside."""
-        inner = f"cd {shlex.quote(str(cwd))} && exec {shlex.join(map(str, words))}"
+    def command(self, argv, cwd="/"):
+        """Return the command that runs `argv` on this host from outside."""
+        inner = f"cd {shlex.quote(str(cwd))} && exec {shlex.join(map(str, argv))}"
         return ["nsenter", "-t", str(self.pid), "--net", "--uts", "--pid", "--mount", "--", "sh", "-c", inner]
 
-    def run(self, words, *, cwd="/", timeout=60, check=True, **options):
+    def run(self, argv, *, cwd="/", timeout=60, check=True, **options):
         """Run a program to its end and return it, its output captured."""
         return subprocess.run(
-            self.command(words, cwd), capture_output=True, text=True, timeout=timeout, check=check, **options
+            self.command(argv, cwd), capture_output=True, text=True, timeout=timeout, check=check, **options
         )
 
-    def popen(self, words, *, cwd="/", **options):
+    def popen(self, argv, *, cwd="/", **options):
         """Start a program."""
-        outer = subprocess.Popen(self.command(words, cwd), **options)
+        outer = subprocess.Popen(self.command(argv, cwd), **options)
         children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
         deadline = time.monotonic() + 60
         while not (found := children.read_text().split()) and outer.poll() is None and time.monotonic() < deadline:
@@ -153,9 +153,9 @@ class Host:
     def delay(self, milliseconds):
         """Delay every packet of the link by so much in each direction; call it before anything is connected."""
         _on(self.switch, "ip", "link", "del", self.port)
-        words = [sys.executable, RELAY, self.switch, self.port, self.pid, "eth0", milliseconds]
+        argv = [sys.executable, RELAY, self.switch, self.port, self.pid, "eth0", milliseconds]
         self.relay = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *map(str, words)], stdout=subprocess.PIPE, text=True
+            ["setpriv", "--pdeathsig", "KILL", *map(str, argv)], stdout=subprocess.PIPE, text=True
         )
         assert self.relay.stdout.readline() == "ready\n"
         _plug(self)
@@ -213,12 +213,12 @@ def _make(stack, number, addresses, switch, shared):
 def _plug(host):
     """Give the host its address, and its end of the link to the bridge."""
     _on(host.switch, "ip", "link", "set", host.port, "master", "bridge0", "up")
-    for words in (
+    for argv in (
         ("ip", "link", "set", "lo", "up"),
         ("ip", "addr", "add", f"{host.address}/24", "dev", "eth0"),
         ("ip", "link", "set", "eth0", "up"),
     ):
-        _on(host.pid, *words)
+        _on(host.pid, *argv)
 
 
 def _remove(host):
@@ -239,8 +239,8 @@ def _hold(stack, *spaces):
 
 @contextlib.contextmanager
 def _process(*spaces):
-    words = ["setpriv", "--pdeathsig", "KILL", "unshare", *spaces, "sh", "-c", _INIT]
-    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)  # unshare complains at its own end
+    argv = ["setpriv", "--pdeathsig", "KILL", "unshare", *spaces, "sh", "-c", _INIT]
+    process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)  # unshare complains at its own end
     try:
         yield process
     finally:
@@ -248,14 +248,14 @@ def _process(*spaces):
         process.wait(60)
 
 
-def _on(pid, *words):
+def _on(pid, *argv):
     """Run a command of the network in the namespace of process `pid`."""
-    done = subprocess.run(["nsenter", "-t", str(pid), "--net", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, (words, done.stderr)
+    done = subprocess.run(["nsenter", "-t", str(pid), "--net", *argv], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (argv, done.stderr)
 
 
 def _address(text):
-    """Read an address of /proc/net/tcp: words of four bytes in the machine's order."""
+    """Read an address of /proc/net/tcp: groups of four bytes in the machine's order."""
     address, port = text.split(":")
     raw = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
     if len(raw) == 4:

@@ -45,7 +45,7 @@ dist.all_reduce(total)
 os.write(1, f"done {dist.get_rank()} of {int(total)} on {os.uname().nodename}\\n".encode())
 dist.destroy_process_group()
 """
-"""A DDP job that saves after every step and goes on where it was saved; `attempts` has world size and first step."""
+"""A DDP job that saves after every step and resumes at the save; `attempts` has world size and first step."""
 LIGHT = (
     SCRIPT.replace("from torch.nn.parallel import DistributedDataParallel\n", "")
     .replace("DistributedDataParallel(torch.nn.Linear(4, 2))", "torch.nn.Linear(4, 2)")
@@ -72,12 +72,12 @@ class Node:
         return self.guest.wait(seconds)
 
 
-def start(host, folder, words, *, cwd=None):
-    """Start a launcher (`words` from its program on) on a host; its output goes to a file in `folder`."""
+def start(host, folder, argv, *, cwd=None):
+    """Start a launcher (`argv` from its program on) on a host; its output goes to a file in `folder`."""
     out = folder / f"out.{host.name}"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with out.open("ab") as file:
-        guest = host.popen(words, cwd=cwd or folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environ)
+        guest = host.popen(argv, cwd=cwd or folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environ)
     return Node(host, guest, out)
 
 

@@ -39,7 +39,7 @@ def relay(left, right, delay_s):
             _, tap, frame = waiting.popleft()
             try:
                 os.write(tap, frame)
-            except OSError:  # an interface that is down takes nothing, as a cable that is cut
+            except OSError:  # an interface that is down takes nothing, as an unplugged cable
                 continue
 
 

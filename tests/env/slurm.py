@@ -5,8 +5,8 @@
         job = slurm.run(["sbatch", "--parsable", "train.sh"]).stdout.strip()
         slurm.wait(job, "COMPLETED")
 
-Needs root, namespaces and Debian's slurmctld, slurmd and slurm-client (`why_not()` says what is missing). No munge,
-systemd or accounting. Jobs are submitted from a host of its own, which is no node. Everything dies with this process.
+Needs root, namespaces and Debian's slurmctld, slurmd and slurm-client (`why_not()` names what is missing). No munge,
+systemd or accounting. Jobs are submitted from a host that is not a node. Everything dies with this process.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=60 DefaultTime=10
 
 
 def why_not():
-    """Say in one line why there can be no SLURM here; empty when there can."""
+    """Return in one line why SLURM cannot run here; empty when it can."""
     missing = [package for program, package in PROGRAMS.items() if shutil.which(program) is None]
     if missing:
         return f"tests of SLURM need Debian's {' '.join(missing)}"
@@ -74,23 +74,21 @@ class Cluster:
     def environ(self):
         return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def run(self, words, *, cwd=None, check=True, timeout=150, **environ):
+    def run(self, argv, *, cwd=None, check=True, timeout=150, **environ):
         """Run a program on the login host to its end, its output captured."""
         options = {"cwd": cwd or self.folder.parent, "check": False, "timeout": timeout}
-        done = self.login.run(words, env={**self.environ, **environ}, **options)
-        assert done.returncode == 0 or not check, (words, done.stdout, done.stderr)
+        done = self.login.run(argv, env={**self.environ, **environ}, **options)
+        assert done.returncode == 0 or not check, (argv, done.stdout, done.stderr)
         return done
 
-    def popen(self, words, *, cwd=None, environ=None, **options):
+    def popen(self, argv, *, cwd=None, environ=None, **options):
         """Start a program on the login host."""
-        return self.login.popen(
-            words, cwd=cwd or self.folder.parent, env={**self.environ, **(environ or {})}, **options
-        )
+        return self.login.popen(argv, cwd=cwd or self.folder.parent, env={**self.environ, **(environ or {})}, **options)
 
     def state(self, job):
-        """Return the state of a job in SLURM's word."""
-        told = self.run(["scontrol", "--oneliner", "show", "job", job]).stdout
-        return told.partition("JobState=")[2].split()[0]
+        """Return the state of a job by SLURM's name."""
+        shown = self.run(["scontrol", "--oneliner", "show", "job", job]).stdout
+        return shown.partition("JobState=")[2].split()[0]
 
     def wait(self, job, *states, timeout=60):
         """Wait until a job is in one of the states, and return it."""
@@ -109,10 +107,10 @@ class Cluster:
     def left_on_nodes(self):
         """Return the command lines of all that runs on the nodes but SLURM's own daemons."""
         return [
-            words
+            command
             for node in self.nodes
-            for words in node.processes().values()
-            if not words.startswith(("slurmd", "slurmstepd", "slurmctld"))
+            for command in node.processes().values()
+            if not command.startswith(("slurmd", "slurmstepd", "slurmctld"))
         ]
 
 
@@ -120,7 +118,7 @@ class Cluster:
 def cluster(count, *, shared, gpus=0, cpus=4):
     """Bring up a SLURM of `count` nodes, yield it, and remove it with all its jobs.
 
-    `shared` is a folder that all hosts see, and the current one of jobs. Each node has as many cores as it is said to.
+    `shared` is a folder that all hosts see, and the current one of jobs. Each node has as many cores as configured.
     """
     folder = Path(shared) / "slurm"
     (folder / "state").mkdir(parents=True)
@@ -150,9 +148,9 @@ def _write_configuration(made, gpus, cpus):
     (folder / "gres.conf").write_text("".join(lines))
 
 
-def _start(host, words, made):
-    with (made.folder / f"{words[0]}.{host.name}.out").open("w") as log:
-        host.popen(words, env=made.environ, stdout=log, stderr=log)
+def _start(host, argv, made):
+    with (made.folder / f"{argv[0]}.{host.name}.out").open("w") as log:
+        host.popen(argv, env=made.environ, stdout=log, stderr=log)
 
 
 def _wait_until_idle(made, count):

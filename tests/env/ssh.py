@@ -3,7 +3,7 @@
     with servers(3, shared=tmp_path) as (launcher, a, b):
         launcher.run(["ssh", a.name, "hostname"])
 
-Needs root, namespaces and OpenSSH's client and server (`why_not()` says what is missing). The user's ~/.ssh
+Needs root, namespaces and OpenSSH's client and server (`why_not()` names what is missing). The user's ~/.ssh
 is not seen, and the servers are not the machine's: everything dies with this process.
 """
 
@@ -45,7 +45,7 @@ Host *
 
 
 def why_not():
-    """Say in one line why there can be no OpenSSH on hosts here; empty when there can."""
+    """Return in one line why OpenSSH cannot run on hosts here; empty when it can."""
     missing = [package for program, package in PROGRAMS.items() if shutil.which(program) is None]
     return f"tests over ssh need Debian's {missing[0]}" if missing else namespaces.why_not()
 
@@ -70,7 +70,7 @@ def servers(count, *, shared):
 
 def left_on(host):
     """Return the command lines of all that runs on a host but the ssh server and its connections."""
-    return [words for words in host.processes().values() if not words.startswith(("sshd:", "/usr/sbin/sshd"))]
+    return [command for command in host.processes().values() if not command.startswith(("sshd:", "/usr/sbin/sshd"))]
 
 
 def _start(host, folder):
@@ -85,8 +85,8 @@ def _start(host, folder):
     ]
     host.run(["sh", "-c", "\n".join(script)])
     with (folder / f"sshd.{host.name}.log").open("w") as log:
-        words = ["/usr/sbin/sshd", "-D", "-e", "-f", folder / f"sshd_config.{host.name}"]
-        host.popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        argv = ["/usr/sbin/sshd", "-D", "-e", "-f", folder / f"sshd_config.{host.name}"]
+        host.popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def _wait_until_up(host):

@@ -8,7 +8,7 @@ from env.namespaces import hosts, why_not
 from env.nodes import LAUNCH, start
 
 pytestmark = [
-    pytest.mark.prove,  # a link that is held up within one machine: tests/unit/bench/test_p2p.py
+    pytest.mark.prove,  # a link that is delayed within one machine: tests/unit/bench/test_p2p.py
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "never"),
     pytest.mark.timeout(300),
 ]
@@ -22,8 +22,8 @@ def bench_p2p(folder, count, nproc, options, *, slow):
         made[slow].delay(DELAY_MS)
         nodes = []
         for host in made:
-            meeting = [f"--node_rank={host.number}", "--master_addr=10.77.0.1", "--master_port=29500"]
-            launch = [*LAUNCH, f"--nnodes={count}", f"--nproc_per_node={nproc}", *meeting]
+            rendezvous = [f"--node_rank={host.number}", "--master_addr=10.77.0.1", "--master_port=29500"]
+            launch = [*LAUNCH, f"--nnodes={count}", f"--nproc_per_node={nproc}", *rendezvous]
             nodes.append(start(host, folder, [*launch, "-m", "shardwise", "bench", "p2p", *options]))
         codes = [node.wait(200) for node in nodes]
         outputs = [node.output() for node in nodes]

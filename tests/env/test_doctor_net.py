@@ -27,9 +27,9 @@ dist.destroy_process_group()
 """
 
 
-def examine(host, folder, *words, where=None):
+def examine(host, folder, *argv, where=None):
     """Run the doctor on a host; return its exit code and what it wrote."""
-    done = host.run([*DOCTOR, *words], cwd=where or folder, check=False, timeout=120)
+    done = host.run([*DOCTOR, *argv], cwd=where or folder, check=False, timeout=120)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout
 
@@ -51,11 +51,11 @@ def test_a_cut_pair_is_named_and_nothing_is_left(tmp_path):
     with ssh.servers(3, shared=tmp_path) as (a, b, c):
         b.run(["ip", "route", "add", "unreachable", c.address])
         c.run(["ip", "route", "add", "unreachable", b.address])
-        code, said = examine(a, tmp_path, "--hosts", "host0,host1,host2")
+        code, output = examine(a, tmp_path, "--hosts", "host0,host1,host2")
         assert code == 3
-        lines = said.splitlines()
+        lines = output.splitlines()
         failed = [line for line in lines if line.startswith("fail")]
-        assert len(failed) == 1, said
+        assert len(failed) == 1, output
         assert "host1 does not reach host2 at 10.77.0.3 (No route to host), nor in the other direction" in failed[0]
         assert lines[-3:-1] == [
             "# without host2",
@@ -116,8 +116,8 @@ def test_names_versions_storage_logins_and_ports_that_are_wrong_are_named_at_onc
         for host in (a, b, c):
             host.run(["mkdir", "/tmp/own"])
         d.cut()
-        words = ["--hosts", "host0,host1,host2,host3", "--folder", "/tmp/own", "--folder", "/nowhere", "--port", "22"]
-        code, found = examine(a, tmp_path, *words, "--json")
+        argv = ["--hosts", "host0,host1,host2,host3", "--folder", "/tmp/own", "--folder", "/nowhere", "--port", "22"]
+        code, found = examine(a, tmp_path, *argv, "--json")
         assert code == 3
         assert [one[1] for one in bad(found)] == ["login", "versions", "names", "storage", "storage", "port"]
         facts = [one[2] for one in bad(found)]
@@ -156,7 +156,7 @@ def test_nothing_is_left_when_the_doctor_is_ended(tmp_path, signal):
 
 
 @pytest.mark.prove
-def test_nothing_is_left_when_a_link_is_cut_meanwhile(tmp_path):
+def test_nothing_is_left_when_a_link_is_cut_during_the_check(tmp_path):
     with ssh.servers(3, shared=tmp_path) as (a, b, c):
         b.run(["ip", "route", "add", "blackhole", c.address])
         guest = a.popen([*DOCTOR, "--hosts", "host0,host1,host2"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)

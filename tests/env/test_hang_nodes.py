@@ -38,7 +38,7 @@ for step in range(40):
 
 
 def run(folder, fault, *more, code=1):
-    """Run the script on two hosts with two ranks each; return what both launchers said."""
+    """Run the script on two hosts with two ranks each; return what both launchers printed."""
     (folder / "train.py").write_text(SCRIPT)
     how = ["--nproc=2", "--nnodes=2", "--master-addr=10.77.0.1", "--hang-after=2", "--on-hang=stop", *more]
     with hosts(2, shared=folder) as made:
@@ -70,7 +70,7 @@ def test_another_operation_on_another_host_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "pattern"),
     [
         (
             "dtype",
@@ -79,9 +79,9 @@ def test_another_operation_on_another_host_is_named(tmp_path):
         ("reduce", r"differ in the reduce operation .*train.py:20; rank 1: all_reduce #6 \(max, .*train.py:18"),
     ],
 )
-def test_a_mismatch_with_a_rank_on_another_host_is_named_with_both_lines(tmp_path, fault, words):
+def test_a_mismatch_with_a_rank_on_another_host_is_named_with_both_lines(tmp_path, fault, pattern):
     first, _ = run(tmp_path, fault, "--nproc=1")
-    assert re.search(words, first), first
+    assert re.search(pattern, first), first
 
 
 def test_a_hang_across_hosts_that_is_stopped_is_a_failure_from_which_all_start_again(tmp_path):
@@ -106,7 +106,7 @@ while not pathlib.Path("enough").exists():
 """
 
 
-def test_two_nodes_that_lose_each_other_and_both_reach_node_0_are_named_and_go_on_when_the_link_is_back(tmp_path):
+def test_two_nodes_that_lose_each_other_and_both_reach_node_0_are_named_and_continue_when_the_link_is_back(tmp_path):
     (tmp_path / "train.py").write_text(PARTED)
     how = ["--nproc=1", "--nnodes=3", "--master-addr=10.77.0.1", "--hang-after=3", "--run-dir", "run"]
     with hosts(3, shared=tmp_path) as made:
@@ -115,19 +115,19 @@ def test_two_nodes_that_lose_each_other_and_both_reach_node_0_are_named_and_go_o
             for number, host in enumerate(made)
         ]
 
-        def said():
+        def outputs():
             return [node.output() for node in nodes]
 
         _, one, two = made
-        wait_until((tmp_path / "step.2").exists, 100, said)
+        wait_until((tmp_path / "step.2").exists, 100, outputs)
         for verb in ("-A", "-D"):
             for here, there in ((one, two), (two, one)):
                 here.run(["iptables", verb, "INPUT", "-s", there.address, "-j", "DROP"])
             if verb == "-A":
-                wait_until(lambda: "gets no answer" in nodes[0].output(), 60, said)
-        wait_until(lambda: "the ranks that waited continue" in nodes[0].output(), 60, said)
+                wait_until(lambda: "gets no answer" in nodes[0].output(), 60, outputs)
+        wait_until(lambda: "the ranks that waited continue" in nodes[0].output(), 60, outputs)
         (tmp_path / "enough").touch()
-        assert [node.wait(60) for node in nodes] == [0, 0, 0], said()
+        assert [node.wait(60) for node in nodes] == [0, 0, 0], outputs()
         first = nodes[0].output()
     pair = rf"node 1 \({one.name}, {one.address}\) gets no answer from node 2 \({two.name}, {two.address}\)"
     other = rf"node 2 \({two.name}, {two.address}\) gets no answer from node 1 \({one.name}, {one.address}\)"

@@ -48,15 +48,13 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run(host, words, folder, timeout=90):
-    return host.run(["env", "NCCL_DEBUG=WARN", *LAUNCH, *words], cwd=folder, check=False, timeout=timeout)
+def run(host, argv, folder, timeout=90):
+    return host.run(["env", "NCCL_DEBUG=WARN", *LAUNCH, *argv], cwd=folder, check=False, timeout=timeout)
 
 
-def start(host, words, folder, count):
-    """Start a launch and wait until `count` ranks say that they are ready."""
-    guest = host.popen(
-        ["env", *LAUNCH, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def start(host, argv, folder, count):
+    """Start a launch and wait until `count` ranks report that they are ready."""
+    guest = host.popen(["env", *LAUNCH, *argv], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     heard = []
     while sum("ready" in line for line in heard) < count:
         line = guest.outer.stdout.readline()
@@ -68,7 +66,7 @@ def start(host, words, folder, count):
 def wait_until_empty(*hosts):
     """Return the seconds until nothing but the ssh server runs on the hosts."""
     start_at = time.monotonic()
-    while left := [words for host in hosts for words in ssh.left_on(host)]:
+    while left := [command for host in hosts for command in ssh.left_on(host)]:
         assert time.monotonic() < start_at + NOTICED_S, left
         time.sleep(0.05)
     return time.monotonic() - start_at
@@ -123,7 +121,7 @@ def test_nothing_is_left_when_the_link_to_a_host_is_cut(folder):
 
 
 @pytest.mark.prove
-def test_nothing_is_left_when_a_launcher_that_is_no_node_is_cut_off(folder):
+def test_nothing_is_left_when_a_launcher_outside_of_the_nodes_is_disconnected(folder):
     with ssh.servers(3, shared=folder) as (launcher, a, b):
         guest = start(launcher, ["--hosts", "host1,host2", "sleep.py"], folder, 2)
         launcher.cut()
@@ -145,7 +143,7 @@ def test_nothing_is_left_when_the_guard_or_the_ssh_client_is_killed(folder):
     with ssh.servers(2, shared=folder) as (a, b):
         for host, program in ((b, "launcher.ssh.remote"), (a, "ssh -T")):
             guest = start(a, ["--hosts", "host0,host1", "sleep.py"], folder, 2)
-            victim = next(pid for pid, words in host.processes().items() if program in words)
+            victim = next(pid for pid, command in host.processes().items() if program in command)
             subprocess.run(["kill", "-9", str(victim)], check=True)
             wait_until_empty(a, b)
             assert guest.wait(NOTICED_S) == 1
@@ -153,7 +151,7 @@ def test_nothing_is_left_when_the_guard_or_the_ssh_client_is_killed(folder):
 
 BAD = {
     "no such host": (["--hosts", "host0,nowhere"], ("launch.host-not-resolved", "nowhere")),
-    "refused key": (["--hosts", "host0,stranger@host1"], ("launch.host-login-refused", "ssh-copy-id host1")),
+    "refused key": (["--hosts", "host0,unknown@host1"], ("launch.host-login-refused", "ssh-copy-id host1")),
     "unknown host key": (["--hosts", "host0,unknown"], ("launch.host-key-unknown", "unknown")),
     "two names of one machine": (["--hosts", "host0,alias"], ("launch.host-same-machine", "host0", "alias")),
     "address of another machine": (
@@ -165,7 +163,7 @@ BAD = {
     "missing hostfile": (["--hosts", "./none"], ("launch.hostfile-not-found", "./none")),
     "duplicate host": (["--hosts", "host0,host1,host0"], ("launch.host-repeated", "host0", 2)),
     "no ssh server": (["--hosts", "host0,closed"], ("launch.host-no-sshd", "closed")),
-    "script that is not there": (
+    "script that does not exist": (
         ["--hosts", "host0,host1"],
         ("launch.script-not-found", "on host host1", "/tmp/own.py", "copy it"),
     ),
@@ -206,7 +204,7 @@ def broken(tmp_path_factory):
 def test_bad_input_is_one_sentence_within_seconds_and_leaves_nothing(broken, name):
     folder, hosts, described = broken
     options, refusal = BAD[name]
-    script = "/tmp/own.py" if name == "script that is not there" else folder / "sleep.py"
+    script = "/tmp/own.py" if name == "script that does not exist" else folder / "sleep.py"
     environ = ["env", "PATH=/nowhere"] if name == "no ssh client" else ["env"]
     where = "/tmp/only_here" if name == "no such folder" else folder
     fault = faults(folder, described).get(name)

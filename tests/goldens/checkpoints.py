@@ -21,8 +21,8 @@ def _train(world, preset, path, **options):
     """Train the tiny job; return its report, losses and final weights (communicates, on every rank)."""
     reports = []
     plan = in_double(sw.Plan.preset(preset, world.size, batch_size=job.batch_size))
-    told = dataclasses.replace(job, on_step=reports.append)
-    report = sw.train(told, plan, world, run=run_directory(path), show_progress=False, **options)
+    observed = dataclasses.replace(job, on_step=reports.append)
+    report = sw.train(observed, plan, world, run=run_directory(path), show_progress=False, **options)
     losses = [global_loss(each, world) for each in reports]
     weights = torch.load(path / "weights.pt", weights_only=True) if world.is_main else {}
     return {"first step": report.result.first_step, "losses": losses, "weights": checksums(weights)}

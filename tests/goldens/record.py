@@ -1,4 +1,4 @@
-"""Record goldens again, by hand: `python tests/goldens/record.py NAME...`. A changed golden is a decision: say why."""
+"""Record goldens again, by hand: `python tests/goldens/record.py NAME...`. A changed golden needs a reason."""
 
 import sys
 import tempfile

@@ -20,7 +20,7 @@ def check_keys(name, arguments):
 
 
 def test_every_command_with_json_is_recorded():
-    """By the first words of what is run, and `doctor run`, which reads the recorded runs."""
+    """By the first arguments of what is run, and `doctor run`, which reads the recorded runs."""
     with_json = {name for name, parameters in load("surface")["command line"].items() if "--json, flag" in parameters}
     recorded = {*load("schemas"), "plan", "doctor run"}
     assert {name for name in with_json if not any(each.startswith(name) for each in recorded)} == set()

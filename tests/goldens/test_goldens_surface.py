@@ -27,10 +27,10 @@ def test_changed_public_names_stand_in_the_changelog():
     found, listed = surface.public_names(), changelog()
     changed = []
     for name, recorded in load("surface")["python"].items():
-        lost = _words(recorded) - _words(found.get(name, ""))
+        lost = _names(recorded) - _names(found.get(name, ""))
         changed += [f"`sw.{name}`"] if lost else []
     assert [name for name in changed if name not in listed] == []
 
 
-def _words(offered):
+def _names(offered):
     return set(offered.strip("()").replace(",", " ").split())

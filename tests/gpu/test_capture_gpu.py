@@ -56,12 +56,12 @@ def job(**changes):
 
 
 def train(job, plan):
-    said = []
+    notes = []
     with sw.world() as world:
-        step = sw.build_step(job, plan, world, note=said.append)
+        step = sw.build_step(job, plan, world, note=notes.append)
         reports = [step(batch) for batch in step.feed]
         values = [value.clone() for _, value in step.named_parameters()]
-        return [(float(r.loss_share), r.lr, float(r.grad_norm)) for r in reports], values, said, step
+        return [(float(r.loss_share), r.lr, float(r.grad_norm)) for r in reports], values, notes, step
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
@@ -69,8 +69,8 @@ def train(job, plan):
 def test_losses_rates_norms_and_weights_are_those_of_the_plain_step(compute, changes):
     plain = Plan(micro_batch=8, accumulation=2, precision=Precision(compute=compute))
     exact, values, _, _ = train(job(**changes), plain)
-    found, captured, said, step = train(job(**changes), dataclasses.replace(plain, capture="step"))
-    assert said == ["capture = step: the optimizer step runs as one CUDA graph"]
+    found, captured, notes, step = train(job(**changes), dataclasses.replace(plain, capture="step"))
+    assert notes == ["capture = step: the optimizer step runs as one CUDA graph"]
     assert isinstance(step, CapturedStep)
     assert len(exact) == 36  # with a short step in every epoch, which runs uncaptured
     torch.testing.assert_close(torch.tensor(found), torch.tensor(exact), rtol=1e-5, atol=1e-6)
@@ -81,8 +81,8 @@ def test_a_step_in_fp64_runs_uncaptured_with_the_numbers_of_the_plain_step():
     exact = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
     plain = Plan(micro_batch=8, accumulation=2, precision=exact)
     expected, values, _, _ = train(job(), plain)
-    found, weights, said, _ = train(job(), dataclasses.replace(plain, capture="step"))
-    assert "learning rate in fp32" in said[0]
+    found, weights, notes, _ = train(job(), dataclasses.replace(plain, capture="step"))
+    assert "learning rate in fp32" in notes[0]
     torch.testing.assert_close(
         torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0
     )
@@ -99,7 +99,7 @@ def trained(job, plan, folder, **how):
     return losses, [event["text"] for event in events if event["kind"] == "note"]
 
 
-def test_train_captures_saves_and_goes_on_where_it_was(tmp_path):
+def test_train_captures_saves_and_resumes_at_its_position(tmp_path):
     plain = Plan(micro_batch=16)
     captured = dataclasses.replace(plain, capture="step")
     exact, _ = trained(job(), plain, tmp_path / "plain")
@@ -114,8 +114,8 @@ def test_train_captures_saves_and_goes_on_where_it_was(tmp_path):
 def test_dropout_draws_new_masks_in_every_replay():
     # A mask that was drawn once and replayed would give equal losses on equal batches at learning rate 0.
     same = job(model=lambda: Mlp(dropout=0.5), optimizer=sw.adamw(lr=0.0), data=one_row, batch_size=8, epochs=10)
-    found, _, said, _ = train(same, Plan(micro_batch=8, capture="step"))
-    assert said[-1].endswith("runs as one CUDA graph")
+    found, _, notes, _ = train(same, Plan(micro_batch=8, capture="step"))
+    assert notes[-1].endswith("runs as one CUDA graph")
     assert len({loss for loss, _, _ in found[-6:]}) == 6
 
 
@@ -123,13 +123,13 @@ def one_row(split):
     return TensorDataset(torch.ones(8, 32), torch.zeros(8, dtype=torch.long)) if split == "train" else None
 
 
-def test_a_model_that_waits_for_the_device_is_told_where_and_trains_on():
+def test_the_line_where_a_model_waits_for_the_device_is_reported_and_training_continues():
     waiting = job(model=lambda: Mlp(dropout=0.1, wait=True))
     exact, _, _, _ = train(waiting, Plan(micro_batch=16))
-    found, _, said, _ = train(waiting, Plan(micro_batch=16, capture="step"))
-    assert len(said) == 1
-    assert "not captured because the host synchronizes with the device at" in said[0]
-    assert "test_capture_gpu.py" in said[0]
+    found, _, notes, _ = train(waiting, Plan(micro_batch=16, capture="step"))
+    assert len(notes) == 1
+    assert "not captured because the host synchronizes with the device at" in notes[0]
+    assert "test_capture_gpu.py" in notes[0]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(exact), rtol=1e-5, atol=1e-6)
 
 
@@ -143,8 +143,8 @@ def test_compiled_blocks_are_captured_too():
     )
     plain = Plan(micro_batch=8, precision=Precision(compute="bf16"))
     exact, _, _, _ = train(text, plain)
-    found, _, said, _ = train(text, dataclasses.replace(plain, capture="step", compile="blocks"))
-    assert said[-1].endswith("runs as one CUDA graph")
+    found, _, notes, _ = train(text, dataclasses.replace(plain, capture="step", compile="blocks"))
+    assert notes[-1].endswith("runs as one CUDA graph")
     torch.testing.assert_close(torch.tensor(found), torch.tensor(exact), rtol=2e-2, atol=2e-2)
 
 

@@ -1,4 +1,4 @@
-"""Sequences cut over gloo ranks that share one GPU: losses of one process, half of its activations."""
+"""Sequences split over gloo ranks that share one GPU: losses of one process, half of its activations."""
 
 import json
 import os
@@ -60,9 +60,9 @@ def last_step(tmp_path, size):
         for rank in range(size)
     ]
     outputs = [rank.communicate(timeout=110) for rank in ranks]
-    for rank, (_, words) in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, words[-3000:]
-    return [json.loads(said.splitlines()[-1]) for said, _ in outputs]
+    for rank, (_, errors) in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, errors[-3000:]
+    return [json.loads(printed.splitlines()[-1]) for printed, _ in outputs]
 
 
 def test_slices_on_two_ranks_of_one_gpu_equal_one_process(tmp_path):
@@ -75,5 +75,5 @@ def test_activations_on_a_gpu_fall_as_one_over_cp(tmp_path):
     ((whole, loss),) = last_step(tmp_path, 1)
     halves = last_step(tmp_path, 2)
     assert sum(share for _, share in halves) == pytest.approx(loss, rel=0.02)
-    for held, _ in halves:
-        assert held == pytest.approx(whole / 2, rel=0.1)
+    for num_bytes, _ in halves:
+        assert num_bytes == pytest.approx(whole / 2, rel=0.1)

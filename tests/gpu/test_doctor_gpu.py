@@ -1,4 +1,4 @@
-"""The doctor on a machine with a GPU: what the driver says, and what one rank of NCCL writes down."""
+"""The doctor on a machine with a GPU: what the driver reports, and what one rank of NCCL logs."""
 
 import os
 import subprocess

@@ -10,14 +10,14 @@ from shardwise.planner.model.forms import chunk_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-WORDS = 128_256
+VOCABULARY = 128_256
 
 
-def draw(tokens, width, words=WORDS):
+def draw(tokens, width, vocab_size=VOCABULARY):
     torch.manual_seed(0)
-    head = nn.Linear(width, words, bias=False, device="cuda")
+    head = nn.Linear(width, vocab_size, bias=False, device="cuda")
     hidden = torch.randn(tokens, width, device="cuda", requires_grad=True)
-    targets = torch.randint(0, words, (tokens,), device="cuda")
+    targets = torch.randint(0, vocab_size, (tokens,), device="cuda")
     return hidden, head, targets.masked_fill(torch.arange(tokens, device="cuda") % 7 == 0, -100)
 
 
@@ -38,7 +38,7 @@ def trained(loss_of, hidden, head, targets, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_it_is_no_farther_from_the_truth_than_torch_is(dtype):
+def test_its_error_is_at_most_that_of_torch(dtype):
     inputs = draw(4096, 512, 32_000)
     loss, truth = trained(plain, *inputs, dtype=None)
     errors = []
@@ -61,9 +61,9 @@ def peak_of(loss_of, inputs):
 
 def test_its_peak_does_not_grow_with_the_logits():
     small, large = draw(4096, 256), draw(16_384, 256)
-    assert chunk_rows(16_384, WORDS) == chunk_rows(4096, WORDS) == 2048
+    assert chunk_rows(16_384, VOCABULARY) == chunk_rows(4096, VOCABULARY) == 2048
     grows = {each.__name__: peak_of(each, large) - peak_of(each, small) for each in (plain, fused)}
-    logits = (16_384 - 4096) * WORDS * 4
+    logits = (16_384 - 4096) * VOCABULARY * 4
     assert grows["plain"] > 2 * logits
     assert grows["fused"] < 0.02 * logits
 

@@ -103,8 +103,8 @@ def losses(tmp_path, size, specs):
         for rank in range(size)
     ]
     outputs = [rank.communicate(timeout=110) for rank in ranks]
-    for rank, (_, words) in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, words[-3000:]
+    for rank, (_, errors) in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, errors[-3000:]
     return json.loads(outputs[0][0].splitlines()[-1])
 
 

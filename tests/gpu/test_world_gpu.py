@@ -18,7 +18,7 @@ def run_script(text):
 
 
 def test_a_world_of_one_runs_nccl_and_ddp_on_the_first_gpu():
-    words, said = run_script("""
+    values, errors = run_script("""
         import torch, torch.distributed as dist
         from shardwise.layout import Layout
         from shardwise.dist import world
@@ -32,12 +32,12 @@ def test_a_world_of_one_runs_nccl_and_ddp_on_the_first_gpu():
             print(me.device, me.backend, me.timeout_s, me.gather(1), me.sum({"x": 1.0})["x"], mesh.device_type)
         print(dist.is_initialized())
     """)
-    assert words == ["cuda:0", "nccl", "600.0", "[1]", "1.0", "cuda", "False"]
-    assert "barrier" not in said  # torch would complain here of a device it had to guess
+    assert values == ["cuda:0", "nccl", "600.0", "[1]", "1.0", "cuda", "False"]
+    assert "barrier" not in errors  # torch would complain here of a device it had to guess
 
 
 def test_one_backend_per_device_serves_both():
-    words, _ = run_script("""
+    values, _ = run_script("""
         import torch, torch.distributed as dist
         from shardwise.dist import world
         with world(backend="cpu:gloo,cuda:nccl") as me:
@@ -46,11 +46,11 @@ def test_one_backend_per_device_serves_both():
             me.barrier()
             print(me.backend, me.device, me.gather(1), me.sum({"x": 1.0})["x"])
     """)
-    assert words == ["cpu:gloo,cuda:nccl", "cuda:0", "[1]", "1.0"]
+    assert values == ["cpu:gloo,cuda:nccl", "cuda:0", "[1]", "1.0"]
 
 
 def test_a_running_nccl_group_is_adopted_with_its_device():
-    words, _ = run_script("""
+    values, _ = run_script("""
         import torch, torch.distributed as dist
         from shardwise.dist import world
         device = torch.device("cuda", 0)
@@ -60,11 +60,11 @@ def test_a_running_nccl_group_is_adopted_with_its_device():
         print(dist.is_initialized())
         dist.destroy_process_group()
     """)
-    assert words == ["adopted", "cuda:0", "nccl", "600.0", "True"]
+    assert values == ["adopted", "cuda:0", "nccl", "600.0", "True"]
 
 
 def test_an_exception_ends_nccl_and_is_not_masked():
-    words, _ = run_script("""
+    values, _ = run_script("""
         import torch, torch.distributed as dist
         from shardwise.dist import world
         try:
@@ -74,33 +74,33 @@ def test_an_exception_ends_nccl_and_is_not_masked():
         except ValueError as error:
             print(error, dist.is_initialized())
     """)
-    assert words == ["mine", "False"]
+    assert values == ["mine", "False"]
 
 
 def test_a_world_that_nobody_closed_ends_without_a_warning():
-    _, said = run_script("""
+    _, errors = run_script("""
         import torch, torch.distributed as dist
         from shardwise.dist import world
         me = world()
         dist.all_reduce(torch.ones(2, device=me.device))
     """)
-    assert "destroy_process_group" not in said
+    assert "destroy_process_group" not in errors
 
 
 def test_gloo_can_be_asked_for_on_a_gpu():
-    words, _ = run_script("""
+    values, _ = run_script("""
         from shardwise.dist import world
         with world(backend="gloo") as me:
             print(me.device, me.sum({"x": 1.0})["x"], me.gather(1))
     """)
-    assert words == ["cuda:0", "1.0", "[1]"]
+    assert values == ["cuda:0", "1.0", "[1]"]
 
 
 def test_a_fake_world_lives_on_a_gpu():
-    words, _ = run_script("""
+    values, _ = run_script("""
         from shardwise.layout import Layout
         from shardwise.dist import fake_world
         with fake_world(512, device="cuda") as me:
             print(me.mesh(Layout(shard=64, tp=8)).device_type)
     """)
-    assert words == ["cuda"]
+    assert values == ["cuda"]

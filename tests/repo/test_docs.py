@@ -40,9 +40,9 @@ def kind(command):
     """Return program, verb and part: what commands have in common that differ in options only."""
     if "mpirun" in command or "--backend mpi" in command:
         return ("mpirun",)
-    words = [word for word in command.split() if "=" not in word and not word.startswith("-")]
-    program = words[0].rpartition("/")[2]
-    return (program, *(word for word in words[1:3] if word.isalpha()))
+    argv = [argument for argument in command.split() if "=" not in argument and not argument.startswith("-")]
+    program = argv[0].rpartition("/")[2]
+    return (program, *(argument for argument in argv[1:3] if argument.isalpha()))
 
 
 def every_command():
@@ -81,12 +81,12 @@ def shardwise_in_a_fork(command):
     return shardwise(ROOT, *shlex.split(command)[1:], OMP_NUM_THREADS="1")
 
 
-def parse(words):
+def parse(argv):
     """Parse the arguments of a `shardwise` command as it would, down to the options of its last part."""
     command = cli
     while isinstance(command, click.Group):
-        _, command, words = command.resolve_command(click.Context(command), words)
-    command.make_context("shardwise", words)
+        _, command, argv = command.resolve_command(click.Context(command), argv)
+    command.make_context("shardwise", argv)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -99,10 +99,10 @@ def test_every_command_has_the_options_that_the_page_gives_it(page, monkeypatch)
         else:
             shown = command
         for part in re.split(r"&&|\|\| true", shown):
-            words = shlex.split(part)
-            names = [Path(word).name for word in words]
-            if "shardwise" in names and words[-1] != "--version":
-                parse(words[names.index("shardwise") + 1 :])
+            argv = shlex.split(part)
+            names = [Path(argument).name for argument in argv]
+            if "shardwise" in names and argv[-1] != "--version":
+                parse(argv[names.index("shardwise") + 1 :])
 
 
 def test_commands_are_written_for_an_activated_environment():
@@ -110,10 +110,10 @@ def test_commands_are_written_for_an_activated_environment():
     assert [page for page, found in written.items() if found] == []
 
 
-@pytest.mark.parametrize("words", ["trian job.py", "train --nprocs 2 job.py", "bench comm all_reduce --dtype int32"])
-def test_an_option_that_is_not_there_does_not_parse(words):
+@pytest.mark.parametrize("argv", ["trian job.py", "train --nprocs 2 job.py", "bench comm all_reduce --dtype int32"])
+def test_an_option_that_does_not_exist_does_not_parse(argv):
     with pytest.raises(click.UsageError):
-        parse(words.split())
+        parse(argv.split())
 
 
 def test_pages_agree_on_what_is_built_and_what_was_tried():

@@ -9,7 +9,7 @@ SOURCE = Path(shardwise.__file__).parent
 NAMES = {"mlx", "deepspeed", "mpi"}
 LIBRARIES = {"mlx", "deepspeed", "mpi4py"}
 EXCEPT = ("engines/", "checkpoint/convert/", "environment.py")
-"""The engines themselves, conversion formats, and the reader of launchers' variables."""
+"""The engines themselves, conversion formats, and the module that reads launchers' variables."""
 
 
 def imported(node):

@@ -76,7 +76,7 @@ def test_a_damaged_folder_is_named_and_left_alone(script, tmp_path):
     assert left_in(tmp_path / "small") == ["train-images-idx3-ubyte"]
 
 
-def test_without_tools_each_set_says_what_is_missing_and_nothing_is_left(tools, tmp_path):
+def test_without_tools_each_set_names_what_is_missing_and_nothing_is_left(tools, tmp_path):
     result = fetch_with(tools, tmp_path / "data")
     first, second = result.stderr.splitlines()
     assert result.returncode == 1

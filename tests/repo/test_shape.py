@@ -1,4 +1,4 @@
-"""The shape of the house: small files, classes and functions, no hidden state, one reader of the environment."""
+"""The shape of the source: small files, classes and functions, no hidden state, the environment read in one module."""
 
 import ast
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_classes_and_functions_stay_small(trees, kinds, limit):
     assert [named(path, node) for path, node in nodes if length(node) > limit] == []
 
 
-def test_there_is_no_global_statement(trees):
+def test_no_module_has_a_global_statement(trees):
     assert [named(p, n) for p, _, tree in trees for n in ast.walk(tree) if isinstance(n, ast.Global)] == []
 
 
@@ -80,6 +80,6 @@ def test_every_file_opens_with_a_sentence(trees):
     assert [str(path) for path, text in openings.items() if not text or not text.splitlines()[0].endswith(".")] == []
 
 
-def test_no_room_is_called_utils():
+def test_no_package_is_called_utils():
     forbidden = {"utils", "common", "core", "helpers", "misc"}
     assert [str(path) for path in FILES if forbidden & {path.stem, *path.relative_to(SOURCE).parts}] == []

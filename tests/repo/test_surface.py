@@ -316,7 +316,7 @@ PUBLIC = [
 ]
 
 
-def words(parameter):
+def spelling(parameter):
     return "/".join(parameter.opts) if isinstance(parameter, click.Option) else parameter.name.upper()
 
 
@@ -325,10 +325,10 @@ def test_verbs_and_their_options_are_frozen():
     found = {}
     for verb in cli.list_commands(context):
         command = cli.get_command(context, verb)
-        found[verb] = [words(parameter) for parameter in command.params if parameter.name != "_arguments"]
+        found[verb] = [spelling(parameter) for parameter in command.params if parameter.name != "_arguments"]
         for name in command.list_commands(context) if isinstance(command, click.Group) else ():
             part = command.get_command(context, name)
-            found[f"{verb} {name}"] = [words(parameter) for parameter in part.params]
+            found[f"{verb} {name}"] = [spelling(parameter) for parameter in part.params]
     assert found == SURFACE
 
 

@@ -121,7 +121,7 @@ def test_slurm_is_read_whole():
     )
 
 
-def test_slurm_on_one_node_meets_on_loopback():
+def test_slurm_on_one_node_joins_on_loopback():
     assert identify(SLURM | {"SLURM_STEP_NODELIST": "n07", "SLURM_NODEID": "0"}).master_addr == "127.0.0.1"
 
 
@@ -173,7 +173,7 @@ def test_openmpi_on_several_nodes_works_with_a_master():
     assert (identity.node_rank, identity.num_nodes, identity.master_addr) == (1, 2, "n0")
 
 
-def test_openmpi_on_several_nodes_of_slurm_meets_on_the_first():
+def test_openmpi_on_several_nodes_of_slurm_joins_on_the_first():
     several = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "SLURM_JOB_NODELIST": "n[07-08]"}
     assert identify(OPENMPI | several).master_addr == "n07"
 
@@ -198,9 +198,9 @@ REFUSED = {
     "rank without world size": ({"RANK": "0"}, ("env.world-size-missing", "RANK=0", "export WORLD_SIZE")),
     "rank beyond the world": ({"RANK": "2", "WORLD_SIZE": "2"}, ("env.rank-too-large", "RANK=2", "WORLD_SIZE=2")),
     "empty world": ({"RANK": "0", "WORLD_SIZE": "0"}, ("env.world-size-zero", "WORLD_SIZE=0")),
-    "rank is no number": ({"RANK": "one", "WORLD_SIZE": "2"}, ("env.not-whole-number", "RANK='one'")),
+    "rank is not a number": ({"RANK": "one", "WORLD_SIZE": "2"}, ("env.not-whole-number", "RANK='one'")),
     "negative rank": ({"RANK": "-1", "WORLD_SIZE": "2"}, ("env.not-whole-number", "RANK='-1'")),
-    "port is no number": (TORCHRUN | {"MASTER_PORT": "http"}, ("env.not-whole-number", "MASTER_PORT='http'")),
+    "port is not a number": (TORCHRUN | {"MASTER_PORT": "http"}, ("env.not-whole-number", "MASTER_PORT='http'")),
     "port beyond 16 bits": (TORCHRUN | {"MASTER_PORT": "70000"}, ("env.port-invalid", "MASTER_PORT=70000")),
     "local rank beyond its node": (
         TORCHRUN | {"LOCAL_RANK": "4"},
@@ -315,7 +315,7 @@ def test_a_launched_rank_shares_the_cores():
     assert launched({}, cores=None, local_world_size=1)["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
 
 
-def test_a_launched_rank_is_told_the_ranks_of_its_node_by_deepspeeds_name_too():
+def test_a_launched_rank_gets_the_ranks_of_its_node_by_deepspeeds_name_too():
     assert launched({"LOCAL_SIZE": "9"})["LOCAL_SIZE"] == "2"
 
 

@@ -76,7 +76,7 @@ def test_help_comes_from_the_docstrings_below_the_fields():
     assert "[default: 4]" in shown
 
 
-def test_values_become_what_the_field_says():
+def test_values_become_the_type_of_the_field():
     spec = run("t.py", run_dir="runs/a", set=["a=1"])
     assert (spec.run_dir, spec.settings) == (Path("runs/a"), ("a=1",))
 

@@ -33,7 +33,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path):
     assert load(tmp_path / "step-00000002", {"x": x}, group=None).facts == {"cursor": [1, 1]}
 
 
-def test_a_save_waits_for_the_one_before_and_says_how_long(tmp_path):
+def test_a_save_waits_for_the_previous_one_and_reports_how_long(tmp_path):
     saver, x = AsyncSaver(None), torch.zeros(4_000_000)
     first = saver.save(tmp_path, 1, {"x": x}, {})
     second = saver.save(tmp_path, 2, {"x": x}, {})

@@ -63,7 +63,7 @@ def tensors_and_facts():
         for group in optimizer.param_groups
     ]
     facts = {"step": 2, "seed": 0, "optimizer": {"groups": groups}, "tied": {"head.weight": "embed.weight"}}
-    return tensors, facts | {"words": "é", "random": {"0": {"cpu": "AAECAw=="}}}
+    return tensors, facts | {"note": "é", "random": {"0": {"cpu": "AAECAw=="}}}
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_round_trip_is_bit_exact_in_tensors_and_facts(own, tmp_path, kind):
     assert report.num_equal == len(tensors_and_facts()[0])
 
 
-def test_a_torch_file_goes_on_in_bare_torch(own, tmp_path):
+def test_a_torch_file_resumes_in_plain_torch(own, tmp_path):
     convert(ConvertSpec(source=own, target=tmp_path / "all.pt", to="torch"))
     state = torch.load(tmp_path / "all.pt", weights_only=True)
     expected, optimizer = trained()
@@ -122,7 +122,7 @@ def test_what_plain_torch_saved_becomes_a_checkpoint(tmp_path):
     report = convert(ConvertSpec(source=tmp_path / "plain.pt", target=tmp_path / "own", to="shardwise"))
     assert report.step == 2  # as the optimizer counts
     assert report.tied == {"head.weight": "embed.weight"}
-    assert [words.partition(":")[0] for words in report.left_out] == ["scaler.x", "epoch"]
+    assert [text.partition(":")[0] for text in report.left_out] == ["scaler.x", "epoch"]
     manifest = read_manifest(tmp_path / "own")
     assert "optimizer/embed.weight/exp_avg" in manifest.tensors
     assert manifest.facts["optimizer"]["groups"][0]["params"] == [name for name, _ in model.named_parameters()]
@@ -147,7 +147,7 @@ def test_numbered_parameters_with_names_are_known(tmp_path):
     assert torch.equal(found, optimizer.state[model.norm.weight]["exp_avg"])
 
 
-def test_groups_that_are_not_told_are_listed_and_the_states_kept(tmp_path):
+def test_groups_that_are_not_given_are_listed_and_the_states_kept(tmp_path):
     tensors, facts = tensors_and_facts()
     for group in facts["optimizer"]["groups"]:
         del group["params"]
@@ -242,7 +242,7 @@ def test_code_in_a_torch_file_is_refused_and_not_run(tmp_path, make, refusal):
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04" + b"\0" * 30, pickle.dumps([1, 2])])
-def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, content):
+def test_a_file_that_is_not_a_checkpoint_is_refused(tmp_path, content):
     (tmp_path / "file.pt").write_bytes(content)
     with pytest.raises(InputError):
         open_contents(tmp_path / "file.pt")
@@ -273,16 +273,16 @@ def test_our_own_kind_is_written_in_parts(own, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "share"), [("torch", 1.0), ("shardwise", 1.0), ("hf", 0.3)])
-def test_the_host_peak_is_told_before_anything_is_written(own, tmp_path, kind, share):
+def test_the_host_peak_is_reported_before_anything_is_written(own, tmp_path, kind, share):
     total = sum(tensor.nbytes for tensor in tensors_and_facts()[0].values())
-    told = []
+    reported = []
 
     def announce(peak):
         assert not list(tmp_path.glob("*target*"))
-        told.append(peak)
+        reported.append(peak)
 
     convert(ConvertSpec(source=own, target=tmp_path / "target", to=kind), announce=announce)
-    assert told == [pytest.approx(share * total, rel=0.2)]
+    assert reported == [pytest.approx(share * total, rel=0.2)]
 
 
 def test_streaming_bounds_the_peak_by_the_largest_tensor():

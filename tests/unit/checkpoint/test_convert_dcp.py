@@ -122,7 +122,7 @@ def continuing(world, path):
     return stepped(model, optimizer, 3)
 
 
-def test_what_fsdp2_saved_on_two_ranks_goes_on_on_four_with_the_same_losses(saved, tmp_path):
+def test_what_fsdp2_saved_on_two_ranks_resumes_on_four_with_the_same_losses(saved, tmp_path):
     directory, _, losses = saved
     report = convert(ConvertSpec(source=directory / "nested", target=tmp_path / "own", to="shardwise"))
     assert report.tied == {"head.weight": "embed.weight"}
@@ -147,7 +147,7 @@ def resuming(world, directory):
     return stepped(model, optimizer, 3)
 
 
-def test_what_we_write_goes_on_in_plain_fsdp2_code(saved, tmp_path):
+def test_what_we_write_resumes_in_plain_fsdp2_code(saved, tmp_path):
     directory, _, losses = saved
     convert(ConvertSpec(source=directory / "nested", target=tmp_path / "own", to="shardwise"))
     assert convert(ConvertSpec(source=tmp_path / "own", target=tmp_path / "dcp", to="dcp")).left_out == ()

@@ -1,4 +1,4 @@
-"""DeepSpeed directories: what bare DeepSpeed saved is ours, and it goes on from what we write with the same losses."""
+"""DeepSpeed directories: shardwise reads those of plain DeepSpeed, which resumes from ours with the same losses."""
 
 import importlib.util
 import os
@@ -118,7 +118,7 @@ def saving(world, directory, wanted):
 
 
 def continuing(world, directories):
-    """Load each directory into bare DeepSpeed with no word on the form but `load_universal`, and train on."""
+    """Load each directory into plain DeepSpeed with no option on the form but `load_universal`, and train on."""
     found = {}
     for path, stage, kind, universal in directories:
         engine = engine_of(world, config_of(stage, world.size, universal=universal), kind)
@@ -239,7 +239,7 @@ def test_a_directory_of_any_stage_optimizer_and_precision_reads_as_deepspeeds_ow
 
 @needs_deepspeed
 @pytest.mark.slow
-def test_a_stage_3_directory_of_two_ranks_goes_on_as_fsdp_on_four(saved, tmp_path, capfd):
+def test_a_stage_3_directory_of_two_ranks_resumes_as_fsdp_on_four(saved, tmp_path, capfd):
     directory, found = saved
     convert_by_command(capfd, directory / "3-adamw-fp32", tmp_path / "own", "--to", "shardwise")
     losses, calls = run_ranks(fsdp_continuing, 4, tmp_path / "own")[0]
@@ -249,22 +249,22 @@ def test_a_stage_3_directory_of_two_ranks_goes_on_as_fsdp_on_four(saved, tmp_pat
 
 @needs_deepspeed
 @pytest.mark.slow
-def test_fsdp_goes_on_as_deepspeed_at_stages_2_and_3(tmp_path, capfd):
+def test_fsdp_resumes_as_deepspeed_at_stages_2_and_3(tmp_path, capfd):
     losses = run_ranks(fsdp_saving, 2, tmp_path / "dcp")[0]
     out = convert_by_command(capfd, tmp_path / "dcp", tmp_path / "any", "--to", "deepspeed")
     assert "left out: calls: written, but DeepSpeed loads only parameters of the optimizer" in out
     assert "left out: weight_decay by group: at stage 3 DeepSpeed applies" in out
     for stage in (2, 3):
-        target, cut = tmp_path / f"zero{stage}", ("--zero", str(stage), "--nproc", "2")
-        out = convert_by_command(capfd, tmp_path / "dcp", target, "--to", "deepspeed", *cut)
+        target, options = tmp_path / f"zero{stage}", ("--zero", str(stage), "--nproc", "2")
+        out = convert_by_command(capfd, tmp_path / "dcp", target, "--to", "deepspeed", *options)
         assert out.count("left out") == out.count("left out: loss scale of fp16") == (stage == 3)
     directories = [
         (tmp_path / "any", 2, "adamw", True),
         (tmp_path / "zero2", 2, "adamw", False),
         (tmp_path / "zero3", 3, "adamw", False),
     ]
-    went_on = run_ranks(continuing, 2, directories, timeout_s=120)[0]
-    for (path, _), (found, calls) in went_on.items():
+    resumed = run_ranks(continuing, 2, directories, timeout_s=120)[0]
+    for (path, _), (found, calls) in resumed.items():
         assert found == pytest.approx(losses, **CLOSE), path
         assert calls == (STEPS if path.name == "any" else 2 * STEPS)
 
@@ -272,23 +272,23 @@ def test_fsdp_goes_on_as_deepspeed_at_stages_2_and_3(tmp_path, capfd):
 @needs_deepspeed
 @pytest.mark.prove
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_directory_of_any_stage_goes_on_at_any_stage_on_any_number_of_ranks(saved_all, tmp_path, capfd, ranks):
+def test_a_directory_of_any_stage_resumes_at_any_stage_on_any_number_of_ranks(saved_all, tmp_path, capfd, ranks):
     directory, found = saved_all
     directories, expected = [], {}
     for source, kind in ((1, "adamw"), (2, "adamw"), (3, "adamw"), (2, "sgd"), (3, "sgd")):
         name = f"{source}-{kind}-fp32"
         for stage in (1, 2, 3):
-            target, cut = tmp_path / f"{name}-to-{stage}", ("--zero", str(stage), "--nproc", str(ranks))
-            convert_by_command(capfd, directory / name, target, "--to", "deepspeed", *cut)
+            target, options = tmp_path / f"{name}-to-{stage}", ("--zero", str(stage), "--nproc", str(ranks))
+            convert_by_command(capfd, directory / name, target, "--to", "deepspeed", *options)
             directories.append((target, stage, kind, False))
             expected[target] = found[name][0]
         target = tmp_path / f"{name}-to-any"
         convert_by_command(capfd, directory / name, target, "--to", "deepspeed")
         directories += [(target, stage, kind, True) for stage in (1, 2)]
         expected[target] = found[name][0]
-    went_on = run_ranks(continuing, ranks, directories, timeout_s=280)[0]
-    assert len(went_on) == len(directories)
-    for (path, stage), (losses, _) in went_on.items():
+    resumed = run_ranks(continuing, ranks, directories, timeout_s=280)[0]
+    assert len(resumed) == len(directories)
+    for (path, stage), (losses, _) in resumed.items():
         assert losses == pytest.approx(expected[path], **CLOSE), (path.name, stage)
 
 
@@ -415,7 +415,7 @@ def test_code_in_a_file_is_refused_by_name_and_not_run(tmp_path):
         ("layer_01-model_00-model_states.pt", "checkpoint.deepspeed-unsupported"),
     ],
 )
-def test_a_model_that_is_cut_another_way_is_refused(tmp_path, name, code):
+def test_a_model_that_is_sharded_another_way_is_refused(tmp_path, name, code):
     path = spoiled(tmp_path, lambda directory: (directory / name).touch())
     with refuses(code, name):
         open_contents(path)

@@ -41,7 +41,7 @@ def assert_same(found):
 def test_weights_go_there_and_back_and_the_rest_is_listed(tmp_path):
     report = convert(ConvertSpec(source=own(tmp_path / "own"), target=tmp_path / "hf", to="hf"))
     assert_same(read_back(tmp_path / "hf"))
-    assert [words.partition(":")[0] for words in report.left_out] == [
+    assert [text.partition(":")[0] for text in report.left_out] == [
         "d",
         "optimizer",
         "update",

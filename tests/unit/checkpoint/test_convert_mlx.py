@@ -81,7 +81,7 @@ def test_convolutions_of_every_dimension_are_mlxs_own(tmp_path, dims):
     assert_same(values_of(tmp_path / "mlx.safetensors"), ours.state_dict())
 
 
-def test_a_checkpoint_keeps_its_ties_and_says_what_is_left_out(tmp_path):
+def test_a_checkpoint_keeps_its_ties_and_reports_what_is_left_out(tmp_path):
     tensors = {
         "model/a.weight": torch.randn(4, 3),
         "model/b": torch.randn(5).bfloat16(),
@@ -89,7 +89,7 @@ def test_a_checkpoint_keeps_its_ties_and_says_what_is_left_out(tmp_path):
     }
     source = save(tmp_path / "own", 1, tensors, {"step": 1, "tied": {"head.weight": "a.weight"}}, group=None).path
     report = convert(ConvertSpec(source=source, target=tmp_path / "mlx.safetensors", to="mlx"))
-    assert [words.partition(":")[0] for words in report.left_out] == ["head.weight", "optimizer", "facts (step)"]
+    assert [text.partition(":")[0] for text in report.left_out] == ["head.weight", "optimizer", "facts (step)"]
     assert report.num_tensors == 2
     assert set(mx.load(str(tmp_path / "mlx.safetensors"))) == {"a.weight", "b"}
     assert open_contents(tmp_path / "mlx.safetensors").tied == {"head.weight": "a.weight"}
@@ -102,11 +102,11 @@ def test_a_checkpoint_keeps_its_ties_and_says_what_is_left_out(tmp_path):
 def test_files_of_mlx_are_known_from_those_of_others(tmp_path):
     model = mlx_nn.Conv2d(2, 3, 3)
     model.save_weights(str(tmp_path / "own.safetensors"))
-    mx.save_safetensors(str(tmp_path / "told.safetensors"), {"weight": model.weight}, metadata={"format": "mlx"})
+    mx.save_safetensors(str(tmp_path / "marked.safetensors"), {"weight": model.weight}, metadata={"format": "mlx"})
     save_file({"weight": torch.ones(3, 2, 3, 3)}, tmp_path / "plain.safetensors")
     save_file({"weight": torch.ones(3, 2, 3, 3)}, tmp_path / "pt.safetensors", metadata={"format": "pt"})
     kinds = {path.stem: open_contents(path).kind for path in tmp_path.iterdir()}
-    assert kinds == {"own": "mlx", "told": "mlx", "plain": "hf", "pt": "hf"}
+    assert kinds == {"own": "mlx", "marked": "mlx", "plain": "hf", "pt": "hf"}
     assert values_of(tmp_path / "own.safetensors")["weight"].shape == (3, 2, 3, 3)
 
 
@@ -131,7 +131,7 @@ def test_a_dtype_that_mlx_lacks_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     "note", ["[1]", "{", json.dumps({"counts": {"n": -1}}), json.dumps({"counts": {"n": 1 << 80}})]
 )
-def test_a_header_that_tells_nonsense_is_named(tmp_path, note):
+def test_an_invalid_header_is_named(tmp_path, note):
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors", metadata={"format": "mlx", "shardwise": note})
     with refuses("checkpoint.mlx-metadata-invalid", kind=DamagedError):
         open_contents(tmp_path / "x.safetensors")

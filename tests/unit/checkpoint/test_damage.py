@@ -35,8 +35,8 @@ def saving(world, directory):
 
     mesh = init_device_mesh("cpu", (2,))
     for step in (1, 2):
-        cut = {name: distribute_tensor(x, mesh, [Shard(0)]) if x.ndim else x for name, x in state(step).items()}
-        save(directory, step, cut, {"step": step}, group=world.host_group)
+        sharded = {name: distribute_tensor(x, mesh, [Shard(0)]) if x.ndim else x for name, x in state(step).items()}
+        save(directory, step, sharded, {"step": step}, group=world.host_group)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ class Bomb:
 
 
 def rewritten(checkpoint, change):
-    """Change what the manifest says and make its checksum agree: a lie, not an accident."""
+    """Change the manifest and make its checksum agree: a lie, not an accident."""
     path = checkpoint / MANIFEST
     envelope = json.loads(path.read_bytes())
     change(envelope["content"])
@@ -182,11 +182,11 @@ def other_header(checkpoint, chance):
 
 
 def lie(change):
-    def told(checkpoint, chance):
+    def damage(checkpoint, chance):
         rewritten(checkpoint, change)
         return MANIFEST
 
-    return told
+    return damage
 
 
 def piece(content, name="model/a", number=0):
@@ -214,7 +214,7 @@ LIES = {
     "other checksum": lambda c: piece(c).update(checksum="00000000"),
     "twice in a file": lambda c: piece(c, number=1).update(file=SHARDS[0]),
     "step": lambda c: c.update(step=7),
-    "step as words": lambda c: c.update(step="two"),
+    "step as text": lambda c: c.update(step="two"),
     "no tensors": lambda c: c.pop("tensors"),
     "unknown field": lambda c: c.update(code="__import__('os')"),
     "renamed tensor": lambda c: c["tensors"].update({"model/z": c["tensors"].pop("model/a")}),
@@ -223,7 +223,7 @@ BLAMED = {"same width": SHARDS[0], "other checksum": SHARDS[0], "renamed tensor"
 
 
 def envelope(**changes):
-    def told(checkpoint, chance):
+    def damage(checkpoint, chance):
         path = checkpoint / MANIFEST
         data = path.read_bytes()
         for old, new in changes.items():
@@ -231,7 +231,7 @@ def envelope(**changes):
         path.write_bytes(data)
         return MANIFEST
 
-    return told
+    return damage
 
 
 ACCIDENTS = [

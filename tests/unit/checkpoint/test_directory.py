@@ -114,7 +114,7 @@ def test_a_latest_file_that_leads_nowhere_is_ignored(tmp_path, text):
     assert directory.paths()[0].name == "step-00000002"
 
 
-def test_entries_tell_what_their_manifests_say(tmp_path):
+def test_entries_have_the_facts_of_their_manifests(tmp_path):
     entry = saved(tmp_path, 4).entries()[0]
     assert (entry.step, entry.metrics) == (4, {"loss": 0.25})
     assert entry.num_bytes == (tmp_path / "step-00000004" / "rank-00000.safetensors").stat().st_size
@@ -206,12 +206,12 @@ def test_what_differs_is_refused_by_default_and_reported_alike_on_every_rank(tmp
     save(tmp_path, 1, whole, {}, group=None)
     one, other = run_ranks(differing, 2, tmp_path)
     assert one == other
-    words, untouched, comparison, values = one
+    message, untouched, comparison, values = one
     assert untouched == 0
     assert values == [1, 1]
     assert (comparison.restored, comparison.missing, comparison.unexpected) == (("a",), ("c",), ("d",))
     assert comparison.differing == ("b: saved F32 [2], requested F32 [3]",)
-    assert all(part in words for part in ("1 missing (c)", "1 unexpected (d)", "saved F32 [2], requested F32 [3]"))
+    assert all(part in message for part in ("1 missing (c)", "1 unexpected (d)", "saved F32 [2], requested F32 [3]"))
 
 
 def test_another_dtype_is_a_difference(tmp_path):

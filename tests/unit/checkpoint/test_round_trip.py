@@ -15,7 +15,7 @@ from shardwise.dist import fake_world
 from shardwise.testing import run_ranks
 
 LAYOUTS = {"one": 1, "shard2": 2, "shard4": 4, "tp2": 2, "hsdp": 4, "shard2.tp2": 4, "zero1": 2, "stages": 2}
-FACTS = {"step": 3, "cursor": [0, 1, 12], "rng": {"0": [2**100, -1]}, "lr": 0.1, "words": "é"}
+FACTS = {"step": 3, "cursor": [0, 1, 12], "rng": {"0": [2**100, -1]}, "lr": 0.1, "note": "é"}
 
 
 def truth():
@@ -38,7 +38,7 @@ def truth():
 
 
 def fsdp_over_tp(value, mesh):
-    """What FSDP2 makes of a tensor that tensor parallelism has cut along the same dimension."""
+    """What FSDP2 makes of a tensor that tensor parallelism has sharded along the same dimension."""
     module = nn.Module()
     module.weight = nn.Parameter(distribute_tensor(value, mesh["tp"], [Shard(0)]))
     fully_shard(module, mesh=mesh["shard"])
@@ -131,8 +131,8 @@ def test_a_shard_file_is_a_safetensors_file(saved):
     assert all(torch.equal(found[name], values[name]) for name in found)
 
 
-def cut_twice(world, directory):
-    """Both cuts uneven: rank 3 of 4 holds nothing of tensor half 0 and one row of half 1."""
+def split_twice(world, directory):
+    """Both splits uneven: rank 3 of 4 has nothing of tensor half 0 and one row of half 1."""
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "tp"))
     tensor = fsdp_over_tp(torch.arange(9.0).view(9, 1), mesh)
     box = box_of("vocabulary", tensor)
@@ -141,8 +141,8 @@ def cut_twice(world, directory):
     return rows, box.offsets[0], box.sizes[0]
 
 
-def test_rows_cut_by_tensor_and_then_by_shard_both_unevenly_are_found(tmp_path):
-    for rows, offset, length in run_ranks(cut_twice, 8, tmp_path):
+def test_rows_split_by_tensor_and_then_by_shard_both_unevenly_are_found(tmp_path):
+    for rows, offset, length in run_ranks(split_twice, 8, tmp_path):
         assert rows == list(range(offset, offset + length))
     back = {"vocabulary": torch.zeros(9, 1)}
     load(tmp_path / "step-00000001", back, group=None)

@@ -33,8 +33,8 @@ def tensors(step, size=1000):
     return {"model/a": torch.full((size,), float(step)), "model/b": torch.full((size,), -float(step))}
 
 
-def words_of(work):
-    """The error that `work` raises, in words; None if it does not."""
+def message_of(work):
+    """Return the message of the error that `work` raises; None if it raises none."""
     try:
         work()
     except CheckpointError as error:
@@ -59,17 +59,17 @@ def one_rank_fails(world, directory):
     if world.rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
-    words = words_of(lambda: save(directory, 2, tensors(2), {}, group=group))
+    message = message_of(lambda: save(directory, 2, tensors(2), {}, group=group))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     save(directory, 3, tensors(3), {}, group=group)
-    return words
+    return message
 
 
 def test_a_rank_that_fails_half_way_is_named_on_every_rank_and_the_old_checkpoint_stays(tmp_path):
-    words = run_ranks(one_rank_fails, 2, tmp_path)
-    assert words[0] == words[1]
-    assert "step-00000002 failed on rank 1" in words[0]
-    assert "File too large" in words[0]
+    messages = run_ranks(one_rank_fails, 2, tmp_path)
+    assert messages[0] == messages[1]
+    assert "step-00000002 failed on rank 1" in messages[0]
+    assert "File too large" in messages[0]
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003"]
     assert leftovers(tmp_path) == []
 
@@ -91,8 +91,8 @@ def test_a_rank_that_is_killed_half_way_leaves_the_old_checkpoint(tmp_path):
 
 
 def saving_twice(world, directory, size):
-    small = words_of(lambda: save(directory, 1, tensors(1, size), {}, group=world.host_group))
-    large = words_of(lambda: save(directory, 2, tensors(2, 4 * size), {}, group=world.host_group))
+    small = message_of(lambda: save(directory, 1, tensors(1, size), {}, group=world.host_group))
+    large = message_of(lambda: save(directory, 2, tensors(2, 4 * size), {}, group=world.host_group))
     return small, large
 
 
@@ -121,17 +121,17 @@ def test_a_full_disk_loses_nothing(small_disk):
 def test_a_disk_that_turned_read_only_loses_nothing(small_disk):
     save(small_disk, 1, tensors(1), {}, group=None)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    words = run_ranks(lambda world: words_of(lambda: save(small_disk, 2, {}, {}, group=world.host_group)), 2)
-    assert words[0] == words[1]
-    assert "Read-only file system" in words[0]
+    messages = run_ranks(lambda world: message_of(lambda: save(small_disk, 2, {}, {}, group=world.host_group)), 2)
+    assert messages[0] == messages[1]
+    assert "Read-only file system" in messages[0]
     assert loaded_step(small_disk) == 1
 
 
 def test_a_directory_that_vanished_is_named(tmp_path):
     directory = tmp_path / "run" / "checkpoints"
-    words = run_ranks(lambda world: words_of(lambda: save(directory, 1, {}, {}, group=world.host_group)), 2)
-    assert words[0] == words[1]
-    assert f"{directory}: No such file or directory" in words[0]
+    messages = run_ranks(lambda world: message_of(lambda: save(directory, 1, {}, {}, group=world.host_group)), 2)
+    assert messages[0] == messages[1]
+    assert f"{directory}: No such file or directory" in messages[0]
 
 
 def test_a_directory_that_vanishes_during_a_save_is_named(tmp_path):
@@ -153,7 +153,7 @@ def on_a_disk_of_its_own(directory):
 
 def looking_at_storage(world, directory, work):
     separate = on_a_disk_of_its_own(directory) if world.rank == 1 else True
-    return separate, words_of(lambda: work(directory, world.host_group))
+    return separate, message_of(lambda: work(directory, world.host_group))
 
 
 @pytest.mark.parametrize(
@@ -165,18 +165,20 @@ def looking_at_storage(world, directory, work):
     ids=["before the first save", "at a save"],
 )
 def test_storage_that_is_not_shared_is_noticed(tmp_path, work):
-    (separate, words), (possible, same_words) = run_ranks(looking_at_storage, 2, tmp_path, work)
+    (separate, message), (possible, same_message) = run_ranks(looking_at_storage, 2, tmp_path, work)
     if not possible:
         pytest.skip("cannot make a mount namespace here")
     assert separate
-    assert words == same_words
-    assert "save to a file system shared by all nodes" in words
+    assert message == same_message
+    assert "save to a file system shared by all nodes" in message
     assert list(tmp_path.glob("step-*")) == leftovers(tmp_path) == []
 
 
 def test_storage_that_is_shared_is_found_so_and_left_clean(tmp_path):
     directory = tmp_path / "run" / "checkpoints"
-    assert run_ranks(lambda world: words_of(lambda: check_storage(directory, group=world.host_group)), 2) == [None] * 2
+    assert (
+        run_ranks(lambda world: message_of(lambda: check_storage(directory, group=world.host_group)), 2) == [None] * 2
+    )
     assert list(directory.iterdir()) == []
 
 
@@ -204,16 +206,16 @@ def test_two_saves_into_one_directory_at_once_are_refused(tmp_path, monkeypatch)
     assert loaded_step(tmp_path) == 1
 
 
-def endless_saves(directory, first, told):
+def endless_saves(directory, first, pipe):
     for step in range(first, 1_000_000):
         save(directory, step, tensors(step), {}, group=None)
-        os.write(told, step.to_bytes(8, "little"))
+        os.write(pipe, step.to_bytes(8, "little"))
         for old in CheckpointDirectory(directory).paths()[2:]:
             shutil.rmtree(old)
 
 
 def kill_during_saves(directory, delay_s, first):
-    """Kill -9 a process that saves without end, and return the last step that it said was saved."""
+    """Kill -9 a process that saves without end, and return the last step that it reported as saved."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -221,20 +223,20 @@ def kill_during_saves(directory, delay_s, first):
             endless_saves(directory, first, write)
         os._exit(1)
     os.close(write)
-    said = os.read(read, 8)
+    reported = os.read(read, 8)
     time.sleep(delay_s)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     while more := os.read(read, 8):
-        said = more
+        reported = more
     os.close(read)
-    return int.from_bytes(said, "little")
+    return int.from_bytes(reported, "little")
 
 
 def test_kill_9_at_any_moment_leaves_a_good_checkpoint_no_older_than_the_last_one_reported(tmp_path):
     moments, step = random.Random(5), 0
     for _ in range(20):
-        said = kill_during_saves(tmp_path, moments.uniform(0, 0.05), step + 1)
+        reported = kill_during_saves(tmp_path, moments.uniform(0, 0.05), step + 1)
         step = loaded_step(tmp_path)
-        assert step >= said
+        assert step >= reported
         assert find_damage(CheckpointDirectory(tmp_path).paths()[0], deep=True) == []

@@ -86,19 +86,19 @@ QUICK = {
         ("plan.batch-not-divisible", "63 or 66"),
     ),
     "missing job attribute": (["job.py:jobb"], ("job.attribute-missing", "'job'")),
-    "attribute that is no job": (["job.py:number"], ("job.not-a-job", "number")),
+    "attribute that is not a job": (["job.py:number"], ("job.not-a-job", "number")),
     "wrong type": (["job.py", "--set", "batch_size=many"], ("job.not-whole-number", "batch_size", "'many'")),
     "NaN learning rate": (["job.py", "--set", "optimizer.lr=nan"], ("optimizer.setting-out-of-range", "lr=nan")),
     "no such file": (["nowhere.py"], ("job.file-not-found", "nowhere.py")),
     "job that raises on import": (["raises.py"], ("job.file-raised", "ZeroDivisionError", "line 2")),
     "job with a syntax error": (["syntax.py"], ("job.file-raised", "SyntaxError", "line 1")),
     "unknown preset": (["job.py", "--plan", "fspd"], ("plan.unknown-preset", "'fsdp'")),
-    "sequences cut under a loss by sample": (
+    "sequences split under a loss by sample": (
         ["job.py", "--nproc", "2", "--plan", "cp"],
         ("support.cp-loss-by-sample", "the job's loss"),
     ),
     "unknown precision": (["job.py", "--set", "precision.compute=bf61"], ("plan.unknown-choice", "'bf16'")),
-    "plan file that is not there": (["job.py", "--plan", "none.toml"], ("plan.read-failed", "none.toml")),
+    "plan file that does not exist": (["job.py", "--plan", "none.toml"], ("plan.read-failed", "none.toml")),
     "plan file with a typo": (["job.py", "--plan", "typo.toml"], ("plan.unknown-key", "'micro_batch'")),
     "run directory in use": (["job.py", "--run-dir", "used"], ("run.directory-not-empty", "used")),
     "zero processes": (["job.py", "--nproc", "0"], ("", "nproc")),
@@ -162,7 +162,7 @@ STRATEGIES = {
         ["job.py:untied", "--nproc", "2", "--plan", "pp", "--set", "pipeline.split=[5]"],
         ("plan.pipeline-split-invalid", "split = [1]"),
     ),
-    "pp split that is no list": (
+    "pp split that is not a list": (
         ["job.py:untied", "--nproc", "2", "--plan", "pp", "--set", "pipeline.split=(5,)"],
         ("plan.pipeline-split-not-list", "'(5,)'"),
     ),
@@ -177,7 +177,7 @@ STRATEGIES = {
     "fp16 on fp64 weights": (
         [
             "job.py",
-            *(word for key in ("parameter", "optimizer", "reduce") for word in ("--set", f"precision.{key}=fp64")),
+            *(option for key in ("parameter", "optimizer", "reduce") for option in ("--set", f"precision.{key}=fp64")),
             *("--set", "precision.compute=fp16"),
         ],
         ("support.fp64-mix", "precision.compute"),
@@ -207,7 +207,7 @@ STRATEGIES = {
 IN_THE_RANKS = {
     "unreadable data directory": (["job.py:no_data"], ("data.folder-not-found", "no/such/directory")),
     "no training data": (["job.py:no_train"], ("data.no-train-split", "'train'")),
-    "model that is no module": (["job.py:no_module"], ("job.model-not-of-engine", "torch.nn.Module")),
+    "model that is not a module": (["job.py:no_module"], ("job.model-not-of-engine", "torch.nn.Module")),
     "weights that are not there": (["job.py:no_weights"], ("model.weights-not-found", "missing.pt")),
     "metric that is not measured": (["job.py", "--keep", "max:accuracy"], ("train.keep-metric-unknown", "'accuracy'")),
     "nothing to train": (["job.py:frozen"], ("model.no-trainable-parameter",)),
@@ -243,7 +243,7 @@ def test_refused_before_any_process_starts(directory, capfd, arguments, refusal)
     check(directory, capfd, ["train", *arguments], *refusal)
 
 
-@pytest.mark.representative("unknown backend", "no training data", "model that is no module")
+@pytest.mark.representative("unknown backend", "no training data", "model that is not a module")
 @pytest.mark.parametrize(("arguments", "refusal"), IN_THE_RANKS.values(), ids=IN_THE_RANKS)
 def test_refused_by_the_ranks_before_the_first_step(directory, capfd, arguments, refusal):
     check(directory, capfd, ["train", *arguments], *refusal)

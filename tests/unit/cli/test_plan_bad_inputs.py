@@ -53,7 +53,7 @@ MODELS = {
     "missing attribute": (["job.py:other", "--cluster", "2xH100"], ("job.attribute-missing", "'other'")),
     "missing config": (["no/config.json"], ("model.config-read-failed", "no/config.json")),
     "folder without a config": (["."], ("model.config-read-failed", "config.json")),
-    "config that is no JSON": (["broken.json"], ("model.config-not-json", "broken.json")),
+    "config that is not JSON": (["broken.json"], ("model.config-not-json", "broken.json")),
     "config of brackets": (["nested.json"], ("model.config-not-json", "nested.json")),
     "config that is a list": (["list.json"], ("model.config-not-json", "list")),
     "unknown architecture": (["bloom.json"], ("model.config-not-described", "'bloom'", "qwen2")),
@@ -99,7 +99,7 @@ PLANS = {
     ),
     "plan file of no model": (["plan.toml"], ("plan.file-without-model", "plan.toml", "--plan plan.toml")),
     "plan file with a typo": (["typo.toml"], ("plan.unknown-key", "'micro_batch'")),
-    "plan file that is no TOML": (["broken.toml"], ("plan.not-toml", "broken.toml")),
+    "plan file that is not TOML": (["broken.toml"], ("plan.not-toml", "broken.toml")),
     "plan file of bytes": (["bytes.toml"], ("plan.read-failed", "bytes.toml", "UTF-8")),
     "plan of bytes": ([*GPT2, "--plan", "bytes.toml"], ("plan.read-failed", "bytes.toml", "UTF-8")),
     "plan file of a long model": (["length.toml"], ("spec.value-invalid", "'long'")),
@@ -158,7 +158,7 @@ NUMBERS = {
     "unknown option": (["--max-gpu", "4"], ("", "--max-gpu", "--max-gpus")),
     "out in no directory": (["--out", "no/plan.toml"], ("cli.output-folder-missing", "no/plan.toml")),
     "report in no directory": (["--report", "no/page.html"], ("cli.output-folder-missing", "no/page.html")),
-    "report that is no page": (["--report", "page.pdf"], ("cli.report-extension", "page.html")),
+    "report that is not a page": (["--report", "page.pdf"], ("cli.report-extension", "page.html")),
     "ranks of a search": (["--nproc", "2"], ("cli.option-not-applicable", "--cluster 2xthis")),
 }
 INPUTS = {

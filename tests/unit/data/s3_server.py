@@ -96,7 +96,7 @@ def _client(endpoint):
 
 
 class WebServer(http.server.ThreadingHTTPServer):
-    """Serves a folder with ranges of bytes, and does what `fault` says: a test sets it."""
+    """Serves a folder with ranges of bytes, and applies `fault`: a test sets it."""
 
     daemon_threads = True
 

@@ -108,7 +108,7 @@ def test_std_that_is_not_above_zero_is_refused(folder, std):
 
 
 @pytest.mark.parametrize(("source", "place"), [(datasets.mnist, "mnist"), (datasets.fashion_mnist, "fashion_mnist")])
-def test_missing_download_says_make_data(source, place, tmp_path, monkeypatch):
+def test_missing_download_names_make_data(source, place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with refuses("data.folder-not-found", f"data/{place}", "make data"):
         source("train")

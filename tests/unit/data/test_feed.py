@@ -53,14 +53,14 @@ def seen(feed):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_two_readers_see_every_sample_of_an_epoch_once(workers):
+def test_two_data_parallel_ranks_see_every_sample_of_an_epoch_once(workers):
     results = run_ranks(lambda world: seen(index_feed(world, workers=workers)), 2)
     for epoch in range(3):
         ids = [i for steps in results for step in steps for i in step[0] if step[4] == epoch]
         assert sorted(ids) == list(range(23))
 
 
-def test_samples_of_a_step_do_not_depend_on_the_number_of_readers():
+def test_samples_of_a_step_do_not_depend_on_the_number_of_data_parallel_ranks():
     def union(ranks, accumulation):
         results = run_ranks(lambda world: seen(index_feed(world, accumulation=accumulation)), ranks)
         return [sorted(i for steps in results for i in steps[number][0]) for number in range(6)]
@@ -78,7 +78,7 @@ def placed(feed):
     ]
 
 
-def test_places_of_samples_do_not_depend_on_the_number_of_readers():
+def test_sample_indices_do_not_depend_on_the_number_of_data_parallel_ranks():
     def union(ranks, accumulation):
         results = run_ranks(lambda world: placed(index_feed(world, accumulation=accumulation)), ranks)
         return sorted(row for rows in results for row in rows)
@@ -94,7 +94,7 @@ def test_short_step_is_filled_to_the_plans_shape_and_counts_only_real_rows():
     assert [step[3] for step in results[0]] == [12, 1]
 
 
-def test_counted_tokens_are_summed_over_readers():
+def test_counted_tokens_are_summed_over_data_parallel_ranks():
     loss = sw.Loss(sum=lambda output, batch: output, count=lambda batch: int(batch[1].sum()))
     results = run_ranks(lambda world: seen(index_feed(world, loss=loss, num_steps=2)), 2)
     assert results[0][0][3] + results[0][1][3] == sum(range(23))
@@ -164,7 +164,7 @@ def test_steps_of_a_stream_hold_the_same_samples_at_any_number_of_ranks_workers_
         assert [sorted(sum(parts, [])) for parts in zip(*by_rank, strict=True)] == wanted  # noqa: RUF017 - lists of 8
 
 
-def test_stream_starts_again_when_every_reader_is_through():
+def test_stream_starts_again_when_every_data_parallel_rank_has_finished():
     results = run_ranks(lambda world: seen(stream_feed(world, length=5, num_steps=4)), 2)
     assert [step[4] for step in results[0]] == [step[4] for step in results[1]] == [0, 0, 1, 1]
     assert [step[3] for step in results[0]] == [4, 1, 4, 1]
@@ -175,7 +175,7 @@ def test_empty_stream_is_refused():
         run_ranks(lambda world: seen(stream_feed(world, length=0, num_steps=1)), 1)
 
 
-def test_rows_are_filled_and_cut_through_nested_batches():
+def test_rows_are_padded_and_trimmed_in_nested_batches():
     batch = {"x": torch.arange(3), "more": (torch.arange(6).view(3, 2), "text"), "scalar": torch.tensor(1)}
     filled = fill_rows(batch, 3, 5)
     assert filled["x"].tolist() == [0, 1, 2, 0, 1]

@@ -39,7 +39,7 @@ def test_both_spellings_are_found_plain_and_gzipped(tmp_path, name):
     assert find_idx(tmp_path, "train-images", num_dims=3) == tmp_path / name
 
 
-def test_missing_folder_says_make_data(tmp_path):
+def test_missing_folder_names_make_data(tmp_path):
     with refuses("data.folder-not-found", "/nowhere", "make data"):
         find_idx(tmp_path / "nowhere", "train-images", num_dims=3)
 

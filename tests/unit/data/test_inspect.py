@@ -64,13 +64,13 @@ def test_a_token_file_is_split_at_the_end_id_and_decoded_if_asked(tmp_path, caps
 def test_the_tokenizer_of_a_corpus_needs_no_usual_end_token_and_may_not_change(tmp_path):
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "stop": 2}, unk_token="a"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    model.save(str(tmp_path / "words.json"))
+    model.save(str(tmp_path / "vocab.json"))
     (tmp_path / "a.jsonl").write_text('{"text": "b a b"}')
     out = tmp_path / "corpus"
-    sw.data_prepare(tmp_path / "a.jsonl", out=out, tokenizer=str(tmp_path / "words.json"), end_token="stop")
+    sw.data_prepare(tmp_path / "a.jsonl", out=out, tokenizer=str(tmp_path / "vocab.json"), end_token="stop")
     report = sw.data_inspect(out)
     assert (report.samples[0].ids, report.samples[0].text) == ((1, 0, 1, 2), "b a b stop")
-    assert report.tokenizer.name == "words.json"
+    assert report.tokenizer.name == "vocab.json"
     (out / "tokenizer.json").write_text((out / "tokenizer.json").read_text() + " ")
     with refuses("data.tokenizer-changed", "tokenizer.json", kind=DataError):
         sw.data_inspect(out)

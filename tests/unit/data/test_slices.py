@@ -7,7 +7,7 @@ from shardwise.data.cursor import Slices
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("accumulation", [1, 2, 5])
 @pytest.mark.parametrize("length", [1, 119, 120, 121, 257])
-def test_readers_and_micro_batches_cover_every_place_once(dp_size, accumulation, length):
+def test_data_parallel_ranks_and_micro_batches_cover_every_sample_index_once(dp_size, accumulation, length):
     parts = [
         Slices(batch_size=120, accumulation=accumulation, dp_rank=dp_rank, dp_size=dp_size, length=length)
         for dp_rank in range(dp_size)

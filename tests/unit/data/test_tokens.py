@@ -32,7 +32,7 @@ def test_labels_that_a_loss_shifts_reach_one_token_further():
     assert sum(map(sw.losses.next_token.count, parts)) == sw.losses.next_token.count({"labels": labels})
 
 
-def test_a_model_with_a_loss_of_its_own_is_told_its_share_of_the_mean():
+def test_a_model_with_a_loss_of_its_own_receives_its_share_of_the_mean():
     parts = slices({"input_ids": TOKENS, "labels": TOKENS}, sw.losses.returned_by_model(sw.losses.count_next_labels))
     following = torch.cat([part["shift_labels"] for part in parts], dim=1)
     assert torch.equal(following[:, :-1], TOKENS[:, 1:])
@@ -74,7 +74,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_cut_rightly_is_refused(case):
+def test_what_cannot_be_split_correctly_is_refused(case):
     batch, changes, refusal = REFUSED[case]
     loss = sw.Loss(**{"sum": lambda *_: 0, "count": lambda _: 0, **changes})
     with refuses(*refusal):

@@ -1,4 +1,4 @@
-"""Calls between nodes: few bytes, told once by node, and the same when they arrive."""
+"""Calls between nodes: few bytes, sent once by node, and the same when they arrive."""
 
 import msgspec
 from diagnosis.collectives import WORLD, call
@@ -23,13 +23,13 @@ def test_missing_numbers_and_other_channels_begin_new_runs():
     assert [(run.first, len(run.order)) for run in pack(0, calls)] == [(1, 2), (1, 1), (9, 1)]
 
 
-def test_one_rank_of_a_node_tells_of_a_channel():
+def test_one_rank_of_a_node_reports_a_channel():
     leads = CallReporters()
     assert [run.rank for run in leads.runs({2: [call(1)], 3: [call(1)]})] == [2]
     assert [run.rank for run in leads.runs({2: [], 3: [call(2)]})] == []
 
 
-def test_what_stays_inside_a_node_is_not_told():
+def test_calls_inside_a_node_are_not_reported():
     inside = call(1, group=WORLD, channel="2>3:0", peer=3)
     across = call(1, group=WORLD, channel="2>1:0", peer=1)
     assert [run.kinds[0][0].peer for run in CallReporters().runs({2: [inside, across], 3: []})] == [1]

@@ -136,7 +136,7 @@ def test_the_lint_advises_against_nothing_that_a_preset_sets(name):
     assert GUIDE_LEFT_OUT.keys() <= {each.name for each in with_all_of_the_guide}
 
 
-def test_efa_is_not_infiniband_and_the_preset_says_so():
+def test_efa_is_not_infiniband_and_the_preset_reports_it():
     preset = find_preset("aws-efa")
     assert not [name for name in preset.variables if "_IB_" in name]
     assert "Its network is EFA" in " ".join(preset.notes)

@@ -1,4 +1,4 @@
-"""Faults come once, after the step they should, and cut nothing but what they should."""
+"""Faults happen once, after their step, and close only the connections that they should."""
 
 import subprocess
 import sys
@@ -60,7 +60,7 @@ def test_the_first_mark_stays(tmp_path):
 
 
 def test_close_connections_ignores_the_store_and_listeners():
-    # In a process of its own: it cuts whatever that has.
+    # In a process of its own: it closes all connections of the process.
     code = """
     import socket
     from shardwise.diagnosis.drill.faults import close_connections

@@ -7,7 +7,7 @@ from shardwise.cli.doctor import drill as command
 
 
 @pytest.mark.parametrize(
-    ("words", "refusal"),
+    ("argv", "refusal"),
     [
         (["absent.py"], ("job.file-not-found", "absent.py")),
         (["--script", "absent.py"], ("launch.script-not-found", "absent.py")),
@@ -20,11 +20,11 @@ from shardwise.cli.doctor import drill as command
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_refused_and_nothing_is_made(tmp_path, monkeypatch, words, refusal):
+def test_bad_input_is_refused_and_nothing_is_made(tmp_path, monkeypatch, argv, refusal):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text("")
     with refuses(*refusal):
-        command.main(words, standalone_mode=False)
+        command.main(argv, standalone_mode=False)
     assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
 
 

@@ -11,7 +11,7 @@ from shardwise.diagnosis.run.facts import Event
 
 REFERENCE = {step: 2.0 / (step + 1) for step in range(10)}
 FAULT = 100.0
-SAID = {
+REPORTS = {
     "kill": "rank 1 failed first: SIGKILL (usually the kernel when host memory runs out, or kill -9)",
     "freeze": "rank 0 waits in all_reduce #9 (sum, float32[4]) at a.py:8 for 3 s; rank 1 is stopped by a signal (kill"
     " -CONT continues it); stacks are in runs/a/stacks",
@@ -36,23 +36,23 @@ def published(at, first, losses):
     return event(at, "steps", 0, first=first, losses=losses)
 
 
-def evidence(kind, *, said=None, said_at=101.0, resumed=None, losses=None, **more):
+def evidence(kind, *, report=None, reported_at=101.0, resumed=None, losses=None, **more):
     """Return the evidence of a successful drill, with the given changes."""
     losses = losses or list(REFERENCE.values())
     mark = FaultMark(at=FAULT, rank=1, pid=9, step=5, saved=4, file="step-00000004" if kind == "checkpoint" else "")
-    text = SAID[kind] if said is None else said
+    text = REPORTS[kind] if report is None else report
     events = [event(90.0, "attempt", ranks={"0": 8, "1": 9}), published(99.0, 0, losses[:5])]
     if kind in AGAIN:
         came_from = resumed or (2 if kind == "checkpoint" else 4)
         note = f"resumed from runs/a/checkpoints/step-0000000{came_from} at step {came_from}; fine"
         events += [
-            event(said_at, "restart", cause=text),
+            event(reported_at, "restart", cause=text),
             event(102.0, "attempt", ranks={"0": 10, "1": 11}),
             event(103.0, "note", 0, text=note),
             published(104.0, came_from, losses[came_from:]),
         ]
     else:
-        events += [event(said_at, "verdict", text=text), published(104.0, 5, losses[5:])]
+        events += [event(reported_at, "verdict", text=text), published(104.0, 5, losses[5:])]
     events.append(event(105.0, "finish", state="finished"))
     return dataclasses.replace(DrillEvidence(mark=mark, events=events, sound=(2, 4, 10)), **more)
 
@@ -73,23 +73,23 @@ def test_a_fault_that_is_named_and_survived_passes(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unreported_fault_fails(kind):
-    result = judge(kind, evidence(kind, said="all is well"), REFERENCE)
+    result = judge(kind, evidence(kind, report="all is well"), REFERENCE)
     assert result.detected_s is None
     assert "the fault was not reported" in result.problems[0]
 
 
 @pytest.mark.parametrize("kind", ["kill", "freeze", "slow", "mismatch"])
 def test_naming_the_wrong_rank_is_not_a_detection(kind):
-    said = SAID[kind].replace("rank 1", "rank 2")
-    assert "the fault was not reported" in problems(kind, said=said)
+    report = REPORTS[kind].replace("rank 1", "rank 2")
+    assert "the fault was not reported" in problems(kind, report=report)
 
 
 def test_a_message_before_the_fault_is_not_a_detection():
-    assert "the fault was not reported" in problems("freeze", said_at=99.0)
+    assert "the fault was not reported" in problems("freeze", reported_at=99.0)
 
 
 def test_an_unrelated_error_is_not_a_closed_connection():
-    assert "the fault was not reported" in problems("link", said="rank 0 failed first: ValueError: no")
+    assert "the fault was not reported" in problems("link", report="rank 0 failed first: ValueError: no")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,7 +138,7 @@ def test_a_restart_from_the_beginning_fails():
     ],
 )
 def test_an_undocumented_recovery_fails(kind, as_if, text):
-    given = dataclasses.replace(evidence(as_if, said=SAID[kind]))
+    given = dataclasses.replace(evidence(as_if, report=REPORTS[kind]))
     assert text in " ".join(judge(kind, given, REFERENCE).problems)
 
 

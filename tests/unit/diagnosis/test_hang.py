@@ -28,7 +28,7 @@ def test_nobody_is_named_when_all_have_come():
     assert decide(world(*THREE, waiting(3)), 10) is None
 
 
-def test_a_rank_that_has_come_and_gone_on_is_not_missed():
+def test_a_rank_that_has_arrived_and_continued_is_not_missing():
     assert decide(world(*THREE, away(3, sequence=6)), 10) is None
 
 
@@ -37,7 +37,7 @@ def test_a_rank_that_gave_a_sign_since_is_not_missed():
 
 
 def test_a_rank_that_waits_elsewhere_for_a_moment_is_not_missed():
-    """A thread of ranks 0-2 waits for a slow checkpoint of rank 3, whose training goes on in another group."""
+    """A thread of ranks 0-2 waits for a slow checkpoint of rank 3, whose training continues in another group."""
     training = GroupKey("1", 0, (0, 1, 2, 3))
     busy = replace(waiting(3, 900, for_s=0.01, group=training), progress=(at(4), at(900, training)))
     assert decide(world(*THREE, busy), 10) is None
@@ -104,7 +104,7 @@ def test_the_rank_at_the_end_of_the_chain_is_named_first():
     assert stall.missing[0].rank == 3
 
 
-def test_ranks_that_wait_for_each_other_are_all_told():
+def test_ranks_that_wait_for_each_other_are_all_reported():
     one, other = GroupKey("1", 0, (0, 1)), GroupKey("2", 0, (0, 1))
     stall = decide(world(waiting(0, 1, group=one), waiting(1, 1, group=other, site="/x/train.py:9")), 10)
     assert stall.is_verdict
@@ -154,13 +154,13 @@ def test_the_key_of_a_stall_stays_while_nothing_changes():
     assert WORLD in first.key
 
 
-def test_members_that_wait_at_other_lines_are_told_by_line():
+def test_members_that_wait_at_other_lines_are_reported_by_line():
     ranks = [waiting(0), waiting(1), waiting(2, site="/x/train.py:99")]
     text = decide(world(*ranks, away(3)), 10).text
     assert "ranks 0-1 wait in all_reduce #5 (sum float32*4) at /x/train.py:8" in text
     assert "rank 2 waits in all_reduce #5 (sum float32*4) at /x/train.py:99" in text
 
 
-def test_a_call_without_a_known_line_is_told_without():
+def test_a_call_without_a_known_line_is_reported_without_it():
     assert call(site="").site == ""
     assert " at " not in decide(world(*[waiting(rank, site="") for rank in range(3)], away(3, newest=None)), 10).text

@@ -65,11 +65,11 @@ def test_a_healthy_machine_passes_every_check():
     assert [verdict for verdict in found if verdict.state != "ok" or verdict.fix] == []
 
 
-@pytest.mark.parametrize(("name", "state", "facts", "told"), SICK, ids=[f"{row[0]}: {row[3]}" for row in SICK])
-def test_a_failing_check_reports_the_fact_and_the_fix(name, state, facts, told):
+@pytest.mark.parametrize(("name", "state", "facts", "expected"), SICK, ids=[f"{row[0]}: {row[3]}" for row in SICK])
+def test_a_failing_check_reports_the_fact_and_the_fix(name, state, facts, expected):
     found = verdicts(changed(**facts))[name]
     assert (found.state, bool(found.fix)) == (state, True)
-    assert told in found.fact
+    assert expected in found.fact
 
 
 def test_every_check_has_a_machine_that_does_not_pass_it():

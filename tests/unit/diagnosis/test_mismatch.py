@@ -66,7 +66,7 @@ def test_a_send_fits_a_receive_of_its_size_and_no_other():
     assert "differ in the shape" in text
 
 
-def test_a_difference_is_told_once_and_its_consequences_are_not():
+def test_a_mismatch_is_reported_once_and_its_consequences_are_not():
     comparison = CallComparison()
     for number, match in enumerate(["sum float32*4", "max float32*4", "min float32*4"]):
         comparison.feed(0, [call(number, group=PAIR)])
@@ -108,11 +108,11 @@ def test_two_calls_in_opposite_order_are_named():
     assert "/x/train.py:21" in text
 
 
-def test_a_branch_by_rank_is_no_difference():
+def test_a_branch_by_rank_is_not_a_mismatch():
     assert compare(lines(*[20, 30] * 10), lines(*[21, 31] * 10), last=False) == []
 
 
-def test_a_branch_by_data_is_no_difference():
+def test_a_branch_by_data_is_not_a_mismatch():
     assert (
         compare(
             lines(20, 20, 21, 20, 21, 21, 20, 20, 21, 20, 20),
@@ -123,7 +123,7 @@ def test_a_branch_by_data_is_no_difference():
     )
 
 
-def test_a_root_that_goes_round_is_no_difference():
+def test_a_root_that_rotates_is_not_a_mismatch():
     def turns(rank):
         return [
             call(

@@ -66,7 +66,7 @@ def test_warnings_are_kept():
     assert read(LIBFABRIC).warnings == ("something is odd",)
 
 
-def test_other_output_is_no_log():
+def test_other_output_is_not_a_log():
     assert read("step 1 loss 2.3\nNCCL is not used\n") == NcclLog()
 
 
@@ -80,7 +80,7 @@ def test_a_level_counts_by_its_name():
     assert set(states(effects(find_preset("infiniband").variables, read(INFINIBAND))).values()) == {"ok"}
 
 
-def test_a_variable_that_was_never_read_is_told():
+def test_a_variable_that_was_never_read_is_reported():
     found = {verdict.name: verdict for verdict in effects(find_preset("gcp").variables, read(INFINIBAND))}
     assert (found["NCCL_SOCKET_NTHREADS"].state, "over IB never read" in found["NCCL_SOCKET_NTHREADS"].fact) == (
         "warn",
@@ -101,6 +101,6 @@ def test_falling_back_to_sockets_is_a_failure_where_infiniband_was_asked_for():
     assert states(effects({"NCCL_IB_DISABLE": "0"}, log))["network"] == "fail"
 
 
-def test_no_log_is_told_once_and_only_where_something_was_asked():
+def test_a_missing_log_is_reported_once_and_only_where_nccl_was_configured():
     assert states(effects(find_preset("gcp").variables, NcclLog())) == {"NCCL": "warn"}
     assert effects({"OMP_NUM_THREADS": "4"}, NcclLog()) == []

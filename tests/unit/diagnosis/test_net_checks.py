@@ -82,7 +82,7 @@ def with_host(found, name, its):
     return changed(found, facts={**found.facts, name: its})
 
 
-def cut(found, *pairs, why="No route to host"):
+def unreachable(found, *pairs, why="No route to host"):
     reached = [changed(one, refusal=why) if (one.source, one.target) in pairs else one for one in found.reached]
     links = tuple(one for one in found.links if (one.source, one.target) not in pairs)
     return changed(found, reached=tuple(reached), links=links)
@@ -120,7 +120,7 @@ class Bad:
     check: object
     found: NetFacts
     state: str
-    words: str
+    expected: str
     fix: str = ""
 
 
@@ -212,21 +212,24 @@ CASES = {
         "warn",
         "/runs cannot be compared: no host can write to it (Read-only file system)",
     ),
-    "a cut pair": Bad(
+    "an unreachable pair": Bad(
         check_reach,
-        cut(healthy(), *BC),
+        unreachable(healthy(), *BC),
         "fail",
         "b does not reach c at 10.0.0.3 (No route to host), nor in the other direction",
     ),
-    "a way that is cut in one direction": Bad(
+    "a pair that is unreachable in one direction": Bad(
         check_reach,
-        cut(healthy(), ("c", "b"), why="Connection refused"),
+        unreachable(healthy(), ("c", "b"), why="Connection refused"),
         "fail",
         "c does not reach b at 10.0.0.2 (Connection refused)",
         "run ssh c ip route get 10.0.0.2, and check the firewall",
     ),
-    "a host that is cut off": Bad(
-        check_reach, cut(healthy(), *TO_C), "fail", "c at 10.0.0.3 and the other hosts cannot connect to each other"
+    "a disconnected host": Bad(
+        check_reach,
+        unreachable(healthy(), *TO_C),
+        "fail",
+        "c at 10.0.0.3 and the other hosts cannot connect to each other",
     ),
     "a host without an address": Bad(
         check_reach,
@@ -303,7 +306,7 @@ def test_what_is_wrong_is_named_with_what_to_do(name):
     case = CASES[name]
     verdicts = case.check(case.found)
     assert verdicts
-    assert case.words in verdicts[0].fact
+    assert case.expected in verdicts[0].fact
     assert verdicts[0].state == case.state
     assert case.fix in verdicts[0].fix
     assert verdicts[0].fix
@@ -314,8 +317,8 @@ def test_every_check_has_a_case_in_which_it_is_not_ok():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_wrong_is_not_said_twice_over(name):
-    """One fault is not told as many: a host that is cut off is one sentence, not one for every pair."""
+def test_a_fault_is_not_reported_twice(name):
+    """One fault is reported once: a disconnected host is one sentence, not one for every pair."""
     case = CASES[name]
     assert len(case.check(case.found)) == 1, case.check(case.found)
 
@@ -337,7 +340,7 @@ def test_one_host_alone_has_no_links_to_check():
     assert names == {"login", "versions", "clocks", "storage"}
 
 
-def test_of_hosts_none_of_which_answers_only_that_is_said():
+def test_of_hosts_none_of_which_answers_only_that_is_reported():
     problems = {name: Problem(f"host {name} cannot be reached", "ping") for name in HOSTS}
     nobody = NetFacts(hosts=HOSTS, problems=problems, storage=(StorageFacts(folder="/runs"),))
     assert [(verdict.name, verdict.state) for verdict in diagnose(nobody)] == [("login", "fail")] * 3
@@ -358,7 +361,7 @@ def test_two_hosts_have_nothing_to_compare_with_and_are_judged_by_themselves():
 TYPED = {"a": "me@a:8", "b": "b", "c": "c"}
 
 
-def test_the_launch_line_names_all_hosts_and_where_they_meet():
+def test_the_launch_line_names_all_hosts_and_their_endpoint():
     line, note = launch_lines(healthy(), TYPED)
     assert line == "shardwise launch --hosts me@a:8,b,c --master-addr 10.0.0.1 train.py"
     assert note.endswith("GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0")
@@ -367,13 +370,13 @@ def test_the_launch_line_names_all_hosts_and_where_they_meet():
 @pytest.mark.parametrize(
     ("found", "good"),
     [
-        (cut(healthy(), *BC), ("a", "b")),
-        (cut(healthy(), *(pair for pair in PAIRS if "a" in pair)), ("b", "c")),
+        (unreachable(healthy(), *BC), ("a", "b")),
+        (unreachable(healthy(), *(pair for pair in PAIRS if "a" in pair)), ("b", "c")),
         (lost(healthy(), *TO_C, mtu=1280), ("a", "b")),
         (with_host(healthy(), "b", host("b", torch="2.11.0")), ("a", "c")),
         (stored(healthy(), missing=("a",)), ("b", "c")),
     ],
-    ids=["cut pair", "first host cut off", "lost packets", "other torch", "missing folder"],
+    ids=["unreachable pair", "first host disconnected", "lost packets", "other torch", "missing folder"],
 )
 def test_the_launch_line_leaves_out_what_would_not_work(found, good):
     assert good_hosts(found) == good
@@ -382,12 +385,12 @@ def test_the_launch_line_leaves_out_what_would_not_work(found, good):
     assert f"--master-addr {ADDRESS[good[0]]} " in line
 
 
-def test_there_is_no_launch_line_for_hosts_of_which_no_two_are_good():
+def test_hosts_of_which_no_two_are_good_get_no_launch_line():
     found = with_host(with_host(healthy(), "b", host("b", torch="1")), "c", host("c", torch="2"))
     assert launch_lines(found, TYPED) == []
 
 
-def test_interfaces_of_different_names_are_told_by_host():
+def test_interfaces_of_different_names_are_reported_by_host():
     other = changed(host("b"), interfaces=(HostInterface("ens3", "10.0.0.2", "255.255.255.0", 1500),))
     note = launch_lines(with_host(healthy(), "b", other), TYPED)[1]
     assert "on a: GLOO_SOCKET_IFNAME=eth0" in note
@@ -395,7 +398,7 @@ def test_interfaces_of_different_names_are_told_by_host():
 
 
 def test_the_matrix_shows_every_way_and_marks_the_slow_ones():
-    rows = matrix(HOSTS, slower(cut(healthy(), ("a", "b")), BC, latency_s=0.01).links)
+    rows = matrix(HOSTS, slower(unreachable(healthy(), ("a", "b")), BC, latency_s=0.01).links)
     assert rows == [
         ["from \\ to", "a", "b", "c"],
         ["a", "-", "-", "20 us / 1 GB/s"],

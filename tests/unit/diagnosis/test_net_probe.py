@@ -1,4 +1,4 @@
-"""The probe on this machine: it answers, serves only those who know the word, and leaves nothing behind."""
+"""The probe on this machine: it answers, serves only those who know the secret, and leaves nothing behind."""
 
 import signal
 import socket
@@ -14,7 +14,7 @@ from shardwise.launcher.nodes.network import listen
 from shardwise.launcher.ssh.run import HostSpec
 
 HERE = "127.0.0.1"
-WORD, GREETING = "w" * 32, "g" * 32
+SECRET, GREETING = "w" * 32, "g" * 32
 PATIENCE_S = 30
 
 
@@ -30,7 +30,7 @@ def probes(count=1):
 def pair():
     """Two probes, of which the second has a door open."""
     with probes(2) as hub:
-        order = {"type": "open", "word": WORD, "greeting": GREETING, "doors": [[HERE, 0]]}
+        order = {"type": "open", "word": SECRET, "greeting": GREETING, "doors": [[HERE, 0]]}
         opened = hub.question({"p0": {**order, "doors": []}, "p1": order}, PATIENCE_S)
         yield hub, opened["p1"]["doors"][0]
 
@@ -39,19 +39,19 @@ def ask(hub, probe, /, **order):
     return hub.question({probe: order}, PATIENCE_S)[probe]
 
 
-def test_a_probe_tells_versions_without_importing_torch(pair):
-    told = ask(pair[0], "p0", type="look", folders=["/", "/nowhere"])
-    assert told["versions"]["torch"]
-    assert told["versions"]["shardwise"]
-    assert told["folders"] == ["/"]
-    assert not any(interface["address"].startswith("127.") for interface in told["interfaces"])
+def test_a_probe_reports_versions_without_importing_torch(pair):
+    answer = ask(pair[0], "p0", type="look", folders=["/", "/nowhere"])
+    assert answer["versions"]["torch"]
+    assert answer["versions"]["shardwise"]
+    assert answer["folders"] == ["/"]
+    assert not any(interface["address"].startswith("127.") for interface in answer["interfaces"])
 
 
-def test_a_probe_tells_names_and_addresses(pair):
-    told = ask(pair[0], "p0", type="lookup", names=["localhost", "no-such-name.invalid"], addresses=[HERE])
-    assert HERE in told["forward"]["localhost"]
-    assert told["forward"]["no-such-name.invalid"] == []
-    assert set(told["reverse"]) == {HERE}
+def test_a_probe_reports_names_and_addresses(pair):
+    answer = ask(pair[0], "p0", type="lookup", names=["localhost", "no-such-name.invalid"], addresses=[HERE])
+    assert HERE in answer["forward"]["localhost"]
+    assert answer["forward"]["no-such-name.invalid"] == []
+    assert set(answer["reverse"]) == {HERE}
 
 
 def test_a_probe_comes_to_another_and_knows_it_by_its_greeting(pair):
@@ -62,7 +62,7 @@ def test_a_probe_comes_to_another_and_knows_it_by_its_greeting(pair):
     assert reached[1]["refusal"] == "a different machine answers there"
 
 
-def test_a_probe_says_why_it_does_not_come(pair):
+def test_a_probe_reports_why_it_cannot_connect(pair):
     with socket.socket() as closed:
         closed.bind((HERE, 0))  # bound, and nobody listens
         reached = ask(pair[0], "p0", type="reach", targets=[[HERE, closed.getsockname()[1], GREETING]])["reached"]
@@ -83,18 +83,18 @@ def test_a_packet_that_the_interface_does_not_take_does_not_arrive(pair):
     assert ask(hub, "p0", type="path", address=HERE, port=door["datagrams"], sizes=[65_600, 576])["mtu"] == 576
 
 
-def test_a_stranger_is_not_served(pair):
+def test_an_unauthenticated_client_is_not_served(pair):
     with socket.create_connection((HERE, pair[1]["port"]), timeout=PATIENCE_S) as end:
         end.sendall(b"x" * 32)
         assert end.recv(64) == b""
 
 
 def test_a_port_that_is_taken_is_refused_by_its_reason(pair):
-    order = {"type": "open", "word": WORD, "greeting": GREETING, "doors": [[HERE, pair[1]["port"]]]}
+    order = {"type": "open", "word": SECRET, "greeting": GREETING, "doors": [[HERE, pair[1]["port"]]]}
     assert ask(pair[0], "p0", **order)["doors"][0]["refusal"] == "Address already in use"
 
 
-def test_what_cannot_be_done_gives_no_answer_and_the_probe_goes_on(pair):
+def test_an_impossible_request_gives_no_answer_and_the_probe_continues(pair):
     assert pair[0].question({"p0": {"type": "measure", "address": HERE, "port": 1, "seconds": 0.01}}, PATIENCE_S) == {}
     assert ask(pair[0], "p0", type="clock")["at"] > 0
 
@@ -111,10 +111,10 @@ def test_a_probe_that_ends_takes_its_files_and_ports_along(tmp_path, end):
     with hub:
         assert ask(hub, "alone", type="write", folder=str(tmp_path), name="word", text="me")["refusal"] == ""
         assert ask(hub, "alone", type="read", folder=str(tmp_path), name="word")["text"] == "me"
-        order = {"type": "open", "word": WORD, "greeting": GREETING, "doors": [[HERE, 0]]}
+        order = {"type": "open", "word": SECRET, "greeting": GREETING, "doors": [[HERE, 0]]}
         port = ask(hub, "alone", **order)["doors"][0]["port"]
         with socket.create_connection((HERE, port), timeout=PATIENCE_S) as client:
-            client.sendall(WORD.encode() + b"g")
+            client.sendall(SECRET.encode() + b"g")
             while client.recv(64):  # the probe closes the connection, which stays in TIME-WAIT on its port
                 pass
         if end == "stdin":
@@ -140,6 +140,6 @@ def test_a_probe_that_hears_nothing_leaves(tmp_path):
         pass
 
 
-def test_a_python_that_is_not_there_is_told_by_its_exit_code():
+def test_a_missing_python_is_recognised_by_its_exit_code():
     command = probe_command().replace("test -x ", "test -x /nowhere")
     assert subprocess.run(["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, check=False).returncode == 92

@@ -24,7 +24,7 @@ def host(**addresses):
 def all_reach(facts, refused=()):
     """Everybody comes to every address, but for those of `refused`."""
     return [
-        ReachedHost(source=one, target=other, address=address, refusal="cut" if address in refused else "")
+        ReachedHost(source=one, target=other, address=address, refusal="timed out" if address in refused else "")
         for one in facts
         for other in facts
         if one != other
@@ -37,23 +37,23 @@ def test_hosts_with_two_networks_have_two_roads():
     assert [str(road) for road in routes(facts)] == ["network 10.0.0.0/24", "network 10.1.0.0/24"]
 
 
-def test_a_network_that_is_cut_is_not_chosen():
+def test_an_unreachable_network_is_not_chosen():
     facts = {"a": host(eth0="10.0.0.1", ib0="10.1.0.1"), "b": host(eth0="10.0.0.2", ib0="10.1.0.2")}
     road = choose_route(facts, all_reach(facts, refused=("10.0.0.2",)))
     assert road.addresses == {"a": "10.1.0.1", "b": "10.1.0.2"}
 
 
-def test_hosts_of_routed_networks_meet_by_interface():
+def test_hosts_of_routed_networks_connect_by_interface():
     facts = {"a": host(eth0="10.0.0.1"), "b": host(eth0="10.5.0.1")}
     assert str(choose_route(facts, all_reach(facts))) == "interface eth0"
 
 
-def test_hosts_with_nothing_alike_meet_at_their_first_addresses():
+def test_hosts_with_nothing_alike_connect_at_their_first_addresses():
     facts = {"a": host(eth0="10.0.0.1"), "b": host(ens3="10.5.0.1")}
     assert str(choose_route(facts, all_reach(facts))) == "first addresses"
 
 
-def test_a_bridge_that_every_host_has_for_itself_is_no_road():
+def test_a_bridge_that_every_host_has_for_itself_is_not_a_route():
     facts = {"a": host(docker0="172.17.0.1", eth0="10.0.0.1"), "b": host(docker0="172.17.0.1", eth0="10.0.0.2")}
     road = choose_route(facts, all_reach(facts, refused=("172.17.0.1",)))
     assert str(road) == "network 10.0.0.0/24"
@@ -63,7 +63,7 @@ def test_a_host_without_an_address_leaves_no_road():
     assert choose_route({"a": host(eth0="10.0.0.1"), "b": host()}, []) is None
 
 
-def test_a_pair_of_which_nothing_was_heard_is_cut():
+def test_a_pair_without_messages_is_unreachable():
     facts = {"a": host(eth0="10.0.0.1"), "b": host(eth0="10.0.0.2")}
     road = choose_route(facts, [])
     assert set(blocked_pairs(road, [])) == {("a", "b"), ("b", "a")}

@@ -103,7 +103,7 @@ def test_rdma_devices_are_read_from_sysfs(tmp_path):
     assert list(observe_rdma(tmp_path / "absent")) == []
 
 
-def test_torch_tells_what_it_is():
+def test_torch_reports_its_version_and_devices():
     found = observe_torch()
     assert (found.version, found.cuda) == (torch.__version__, torch.version.cuda or "")
     assert bool(found.nccl) == torch.distributed.is_nccl_available()
@@ -115,7 +115,7 @@ def test_a_torch_that_cannot_be_imported_is_an_error(tmp_path, monkeypatch):
     assert "libtorch.so is gone" in observe_torch().error
 
 
-def test_the_command_tells_facts_and_verdicts_without_importing_torch_and_fails_with_three(tmp_path):
+def test_the_command_reports_facts_and_verdicts_without_importing_torch_and_fails_with_three(tmp_path):
     code = (
         "import sys; from shardwise.cli.main import main; code = main(['doctor', '--json']);"
         " assert 'torch' not in sys.modules; sys.exit(code)"
@@ -124,8 +124,8 @@ def test_the_command_tells_facts_and_verdicts_without_importing_torch_and_fails_
     command = ["bash", "-c", 'ulimit -n 256; exec "$@"', "bash", sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 3, done.stderr
-    told = msgspec.json.decode(done.stdout)
-    machine = msgspec.convert(told["facts"], Machine)
+    report = msgspec.json.decode(done.stdout)
+    machine = msgspec.convert(report["facts"], Machine)
     assert (machine.network.hostname, machine.limits.nofile) == (socket.gethostname(), 256)
-    [limits] = [verdict for verdict in told["verdicts"] if verdict["name"] == "limits"]
+    [limits] = [verdict for verdict in report["verdicts"] if verdict["name"] == "limits"]
     assert (limits["state"], limits["fix"]) == ("fail", "ulimit -n 65536")

@@ -60,7 +60,7 @@ def test_an_address_of_no_node_is_left_out():
     assert describe_partition([ZERO, without_answer(ONE, "35.186.0.1")]) == ""
 
 
-def test_nothing_is_said_of_links_that_work():
+def test_links_that_work_are_not_reported():
     assert describe_partition([ZERO, ONE, TWO]) == ""
 
 

@@ -1,4 +1,4 @@
-"""Guards of several nodes: all tell node 0 what they see, and it alone decides."""
+"""Guards of several nodes: all report to node 0 what they see, and it alone decides."""
 
 import os
 
@@ -49,14 +49,14 @@ def test_links_are_shared_with_node_0_and_forgotten_when_nothing_follows():
     assert zero.links(now=110.0) == []
 
 
-def test_nothing_is_said_while_ranks_get_on():
+def test_nothing_is_reported_while_ranks_progress():
     zero, one = pair()
     one.share({3: away(3, quiet_s=1)}, quiet_s=5)
     zero.receive(now=100.0)
     assert zero.ranks(now=100.0) == {}
 
 
-def test_what_was_told_is_forgotten_when_nothing_follows():
+def test_reports_are_forgotten_when_nothing_follows():
     zero, one = pair()
     one.share({2: waiting(2)}, quiet_s=5)
     zero.receive(now=100.0)
@@ -64,7 +64,7 @@ def test_what_was_told_is_forgotten_when_nothing_follows():
     assert zero.ranks(now=110.0) == {}
 
 
-def test_node_0_decides_asks_and_tells():
+def test_node_0_decides_requests_and_reports():
     zero, one = pair()
     assert (zero.decides, one.decides) == (True, False)
     zero.request_activity([3])
@@ -76,7 +76,7 @@ def test_node_0_decides_asks_and_tells():
     assert (one.missed, one.verdicts) == (set(), [])
 
 
-def test_new_calls_are_told_to_node_0_and_by_it_to_nobody():
+def test_new_calls_are_sent_to_node_0_and_by_it_to_no_other():
     zero, one = pair()
     news = {2: [call(1), call(2, match="max float32*4")], 3: [call(1)]}
     one.share_calls(news)
@@ -89,7 +89,7 @@ def test_new_calls_are_told_to_node_0_and_by_it_to_nobody():
     assert zero.calls == []
 
 
-def test_what_was_said_of_ranks_that_have_ended_is_forgotten_unheard():
+def test_messages_about_ranks_that_have_ended_are_dropped():
     zero, one = pair()
     one.share({2: waiting(2)}, quiet_s=5)
     zero.receive(now=0.0)

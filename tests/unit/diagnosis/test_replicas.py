@@ -29,13 +29,13 @@ def script(world, run, every, spoil):
 
 
 def watched(folder, spoil, *, every=1, nproc=2, stop=False):
-    """Run the script and return what its watch said, and whether it would stop the ranks."""
+    """Run the script and return the notes of its watch, and whether it would stop the ranks."""
     run = RunDirectory(folder)
     run_ranks(script, nproc, run, every, spoil)
-    said = []
-    watch = ReplicaWatch(run, ReplicaSpec(every=every, on_drift="stop" if stop else "report"), said.append)
+    notes = []
+    watch = ReplicaWatch(run, ReplicaSpec(every=every, on_drift="stop" if stop else "report"), notes.append)
     watch.follow(range(nproc))
-    return said, watch.tick()
+    return notes, watch.tick()
 
 
 def nothing(_rank, _step, _model, _optimizer):
@@ -101,7 +101,7 @@ def write_beside(rank, step, model, _optimizer):
         model.module[0].bias += 1
 
 
-def test_a_drift_between_two_checks_says_how_to_see_more_and_stops_if_it_is_to(tmp_path):
+def test_a_drift_between_two_checks_names_the_next_step_and_stops_if_configured(tmp_path):
     [text], stop = watched(tmp_path, write_beside, every=4, stop=True)
     assert "after step 4 (equal after step 1): 0.bias of rank 1 differs from that of rank 0" in text
     assert "--check-replicas 1" in text

@@ -126,7 +126,7 @@ def test_a_hang_that_a_stop_request_ended_is_a_hang(tmp_path):
     assert explain(read_run(tmp_path / "differ")).kind == "interrupted"
 
 
-def test_the_view_of_node_0_decides_after_node_1_was_cut_off(tmp_path):
+def test_the_view_of_node_0_decides_after_node_1_was_disconnected(tmp_path):
     run = write_run(tmp_path / "run")
     with contextlib.closing(LaunchLog(run, 0)) as hub, contextlib.closing(LaunchLog(run, 1)) as other:
         for log, pids in ((hub, {0: 1}), (other, {1: 2})):
@@ -141,10 +141,10 @@ def test_the_view_of_node_0_decides_after_node_1_was_cut_off(tmp_path):
         hub.finish("stopped", restarts=0)
     report = explain(read_run(run.path))
     assert (report.state, report.kind) == ("stopped", "interrupted")
-    told = [line.partition(" s  ")[2] for line in report.story]
-    assert "node 1 (b) is lost: silent for 5 s" in told
-    assert told.count(f"rank 0 started on {os.uname().nodename}: train.py") == 2
-    assert [line for line in told if line.startswith("node 1: ")] == [
+    story = [line.partition(" s  ")[2] for line in report.story]
+    assert "node 1 (b) is lost: silent for 5 s" in story
+    assert story.count(f"rank 0 started on {os.uname().nodename}: train.py") == 2
+    assert [line for line in story if line.startswith("node 1: ")] == [
         "node 1: verdict: node 0 (10.0.0.1), which runs the store, was silent for 5 s, so all ranks were stopped",
         "node 1: the run has failed",
     ]
@@ -157,14 +157,14 @@ def test_a_sentence_of_several_nodes_is_in_the_story_once():
 
 
 @pytest.mark.parametrize("kind", ENDS)
-def test_the_end_of_a_run_is_told_by_its_kind(tmp_path, kind):
-    how, words = ENDS[kind]
+def test_the_end_of_a_run_is_reported_by_its_kind(tmp_path, kind):
+    how, expected = ENDS[kind]
     write_run(tmp_path / "run", **{"finish": "failed", **how})
     report = explain(read_run(tmp_path / "run"))
     assert report.kind == kind
     cause = report.verdicts[0]
     assert cause.name == "cause"
-    assert words.replace("HOST", os.uname().nodename) in cause.fact
+    assert expected.replace("HOST", os.uname().nodename) in cause.fact
     assert cause.fix
     assert cause.state == ("warn" if kind in {"preempted", "interrupted"} else "fail")
     assert report.commands[0] == "shardwise launch --nproc-per-node 2 train.py ..."
@@ -204,7 +204,7 @@ def test_a_finished_run_is_well_and_needs_nothing(tmp_path):
     assert [verdict.state for verdict in report.verdicts] == ["ok"]
 
 
-def test_a_run_whose_launcher_lives_is_going_on(tmp_path):
+def test_a_run_whose_launcher_lives_is_running(tmp_path):
     write_run(tmp_path / "run")
     report = explain(read_run(tmp_path / "run"))
     assert report.state == "running"
@@ -275,7 +275,7 @@ def test_lines_that_are_torn_or_of_another_version_are_passed_over(tmp_path):
         (lambda path: path.mkdir(), "run.not-a-run"),
     ],
 )
-def test_what_is_no_run_directory_is_refused_in_one_sentence(tmp_path, make, code):
+def test_a_path_without_a_run_is_refused_in_one_sentence(tmp_path, make, code):
     make(tmp_path / "x")
     with refuses(code, tmp_path / "x") as refused:
         read_run(tmp_path / "x")
@@ -294,7 +294,7 @@ def job_facts(*, saved, done, **more):
 
 
 @pytest.mark.parametrize(
-    ("saved", "done", "state", "words"),
+    ("saved", "done", "state", "fact"),
     [
         (120, 147, "warn", "27 steps since the checkpoint of step 120"),
         (None, 12, "warn", "all 12 steps, because no checkpoint exists"),
@@ -302,9 +302,9 @@ def job_facts(*, saved, done, **more):
         (None, 0, "ok", "nothing: no step was completed"),
     ],
 )
-def test_what_was_lost_since_the_last_checkpoint_is_counted(saved, done, state, words):
+def test_what_was_lost_since_the_last_checkpoint_is_counted(saved, done, state, fact):
     (verdict,) = check_lost(job_facts(saved=saved, done=done))
-    assert (verdict.state, verdict.fact) == (state, words)
+    assert (verdict.state, verdict.fact) == (state, fact)
 
 
 def test_a_damaged_checkpoint_is_named_beside_what_was_lost():
@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_is_named_beside_what_was_lost():
     assert "step-00000010 is torn" in damaged.fact
 
 
-def test_a_job_goes_on_from_its_checkpoint_with_its_own_settings():
+def test_a_job_resumes_from_its_checkpoint_with_its_own_settings():
     (line,) = next_commands(job_facts(saved=5, done=6), "failed")
     assert line == "shardwise train /elsewhere/job.py:big --nproc 1 --set optimizer.lr=0.1 --resume runs/x"
     (line,) = next_commands(job_facts(saved=None, done=6), "failed")
@@ -324,7 +324,7 @@ def test_a_job_goes_on_from_its_checkpoint_with_its_own_settings():
     assert line == f"shardwise train /elsewhere/job.py:big {options} --run-dir=runs/x --resume=auto"
 
 
-def test_a_script_goes_on_with_the_options_of_its_nodes():
+def test_a_script_resumes_with_the_options_of_its_nodes():
     launchers = [LauncherFacts(node=node, nodes=2, host=f"h{node}", pids={node: 1}, target="t.py") for node in (0, 1)]
     line, *_ = next_commands(RunFacts(path=PATH, now=2.0, launchers=tuple(launchers)), "failed")
     options = "--nnodes 2 --node-rank NODE --master-addr h0"
@@ -384,7 +384,7 @@ def marks(last_at, **phases):
     return {int(name[1:]): Mark(last_at, phase, 12) for name, phase in phases.items()}
 
 
-def test_phases_and_who_lags_are_told_where_nobody_gets_on():
+def test_phases_and_stragglers_are_reported_where_no_rank_progresses():
     found = check_progress(going(marks=marks(59.0, r0="backward", r1="backward", r2="data")))
     assert found[0].fact == "rank 2 in data of step 13 for 41 s; ranks 0-1 in backward of step 13 for 41 s"
     assert (found[1].name, found[1].state) == ("hang", "warn")
@@ -415,8 +415,8 @@ def test_the_story_has_the_last_of_many_steps_and_saves():
     many = [Event(float(n), "steps", 0, {"first": n, "losses": [1.0]}) for n in range(100)]
     many += [Event(50.5, "save", 0, {"step": 50}), Event(101.0, "exit", None, {"code": 0, "stopped": False})]
     many.append(Event(102.0, "finish", None, {"state": "finished"}))
-    told = [line.partition(" s  ")[2] for line in describe_events(sorted(many, key=lambda event: event.at))]
-    assert told == ["saving a checkpoint of step 50 starts", "step 100 is complete", "the run has finished"]
+    story = [line.partition(" s  ")[2] for line in describe_events(sorted(many, key=lambda event: event.at))]
+    assert story == ["saving a checkpoint of step 50 starts", "step 100 is complete", "the run has finished"]
 
 
 SCRIPT = """
@@ -430,8 +430,8 @@ dist.all_reduce(total)
 """
 
 
-def doctor(*words, cwd):
-    command = [sys.executable, "-m", "shardwise", "doctor", "run", *map(str, words)]
+def doctor(*arguments, cwd):
+    command = [sys.executable, "-m", "shardwise", "doctor", "run", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=120)
 
 
@@ -466,7 +466,7 @@ job = sw.Job(model=lambda: torch.nn.Linear(4, 2), data=data, loss=sw.losses.cros
 
 
 @pytest.mark.prove
-def test_a_real_run_of_a_job_is_explained_and_goes_on_by_the_line_it_gives(tmp_path):
+def test_a_real_run_of_a_job_is_explained_and_resumes_by_the_line_it_prints(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "fails").touch()
     train = [sys.executable, "-m", "shardwise", "train", "job.py", "--nproc=2", "--device=cpu"]

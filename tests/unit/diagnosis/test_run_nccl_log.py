@@ -26,7 +26,7 @@ def check(text, hosts=HOSTS):
     return check_transports(read_nccl_log(text.splitlines()), hosts)
 
 
-def test_pairs_of_one_node_are_told_by_transport():
+def test_pairs_of_one_node_are_reported_by_transport():
     (verdict,) = check(ONE_NODE)
     assert verdict.state == "ok"
     assert "P2P (GPU to GPU, by NVLink or PCIe) for pair 0->1" in verdict.fact
@@ -34,18 +34,18 @@ def test_pairs_of_one_node_are_told_by_transport():
 
 
 def test_a_fallback_to_tcp_between_nodes_is_flagged_with_its_pairs():
-    told, flagged = check(TWO_NODES)
-    assert "NET/Socket (TCP) for pairs 1->2, 3->0" in told.fact
+    transports, flagged = check(TWO_NODES)
+    assert "NET/Socket (TCP) for pairs 1->2, 3->0" in transports.fact
     assert flagged.state == "warn"
     assert flagged.fact.startswith("pairs 1->2, 3->0 fell back to TCP")
 
 
-def test_infiniband_between_nodes_is_no_fallback():
+def test_infiniband_between_nodes_is_not_a_fallback():
     (verdict,) = check(TWO_NODES.replace("NET/Socket/0", "NET/IB/0/GDRDMA"))
     assert "NET/IB (InfiniBand or RoCE) for pairs 1->2, 3->0" in verdict.fact
 
 
-def test_a_plugin_is_told_by_its_name():
+def test_a_plugin_is_reported_by_its_name():
     (verdict,) = check(TWO_NODES.replace("NET/Socket/0", "NET/AWS Libfabric/0/GDRDMA"))
     assert "NET/AWS Libfabric for pairs 1->2, 3->0" in verdict.fact
 
@@ -57,12 +57,12 @@ def test_ranks_of_one_host_that_go_through_the_network_are_flagged():
     assert "NCCL_SHM_DISABLE" in flagged.fix
 
 
-def test_what_nccl_warned_of_is_told():
+def test_warnings_of_nccl_are_reported():
     text = ONE_NODE + "node1:4711:4790 [0] transport/net_socket.cc:12 NCCL WARN NET/Socket : no interface found\n"
     assert "no interface found" in check(text)[-1].fact
 
 
-def test_no_log_is_no_verdict():
+def test_a_missing_log_gives_no_verdict():
     assert check("rank 0 says NCCL\nnothing else") == []
 
 

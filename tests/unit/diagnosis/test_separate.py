@@ -84,8 +84,8 @@ def test_two_ranks_that_train_without_a_process_group_are_noted(tmp_path, monkey
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("TP_SOCKET_IFNAME", "lo")
-    run, said = create_run(tmp_path / "run", "run"), []
-    guard = Guard(run, HangSpec(), said.append)
+    run, notes = create_run(tmp_path / "run", "run"), []
+    guard = Guard(run, HangSpec(), notes.append)
     guard.follow(range(2))
 
     def body(rank):
@@ -94,10 +94,10 @@ def test_two_ranks_that_train_without_a_process_group_are_noted(tmp_path, monkey
 
     run_forked(body, 2, timeout_s=60)
     guard.tick()
-    assert [text.partition(":")[2].strip() for text in said] == [said_of(0, 1)] * is_noted
+    assert [text.partition(":")[2].strip() for text in notes] == [note_of(0, 1)] * is_noted
 
 
-def said_of(*ranks):
+def note_of(*ranks):
     return describe_separate(dict.fromkeys(ranks, ENOUGH_SEPARATE_STEPS), has_peers=False, is_over=False)
 
 
@@ -130,16 +130,16 @@ while not os.path.exists("noted"):
 def test_the_note_comes_while_the_script_runs_and_only_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
-    run, said = create_run(tmp_path / "run", "run"), []
+    run, notes = create_run(tmp_path / "run", "run"), []
 
-    def say(text):
-        said.append(text)
+    def note(text):
+        notes.append(text)
         (tmp_path / "noted").touch()
 
-    guard = Guard(run, HangSpec(), say)
+    guard = Guard(run, HangSpec(), note)
     guard.follow(range(2))
     spec = LocalLaunch(target=Script("script.py"), nproc=2, record=True, preload=("torch", "torch._dynamo"))
     launched = launch(spec, run, observers=[guard])
     assert launched.outcome.interrupted == 0
-    assert said == [f"shardwise: {said_of(0, 1)}"]
+    assert notes == [f"shardwise: {note_of(0, 1)}"]
     assert "separate copy" in run.launcher_events().read_text()

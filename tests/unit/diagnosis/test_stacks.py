@@ -91,7 +91,7 @@ def test_bytes_that_a_process_reads_and_writes_count(sleeper, tmp_path):
     assert io_bytes(process.pid) >= 1 << 20
 
 
-def test_without_a_stack_nothing_is_said():
+def test_without_a_stack_nothing_is_reported():
     assert describe_activity(samples((), ())) is None
 
 
@@ -134,7 +134,7 @@ def test_a_process_with_a_handler_writes_its_stacks_and_lives(sleeper, tmp_path)
     assert process.poll() is None
 
 
-def test_states_of_a_process_are_told_apart(sleeper):
+def test_states_of_a_process_are_distinguished(sleeper):
     process = sleeper("")
     os.kill(process.pid, signal.SIGSTOP)
     deadline = time.monotonic() + 10

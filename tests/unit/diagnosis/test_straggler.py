@@ -35,7 +35,7 @@ def test_a_rank_that_comes_last_is_named_with_line_and_share():
     assert "it computes longer" in text
 
 
-def test_a_rank_that_waits_for_data_is_told_so():
+def test_a_rank_that_waits_for_data_is_reported_as_such():
     [text] = findings(lambda n, rank: 0.05 if rank == 2 else 0.0, data_s=(0.1, 0.1, 2.5))
     assert "it waits longer for data" in text
 
@@ -52,7 +52,7 @@ def test_one_long_wait_is_not_slow():
     assert findings(lambda n, rank: 4.0 if (n, rank) == (1, 2) else 0.0001 * rank) == []
 
 
-def test_a_window_that_is_not_over_tells_nothing():
+def test_a_window_that_is_not_over_reports_nothing():
     assert findings(lambda n, rank: 0.05 * rank, calls=45) == []
 
 

@@ -1,4 +1,4 @@
-"""Which backend a device takes, and what is said of one that cannot work."""
+"""Which backend a device takes, and the error of one that cannot work."""
 
 import pytest
 import torch

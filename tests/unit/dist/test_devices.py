@@ -47,7 +47,7 @@ def test_without_a_gpu_the_cpu_is_taken():
 
 @needs_no_gpu
 @pytest.mark.parametrize("asked", ["cuda", "cuda:0"])
-def test_a_gpu_that_is_not_there_is_refused(asked):
+def test_a_gpu_that_does_not_exist_is_refused(asked):
     with refuses("world.no-gpu", f"device {asked}"):
         choose_device(asked, place(0))
 

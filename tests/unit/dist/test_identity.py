@@ -13,14 +13,14 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
 def launcher(monkeypatch):
     """Set the six variables of torchrun, or none of them."""
 
-    def say(*values):
+    def set_variables(*values):
         for name in NAMES:
             monkeypatch.delenv(name, raising=False)
         for name, value in zip(NAMES, values, strict=False):
             monkeypatch.setenv(name, str(value))
 
-    say()
-    return say
+    set_variables()
+    return set_variables
 
 
 def test_arguments_that_agree_with_the_launcher_keep_its_places(launcher):
@@ -59,18 +59,18 @@ def test_half_an_identity_is_refused(launcher, rank, world_size, refusal):
         find_identity(rank, world_size, None)
 
 
-def test_places_are_counted_from_hosts_where_nobody_told_them():
+def test_local_ranks_are_counted_from_hosts_where_no_launcher_sets_them():
     hosts = ["a", "b", "a", "b", "b"]
-    told = Identity(rank=3, world_size=5, local_rank=3, source="arguments", local_rank_assumed=True)
-    placed = locate_by_hosts(told, hosts)
+    identity = Identity(rank=3, world_size=5, local_rank=3, source="arguments", local_rank_assumed=True)
+    placed = locate_by_hosts(identity, hosts)
     assert (placed.local_rank, placed.local_world_size, placed.node_rank, placed.num_nodes) == (1, 3, 1, 2)
 
 
 def test_a_local_rank_that_was_given_is_not_counted_again():
-    told = Identity(rank=1, world_size=2, local_rank=0, source="arguments")
-    assert locate_by_hosts(told, ["a", "a"]).local_rank == 0
+    identity = Identity(rank=1, world_size=2, local_rank=0, source="arguments")
+    assert locate_by_hosts(identity, ["a", "a"]).local_rank == 0
 
 
 def test_the_launcher_is_believed_over_hosts():
-    told = Identity(rank=1, world_size=2, local_rank=0, num_nodes=2, node_rank=1, source="torchrun")
-    assert locate_by_hosts(told, ["same", "same"]) == told
+    identity = Identity(rank=1, world_size=2, local_rank=0, num_nodes=2, node_rank=1, source="torchrun")
+    assert locate_by_hosts(identity, ["same", "same"]) == identity

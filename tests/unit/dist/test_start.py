@@ -1,4 +1,4 @@
-"""Ranks that really meet, by every method, and each way to fail put into one sentence."""
+"""Real ranks join by every method, and each failure is one sentence."""
 
 import os
 import socket
@@ -20,10 +20,16 @@ from shardwise.launcher.local.function import run_forked
 
 
 def report(**arguments):
-    """Start this rank's world, use it, and say what it is."""
+    """Start this rank's world, use it, and describe it."""
     with world(timeout_s=30, device="cpu", **arguments) as me:
         total = me.sum({"rank": me.rank + 1.0})["rank"]
-        return {"rank": me.rank, "local_rank": me.local_rank, "source": me.source, "met": me.init_method, "sum": total}
+        return {
+            "rank": me.rank,
+            "local_rank": me.local_rank,
+            "source": me.source,
+            "method": me.init_method,
+            "sum": total,
+        }
 
 
 def started(body, nproc=2):
@@ -40,12 +46,12 @@ def alone(body):
     return started(child, 1)[0]
 
 
-def expect_two(results, source, met):
+def expect_two(results, source, method):
     for rank, result in enumerate(results):
-        assert result == {"rank": rank, "local_rank": rank, "source": source, "met": met, "sum": 3.0}
+        assert result == {"rank": rank, "local_rank": rank, "source": source, "method": method, "sum": 3.0}
 
 
-def test_two_ranks_meet_by_env():
+def test_two_ranks_join_by_env():
     port = free_port()
 
     def body(_):
@@ -55,23 +61,23 @@ def test_two_ranks_meet_by_env():
     expect_two(started(body), "shardwise", "env://")
 
 
-def test_two_ranks_meet_by_tcp():
+def test_two_ranks_join_by_tcp():
     url = f"tcp://127.0.0.1:{free_port()}"
     expect_two(started(lambda _: report(init_method=url)), "shardwise", url)
 
 
-def test_two_ranks_meet_by_a_host_name():
+def test_two_ranks_join_by_a_host_name():
     url = f"tcp://localhost:{free_port()}"
     expect_two(started(lambda _: report(init_method=url)), "shardwise", url)
 
 
-def test_two_ranks_meet_by_file_and_leave_none(tmp_path):
+def test_two_ranks_join_by_file_and_leave_none(tmp_path):
     url = f"file://{tmp_path}/store with space"
     expect_two(started(lambda _: report(init_method=url)), "shardwise", url)
     assert not list(tmp_path.iterdir())
 
 
-def test_two_ranks_meet_by_a_store_of_the_caller(tmp_path):
+def test_two_ranks_join_by_a_store_of_the_caller(tmp_path):
     def body(rank):
         return report(store=FileStore(str(tmp_path / "mine"), 2), rank=rank, world_size=2)
 
@@ -88,7 +94,7 @@ def test_arguments_win_over_variables(tmp_path):
     assert (first["local_rank"], second["local_rank"]) == (1, 0)
 
 
-def test_the_tasks_of_srun_meet_at_a_derived_port():
+def test_the_tasks_of_srun_join_at_a_derived_port():
     def body(rank):
         adopt(
             {
@@ -102,8 +108,8 @@ def test_the_tasks_of_srun_meet_at_a_derived_port():
         return report()
 
     results = started(body)
-    assert results[0]["met"].startswith("tcp://127.0.0.1:")
-    expect_two(results, "slurm", results[0]["met"])
+    assert results[0]["method"].startswith("tcp://127.0.0.1:")
+    expect_two(results, "slurm", results[0]["method"])
 
 
 def test_ranks_of_plain_interpreters_close_at_exit_without_with(tmp_path):
@@ -280,7 +286,7 @@ def test_threads_of_gloo_are_done_with_tensors_before_the_interpreter_ends(tmp_p
             from shardwise.dist import world
             sys.setswitchinterval(1000)  # a thread gets the interpreter's lock only when it is let go
             me = world(timeout_s=30, device="cpu")
-            held = dist.group.WORLD  # as a sharded model holds it: its threads live on after the group's end
+            kept = dist.group.WORLD  # as a sharded model keeps it: its threads live on after the group's end
             for value in [torch.ones(10) for _ in range(20)]:
                 dist.all_reduce(value)
             me.close()

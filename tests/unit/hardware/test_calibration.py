@@ -1,4 +1,4 @@
-"""What a calibration says between and beyond its measurements, and how it is kept."""
+"""What a calibration predicts between and beyond its measurements, and how it is kept."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def test_a_vector_product_is_bound_by_memory():
     assert rate == pytest.approx(LISTED.memory_bandwidth.value, rel=0.01)  # one FLOP per byte
 
 
-def test_defaults_say_that_they_are_from_the_catalogue():
+def test_defaults_name_the_catalogue_as_their_source():
     assert LISTED.memory_bandwidth.origin == LISTED.matmul(512, 512, 512, "bf16").origin == "catalogue"
 
 

@@ -161,7 +161,7 @@ def test_driver_names_are_recognised(driver, gib, name):
     assert OURS.identify(gpu) is OURS.devices[name]
 
 
-def test_unknown_gpu_borrows_the_rates_of_a_relative_and_says_so():
+def test_unknown_gpu_borrows_the_rates_of_a_relative_and_reports_it():
     gpu = Gpu(index=0, name="NVIDIA RTX 6000 Ada", memory_bytes=48 * GIB, compute_capability=(8, 9))
     device = OURS.identify(gpu)
     assert (device.name, device.memory_bytes, device.assumed) == (gpu.name, gpu.memory_bytes, True)

@@ -63,7 +63,7 @@ def test_nonsense_is_refused_with_what_to_type(text, refusal):
     assert caught.value.exit_code == 2
 
 
-def test_description_says_devices_nodes_and_links():
+def test_description_has_devices_nodes_and_links():
     assert parse_cluster("16xH100").describe() == (
         "16 x H100 (79.1 GiB) · 2 nodes hgx-h100 of 8 · nvlink4 inside, 8 x infiniband-ndr between"
     )

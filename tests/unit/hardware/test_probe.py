@@ -1,4 +1,4 @@
-"""What the probe says of GPUs and cores."""
+"""What the probe reports of GPUs and cores."""
 
 import os
 
@@ -74,7 +74,7 @@ def test_the_quota_of_cgroup_1_counts(tmp_path):
     assert cgroup_quota(tmp_path, "4:memory:/x\n2:cpu,cpuacct:/job\n") == 2.0
 
 
-def test_a_container_told_the_path_of_its_host_uses_its_own_root(tmp_path):
+def test_a_container_that_sees_the_path_of_its_host_uses_its_own_root(tmp_path):
     write(tmp_path / "cpu", cpu__cfs_quota_us="300000", cpu__cfs_period_us="100000")
     assert cgroup_quota(tmp_path, "2:cpu:/docker/0123\n") == 3.0
 

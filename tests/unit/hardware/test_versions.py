@@ -30,10 +30,10 @@ def packages(tmp_path):
     return folder
 
 
-def run(packages, sources, *words):
+def run(packages, sources, *argv):
     interpreter = sys._base_executable  # outside of the environment in which shardwise is installed
     environ = {**os.environ, "PYTHONPATH": f"{sources}{os.pathsep}{packages}"}
-    return subprocess.run([interpreter, *words], env=environ, cwd=packages, capture_output=True, text=True, check=True)
+    return subprocess.run([interpreter, *argv], env=environ, cwd=packages, capture_output=True, text=True, check=True)
 
 
 def test_source_tree_without_an_installation_has_the_version_of_its_pyproject(packages):

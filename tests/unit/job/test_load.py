@@ -41,7 +41,7 @@ def test_missing_attribute_names_the_nearest_job(job_file):
         load_job(refer(f"{job_file}:jobb", {}))
 
 
-def test_attribute_that_is_no_job_is_refused(job_file):
+def test_attribute_that_is_not_a_job_is_refused(job_file):
     with refuses("job.not-a-job", "other", "int"):
         load_job(refer(f"{job_file}:other", {}))
 
@@ -56,7 +56,7 @@ def test_attribute_that_is_no_job_is_refused(job_file):
         ("import shardwise as sw\nsw.Job(batchsize=3)", ("job.file-raised", "'batch_size'")),
     ],
 )
-def test_file_that_does_not_import_says_where(tmp_path, text, refusal):
+def test_file_that_does_not_import_names_the_place(tmp_path, text, refusal):
     path = tmp_path / "broken.py"
     path.write_text(text)
     with refuses(*refusal):

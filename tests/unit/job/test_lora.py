@@ -1,4 +1,4 @@
-"""Adapters as they are asked for: values, targets, and what peft's config says."""
+"""Adapters as they are configured: values, targets, and peft's config."""
 
 import json
 
@@ -43,13 +43,13 @@ def test_a_target_is_the_end_of_a_name(target, chosen):
     assert Lora(targets=(target,)).choose(NAMES) == [NAMES[index] for index in chosen]
 
 
-def test_a_part_of_a_part_is_no_target():
+def test_a_part_of_a_part_is_not_a_target():
     with refuses("job.lora-target-unmatched", "'proj'"):
         Lora(targets=("proj",)).choose(NAMES)
 
 
 @pytest.mark.parametrize(("target", "near"), [("q_prj", "'q_proj'"), ("layers.*.attn.qproj", "'layers.*.attn.q_proj'")])
-def test_a_target_that_matches_nothing_is_told_the_nearest(target, near):
+def test_a_target_that_matches_nothing_gets_the_nearest_name(target, near):
     with refuses("job.lora-target-unmatched", near):
         Lora(targets=("lm_head", target)).choose(NAMES)
 

@@ -34,7 +34,7 @@ def test_it_can_be_turned_off():
     assert kind(sw.sgd(lr=0.1, fused=False)(nn.Linear(2, 2).named_parameters())) == []
 
 
-def test_shards_get_the_quickest_kind_there_is_and_train_as_whole_parameters_do():
+def test_shards_get_the_fastest_available_kind_and_train_as_whole_parameters_do():
     torch.manual_seed(0)
     values, grads = torch.randn(2, 4, 3), torch.randn(3, 2, 4, 3)
 
@@ -49,13 +49,13 @@ def test_shards_get_the_quickest_kind_there_is_and_train_as_whole_parameters_do(
     def body(_):
         mesh = init_device_mesh("cpu", (2,))
 
-        def cut(tensor):
+        def sharded(tensor):
             return distribute_tensor(tensor, mesh, [Shard(0)])
 
         found = {}
         for name, factory in FACTORIES.items():
             _, expected = trained(factory, [nn.Parameter(value.clone()) for value in values], lambda grad: grad)
-            found[name], weights = trained(factory, [nn.Parameter(cut(value)) for value in values], cut)
+            found[name], weights = trained(factory, [nn.Parameter(sharded(value)) for value in values], sharded)
             torch.testing.assert_close(weights, expected)
         return found
 
@@ -66,7 +66,7 @@ def test_shards_beside_whole_parameters_are_left_to_torch():
     def body(_):
         shard = distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
         assert isinstance(shard, DTensor)
-        return kind(FACTORIES["sgd"]([("cut", nn.Parameter(shard)), ("whole", nn.Parameter(torch.ones(2, 2)))]))
+        return kind(FACTORIES["sgd"]([("sharded", nn.Parameter(shard)), ("whole", nn.Parameter(torch.ones(2, 2)))]))
 
     assert run_ranks(body, 1) == [[]]
 

@@ -120,7 +120,7 @@ def test_variables_arguments_and_paths_that_are_not_utf8_reach_the_rank_unchange
     monkeypatch.setenv("LD_LIBRARY_PATH", NOT_UTF8)
     text = """
 import os, sys
-print(os.environb[b"ODD"], [os.fsencode(word) for word in sys.argv])
+print(os.environb[b"ODD"], [os.fsencode(argument) for argument in sys.argv])
 raise ValueError(sys.argv[1])
 """
     launched = run.launch(text, NOT_UTF8, fork=fork, script=f"{NOT_UTF8}.py")

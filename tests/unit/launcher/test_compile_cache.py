@@ -37,7 +37,7 @@ def test_a_library_that_a_run_was_killed_over_is_made_anew(tmp_path):
     folder.mkdir(parents=True)
     maps = Path("/proc/self/maps").read_text().splitlines()
     whole = Path(next(line.split()[-1] for line in maps if ".so" in line)).read_bytes()
-    libraries = {"whole.so": whole, "cut.so": whole[: len(whole) // 2], "empty.so": b"", "zeros.so": bytes(4096)}
+    libraries = {"whole.so": whole, "truncated.so": whole[: len(whole) // 2], "empty.so": b"", "zeros.so": bytes(4096)}
     for name, content in libraries.items():
         (folder / name).write_bytes(content)
         os.utime(folder / name, (0, 0))

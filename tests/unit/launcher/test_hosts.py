@@ -65,18 +65,18 @@ def test_a_list_with_no_host_in_some_place_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("argv", "sentence"),
     [
         (["--hosts", "a:4,b:8"], "4 on a and 8 on b"),
         (["--hosts", "a,b:8", "--nproc", "2"], "2 on a and 8 on b"),
         (["--hosts", "a,b:2"], "1 on a and 2 on b"),
     ],
 )
-def test_train_refuses_hosts_of_different_size_before_it_connects(capsys, words, sentence):
-    assert main(["train", *words, "job.py"]) == 2
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert "on every host" in said
+def test_train_refuses_hosts_of_different_size_before_it_connects(capsys, argv, sentence):
+    assert main(["train", *argv, "job.py"]) == 2
+    output = capsys.readouterr().err
+    assert sentence in output
+    assert "on every host" in output
 
 
 def test_variables_of_libraries_and_those_of_env_reach_every_host():

@@ -96,7 +96,7 @@ def relayed(link, seconds=60):
     return found
 
 
-def test_what_guards_say_goes_to_node_0_and_from_it_to_the_others(port):
+def test_messages_of_guards_go_to_node_0_and_from_it_to_the_others(port):
     a, b = join(port), join(port, "b")
     b.relay("seen")
     assert relayed(a) == ["seen"]
@@ -139,7 +139,7 @@ def test_connections_that_send_nonsense_or_nothing_are_closed(port):
         socket.create_connection(("127.0.0.1", port)) as mute,
     ):
         mumbling.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        mumbling.settimeout(4.5)  # sooner than one that says nothing
+        mumbling.settimeout(4.5)  # sooner than a silent one
         while mumbling.recv(4096):
             pass
         mute.settimeout(60)
@@ -195,10 +195,10 @@ def until(link, kind, seconds=60):
     ids=["not ASCII", "not UTF-8", "nested"],
 )
 def test_line_of_an_unauthenticated_peer_cannot_end_the_hub(port, line):
-    with socket.create_connection(("127.0.0.1", port)) as stranger:
-        stranger.settimeout(60)
-        stranger.sendall(line + b"\n")
-        while stranger.recv(4096):
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.settimeout(60)
+        client.sendall(line + b"\n")
+        while client.recv(4096):
             pass
     a = join(port)
     assert a.node == 0
@@ -219,10 +219,10 @@ def test_node_that_leaves_by_a_signal_there_is_not_is_hung_up_on(port):
 
 
 def test_endless_line_of_an_unauthenticated_peer_is_not_kept(port):
-    with socket.create_connection(("127.0.0.1", port)) as stranger:
-        stranger.settimeout(60)
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.settimeout(60)
         with pytest.raises(ConnectionError):
-            stranger.sendall(b"x" * (64 << 20))
+            client.sendall(b"x" * (64 << 20))
 
 
 def test_hub_that_speaks_another_language_is_refused():

@@ -1,4 +1,4 @@
-"""Manifests are valid by Kubernetes' and Kubeflow's published schemas, and say what the command said."""
+"""Manifests are valid by Kubernetes' and Kubeflow's published schemas, and contain the options of the command."""
 
 import copy
 import re
@@ -41,8 +41,8 @@ def check(document):
             kubernetes_validate.validate(document, version, strict=True)
 
 
-def emit(capsys, spec, *words):
-    assert main(["launch", "--nnodes=2", *words, "--kubernetes", spec, "train.py", "--lr", "$(X) $1"]) == 0
+def emit(capsys, spec, *argv):
+    assert main(["launch", "--nnodes=2", *argv, "--kubernetes", spec, "train.py", "--lr", "$(X) $1"]) == 0
     text = capsys.readouterr().out
     return {document["kind"]: document for document in yaml.safe_load_all(text)}
 

@@ -32,9 +32,9 @@ CALLER = """
 """
 
 
-def program(folder, name, says=""):
+def program(folder, name, output=""):
     path = folder / name
-    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.write_text(f"#!/bin/sh\necho '{output}'\n")
     path.chmod(0o755)
     return str(path)
 
@@ -102,7 +102,7 @@ def test_a_rank_that_is_killed_is_named():
 
 
 @needs_mpirun
-def test_a_rank_that_leaves_without_a_word_is_named():
+def test_a_rank_that_exits_without_a_message_is_named():
     def call():
         if identify().rank == 1:
             os._exit(3)
@@ -113,7 +113,7 @@ def test_a_rank_that_leaves_without_a_word_is_named():
 
 
 @needs_mpirun
-def test_an_mpirun_that_is_killed_is_no_rank():
+def test_an_mpirun_that_is_killed_is_not_a_rank():
     def call():
         if identify().rank == 0:
             os.kill(os.getppid(), signal.SIGKILL)
@@ -170,9 +170,9 @@ def test_the_mpirun_beside_python_goes_before_one_on_the_path(tmp_path, monkeypa
     assert find_mpirun() == str(beside / "mpirun")
 
 
-@pytest.mark.parametrize("says", ["HYDRA build details:", "Intel(R) MPI Library for Linux* OS, Version 2021.18"])
-def test_hydra_gets_no_option_of_open_mpi(tmp_path, says):
-    mpiexec = program(tmp_path, "mpiexec", says)
+@pytest.mark.parametrize("output", ["HYDRA build details:", "Intel(R) MPI Library for Linux* OS, Version 2021.18"])
+def test_hydra_gets_no_option_of_open_mpi(tmp_path, output):
+    mpiexec = program(tmp_path, "mpiexec", output)
     assert mpirun_argv(mpiexec, 2, ["true"]) == [mpiexec, "-n", "2", "true"]
 
 

@@ -71,7 +71,7 @@ def exit_of(rank, returncode=0, *, stopped=False):
 
 
 def running(least, most, count, **limits):
-    """Return a run of `count` nodes whose first round has met."""
+    """Return a run of `count` nodes whose first rendezvous round is complete."""
     run = Run(least, most, **limits)
     for node in range(count):
         run.join("abcdef"[node])
@@ -192,7 +192,7 @@ def test_loss_of_node_zero_ends_the_run_for_all():
     }
 
 
-def test_node_that_is_lost_before_they_met_is_waited_for_again():
+def test_node_that_is_lost_before_the_rendezvous_is_waited_for_again():
     run = Run(2, 2)
     run.join("a")
     run.join("b", 1)

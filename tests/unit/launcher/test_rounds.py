@@ -12,7 +12,7 @@ from shardwise.launcher.nodes.rounds import _Node
 
 
 class Hub:
-    """The link to a hub that listens and says nothing."""
+    """The link to a hub that listens and never answers."""
 
     lost = ""
 

@@ -199,7 +199,7 @@ def test_bad_input_is_one_sentence(folder, monkeypatch, capfd, argv, refusal):
     assert [path.name for path in folder.iterdir()] == ["train.py"]
 
 
-def test_dry_run_needs_no_slurm_and_tells_each_nodes_ranks(folder, monkeypatch, capfd):
+def test_dry_run_needs_no_slurm_and_prints_the_ranks_of_each_node(folder, monkeypatch, capfd):
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["launch", "--slurm", "gpus-per-node=2", "--nnodes", "1:2", "--dry-run", "train.py", "--lr", "1"]) == 0
     shown = capfd.readouterr().out

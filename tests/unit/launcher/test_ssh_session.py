@@ -17,9 +17,9 @@ SILENCE_S = 1.5
 GUARD = f"import sys; from shardwise.launcher.ssh import remote as r; r.SILENCE_S = {SILENCE_S}; sys.exit(r.main())"
 
 
-def start(monkeypatch, words):
+def start(monkeypatch, argv):
     """Start a session with this command for a guard."""
-    monkeypatch.setattr(ssh_session, "guard_command", lambda _folder: f"exec {shlex.join(words)}")
+    monkeypatch.setattr(ssh_session, "guard_command", lambda _folder: f"exec {shlex.join(argv)}")
     return Session(HostSpec(name="here"), is_here=True)
 
 

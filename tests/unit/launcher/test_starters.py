@@ -33,14 +33,14 @@ def test_a_rendezvous_gets_the_environment_and_no_command_line_shows_it():
         most=1,
         join_s=60.0,
         last_call_s=0.1,
-        environ={**variables(""), "MY_TOKEN": "hidden-word"},
+        environ={**variables(""), "MY_TOKEN": "hidden-value"},
     )
     ours, theirs = socket.socketpair()
     with theirs:
         process = PlainStarter().start_rendezvous(order, theirs)
     try:
         assert MessageStream(ours, RendezvousResult).receive(60) == [RendezvousResult((0,), (3,), 3)]
-        assert b"MY_TOKEN=hidden-word" in Path(f"/proc/{process.pid}/environ").read_bytes()
+        assert b"MY_TOKEN=hidden-value" in Path(f"/proc/{process.pid}/environ").read_bytes()
         assert b"MY_TOKEN" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
     finally:
         process.end()

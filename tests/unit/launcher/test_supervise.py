@@ -13,7 +13,7 @@ trap 'touch asked; while [ ! -e saved ]; do sleep 0.02; done; exit 75' TERM USR1
 touch ready
 while :; do sleep 0.02; done
 """
-"""A rank that saves for as long as nobody says that it has."""
+"""A rank that saves until the file `saved` exists."""
 
 
 class Others:
@@ -66,7 +66,7 @@ def test_own_signal_after_a_request_of_other_nodes_does_not_kill_ranks_that_save
     assert others.reported == [number]
 
 
-def test_request_of_other_nodes_after_an_own_signal_is_no_second_one(tmp_path, monkeypatch):
+def test_request_of_other_nodes_after_an_own_signal_is_not_a_second_one(tmp_path, monkeypatch):
     others = Others(tmp_path, signal.SIGTERM)
     outcome = run(
         tmp_path,

@@ -1,4 +1,4 @@
-"""Messages over sockets and pipes arrive whole, and strangers cannot send what breaks the reader."""
+"""Messages over sockets and pipes arrive whole, and unauthenticated clients cannot break the receiver."""
 
 import os
 import socket

@@ -62,7 +62,7 @@ def test_ranks_that_share_sequences_are_shards_of_the_parameters():
     assert layout.folded.groups("shard") == layout.groups("shard", "cp")
 
 
-def test_every_slice_of_tokens_draws_and_tells_by_itself():
+def test_every_slice_of_tokens_draws_and_reports_by_itself():
     layout = Layout(shard=2, cp=2, tp=2)
     assert [layout.draw_index(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [layout.data_index(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]

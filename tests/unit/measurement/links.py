@@ -7,7 +7,7 @@ USUAL_S, USUAL_RATE = 100e-6, 1e9
 
 
 def made(hosts, latency=None, rate=None, ways=("send",), noise=lambda pair: 1.0):
-    """Pairs of ranks on `hosts`, a letter for each rank; `latency` and `rate` say which pairs are not as usual."""
+    """Pairs of ranks on `hosts`, a letter for each rank; `latency` and `rate` have the pairs that are not as usual."""
     latency, rate = latency or {}, rate or {}
     names = sorted(set(hosts))
     cells = []

@@ -1,4 +1,4 @@
-"""The sweep on real ranks: what is asked for is timed and checked, and the command line says what came out."""
+"""The sweep on real ranks: requested collectives are timed and checked, and the command prints the results."""
 
 import contextlib
 import csv
@@ -78,7 +78,7 @@ def test_sizes_over_the_memory_and_a_root_outside_are_refused_by_ranks_before_th
     run_ranks(refused, 1, SweepSettings(root=1), "bench.root-out-of-range", "--root 1", "0 to 0")
 
 
-def test_what_there_is_no_time_for_is_left_out_and_named():
+def test_measurements_beyond_the_time_budget_are_left_out_and_named():
     spec = SweepSettings(collectives=("all_reduce",), sizes=(1 << 10, 1 << 26), **{**LITTLE, "budget_s": 1e-4})
     found = run_ranks(sweep, 2, spec)[0]
     assert [row.size for row in found.rows] == [1 << 10]
@@ -113,9 +113,9 @@ def test_the_command_writes_table_json_csv_report_and_compares(tmp_path):
             document = json.loads(text)
             for row in document["rows"]:
                 row["time_us"], row["min_us"], row["spread"] = row["time_us"] / 1e6, row["min_us"] / 1e6, 0.0
-            (tmp_path / "quicker.json").write_text(json.dumps(document))
+            (tmp_path / "faster.json").write_text(json.dumps(document))
         world.barrier()
-        slower = command(world, "--compare", str(tmp_path / "quicker.json"))
+        slower = command(world, "--compare", str(tmp_path / "faster.json"))
         return written, (code, text), slower
 
     (table, as_json, slower), others = run_ranks(in_turn, 2)
@@ -175,9 +175,9 @@ def test_a_wrong_result_is_counted_named_and_makes_exit_code_three():
 )
 def test_bad_input_is_one_sentence_and_exit_code_two(arguments, refusal, capsys):
     assert main(["bench", "comm", "--device", "cpu", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert_refused(said, *refusal)
-    assert said.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert_refused(shown, *refusal)
+    assert shown.count("\n") == 1
 
 
 def test_the_barrier_is_used_before_operations_that_may_be_refused():

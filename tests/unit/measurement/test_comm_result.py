@@ -1,4 +1,4 @@
-"""What a sweep's values say: verdicts, fits, comparisons and pages, without any rank."""
+"""What follows from a sweep's values: verdicts, fits, comparisons and pages, without any rank."""
 
 import json
 from dataclasses import replace
@@ -68,7 +68,7 @@ def test_a_listed_link_is_what_collectives_reach_and_asks_for_more():
     assert judge(measured([row(1 << 30, 1 / 320)], NVLINK))[0].is_good is True
 
 
-def test_there_is_no_verdict_on_one_rank_on_small_sizes_or_unknown_links():
+def test_one_rank_small_sizes_and_unknown_links_get_no_verdict():
     assert judge(measured([row(1 << 20, 1e-3, ranks=1)], None))[0].text == "one rank: no communication"
     assert "unknown" in judge(measured(line(1e9), None))[0].text
     small = judge(measured(line(1e9)[:3]))[0]
@@ -93,7 +93,7 @@ def test_wrong_results_come_before_any_speed():
     )
 
 
-def test_the_table_has_the_columns_of_nccl_tests_and_leaves_out_what_says_nothing():
+def test_the_table_has_the_columns_of_nccl_tests_and_leaves_out_those_without_information():
     lines = table_lines([row(1 << 20, 1e-3)])
     assert " ".join(lines[0].split()) == "collective size count type redop root time min p99 algbw busbw #wrong"
     assert " ".join(lines[2].split()) == "all_reduce 1048576 262144 float sum -1 1000.0 1000.0 1000.0 1.05 1.05 0"
@@ -160,7 +160,7 @@ def test_an_earlier_file_that_is_none_is_refused(tmp_path):
         compare([row(2048, 1e-3)], read_earlier(path).rows, path)
 
 
-def test_what_a_backend_lacks_is_said_in_one_line():
+def test_what_a_backend_lacks_is_reported_in_one_line():
     def check(operation, dtype, wrong):
         return Check(collective="reduce", operation=operation, dtype=dtype, wrong=wrong)
 

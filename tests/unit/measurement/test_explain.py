@@ -87,7 +87,7 @@ def test_only_the_target_of_a_reduce_has_the_sum(found):
 
 def test_nobody_leaves_a_barrier_before_the_last_came(found):
     came, left = (column.values for column in found["barrier"].parts[0].columns)
-    seconds = [[float(text.split()[-2]) for text in held] for held in (came, left)]
+    seconds = [[float(text.split()[-2]) for text in texts] for texts in (came, left)]
     assert min(seconds[1]) >= max(seconds[0]) >= 0.05
 
 
@@ -180,7 +180,7 @@ def mixed(world):
     return True
 
 
-def test_what_is_said_to_be_mistaken_is(found):
+def test_what_is_reported_as_mistaken_is(found):
     assert run_ranks(mixed, 2) == [True, True]
     for name in ("all_gather", "reduce_scatter"):
         assert "torch raises ValueError" in found[name].corrected
@@ -215,8 +215,8 @@ def test_an_unknown_name_is_one_sentence_and_exit_code_2(capsys):
 
 
 def test_the_command_starts_ranks_of_its_own(capfd):
-    words = ["--explain", "all_reduce", "--nproc", "2", "--ops", "min", "--device", "cpu"]
-    assert main(["bench", "comm", *words]) == 0
+    argv = ["--explain", "all_reduce", "--nproc", "2", "--ops", "min", "--device", "cpu"]
+    assert main(["bench", "comm", *argv]) == 0
     shown = capfd.readouterr().out
     assert "dist.all_reduce(tensor, op=ReduceOp.MIN)" in shown
     assert "Rank 1: [3, 4]    Rank 1: [1, 2]" in shown

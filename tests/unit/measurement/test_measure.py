@@ -1,4 +1,4 @@
-"""Timed collectives: every one runs, sizes are what they say, and the slowest rank is what counts."""
+"""Timed collectives: every one runs, sizes are correct, and the slowest rank counts."""
 
 import time
 
@@ -67,7 +67,7 @@ def test_an_unknown_collective_and_a_lonely_send_are_refused():
     run_ranks(refused, 1, "send", "bench.too-few-ranks", "send")
 
 
-def test_a_timing_tells_median_extremes_and_spread():
+def test_a_timing_has_median_extremes_and_spread():
     timing = Timing.of([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (timing.min_s, timing.median_s, timing.p99_s) == (1.0, 3.0, 5.0)
     assert timing.spread == pytest.approx(1.5 / 3)

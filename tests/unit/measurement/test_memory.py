@@ -34,7 +34,7 @@ def test_known_tensors_add_up():
     with LiveBytes("cpu") as live:
         kept = [torch.zeros(100), torch.zeros(50, dtype=torch.float64)]
     assert live.current_bytes == live.peak_bytes == 800
-    assert sum(holding.num_bytes for holding in live.at_peak()) == 800
+    assert sum(allocation.num_bytes for allocation in live.at_peak()) == 800
     assert len(kept) == 2
 
 
@@ -45,10 +45,10 @@ def test_a_freed_storage_leaves_the_peak_behind():
         second = torch.zeros(10)
         assert live.current_bytes == 40
         assert live.peak_bytes == 4000
-        assert [(holding.num_bytes, holding.shape) for holding in live.at_peak()] == [(4000, (1000,))]
+        assert [(allocation.num_bytes, allocation.shape) for allocation in live.at_peak()] == [(4000, (1000,))]
         live.reset_peak()
         assert live.peak_bytes == 40
-        assert [holding.num_bytes for holding in live.at_peak()] == [40]
+        assert [allocation.num_bytes for allocation in live.at_peak()] == [40]
     assert second.numel() == 10
 
 
@@ -67,7 +67,7 @@ def test_what_was_there_before_is_counted_when_it_is_read():
     with LiveBytes("cpu") as live:
         after = before + 1
     assert live.current_bytes == 128
-    assert {holding.operator for holding in live.at_peak()} == {"outside", "aten.add.Tensor"}
+    assert {allocation.operator for allocation in live.at_peak()} == {"outside", "aten.add.Tensor"}
     assert after.sum() == 32
 
 
@@ -115,7 +115,9 @@ def test_the_peak_names_operator_module_and_phase():
     model = torch.nn.Sequential(torch.nn.Linear(8, 512), torch.nn.ReLU(), torch.nn.Linear(512, 8))
     with LiveBytes("cpu") as live:
         model(torch.ones(64, 8)).sum().backward()
-    found = {(holding.operator, holding.module, holding.phase, holding.shape) for holding in live.at_peak()}
+    found = {
+        (allocation.operator, allocation.module, allocation.phase, allocation.shape) for allocation in live.at_peak()
+    }
     assert ("aten.relu.default", "1", "forward", (64, 512)) in found
     assert ("aten.mm.default", "2", "backward", (64, 512)) in found
 

@@ -138,7 +138,7 @@ def test_the_slowest_rank_counts_and_the_others_are_idle_meanwhile():
     assert found.parts == pytest.approx({"compute": 0.013, "communication": 0.004, "data": 0.0, "idle": 0.003})
 
 
-def test_a_step_that_varies_more_than_communication_takes_says_nothing_of_what_is_hidden():
+def test_a_step_that_varies_more_than_communication_takes_gives_no_overlap():
     assert hidden_text(measured((0.010, 0.020, 0.030), (0.011, 0.021, 0.029))) == "too noisy"
     assert hidden_text(measured((0.011, 0.011), (0.011, 0.011))) == "75% ± 0%"
 
@@ -256,6 +256,6 @@ def test_two_real_ranks_are_measured_from_the_command_line(job_file, tmp_path, c
 )
 def test_bad_input_gets_one_sentence(job_file, capsys, options, refusal):
     assert main(["bench", "overlap", str(job_file), "--device", "cpu", *options]) == 2
-    said = capsys.readouterr().err
-    assert_refused(said, *refusal)
-    assert said.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert_refused(shown, *refusal)
+    assert shown.count("\n") == 1

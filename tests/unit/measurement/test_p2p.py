@@ -43,7 +43,7 @@ def measure_with_a_fault(world, spec, fault):
     real = dist.send
 
     def faulty(tensor, peer, **options):
-        if tensor.dtype == torch.uint8:  # what is measured, not the words beside it
+        if tensor.dtype == torch.uint8:  # what is measured, not the messages beside it
             tensor = fault(world.rank, peer, tensor)
         return real(tensor, peer, **options)
 
@@ -83,7 +83,7 @@ def hold_up(rank, peer, tensor):
     return tensor
 
 
-def test_a_link_that_is_held_up_shows_it_in_its_cells():
+def test_a_delayed_link_shows_it_in_its_cells():
     spec = PairSettings(large_bytes=4096, budget_s=0.2, ways=("send",))
     latencies = run_ranks(measure_with_a_fault, 3, spec, hold_up)[0].latencies
     assert min(latencies[0, 2], latencies[2, 0]) >= 0.01
@@ -103,7 +103,7 @@ def test_one_rank_and_a_size_over_memory_are_refused_on_every_rank():
 
 
 @pytest.mark.parametrize(
-    ("words", "refusal"),
+    ("argv", "refusal"),
     [
         ([], ("bench.too-few-ranks", "--nproc 2")),
         (["--nproc", "1"], ("bench.too-few-ranks", "--nproc 2")),
@@ -113,17 +113,17 @@ def test_one_rank_and_a_size_over_memory_are_refused_on_every_rank():
     ],
     ids=["alone", "one rank", "no bytes", "no unit", "no kind of report"],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(words, refusal, capsys):
-    assert main(["bench", "p2p", *words]) == 2
-    said = capsys.readouterr().err
-    assert_refused(said, *refusal)
-    assert said.count("\n") == 1
+def test_bad_input_is_one_sentence_and_exit_code_2(argv, refusal, capsys):
+    assert main(["bench", "p2p", *argv]) == 2
+    shown = capsys.readouterr().err
+    assert_refused(shown, *refusal)
+    assert shown.count("\n") == 1
 
 
 def test_the_command_writes_json_and_a_report(tmp_path, capfd):
     page = tmp_path / "links.md"
-    words = ["bench", "p2p", "--nproc", "2", "--device", "cpu", "--size", "64KiB", "--seconds", "0.2", "--way", "isend"]
-    assert main([*words, "--json", "--report", str(page)]) == 0
+    argv = ["bench", "p2p", "--nproc", "2", "--device", "cpu", "--size", "64KiB", "--seconds", "0.2", "--way", "isend"]
+    assert main([*argv, "--json", "--report", str(page)]) == 0
     found = json.loads(capfd.readouterr().out)
     assert [(link["source"], link["target"]) for link in found["links"]] == [(0, 1), (1, 0)]
     assert all(link["latency_s"] > 0 and link["bytes_per_s"] > 0 for link in found["links"])

@@ -69,7 +69,7 @@ def test_links_across_nodes_are_not_compared_with_those_in_a_node():
     assert find_slow(made("aabb", latency=across)) == ()
 
 
-def test_a_link_that_is_slow_in_one_way_only_is_no_slow_link():
+def test_a_link_that_is_slow_in_one_direction_only_is_not_a_slow_link():
     pairs = made("aaaa", latency={(0, 1, "send"): 5e-3}, ways=("send", "isend"))
     assert find_slow(pairs) == ()
 

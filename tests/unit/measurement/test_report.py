@@ -117,7 +117,7 @@ def test_a_report_is_written_whatever_the_values(tmp_path, findings, suffix):
     assert "nan" not in re.sub(r"[a-z]*nan[a-z]+", "", text)
 
 
-def test_words_of_others_never_become_markup():
+def test_foreign_text_never_becomes_markup():
     page = html_of(FINDINGS)
     assert "<script" not in page
     assert page.count("&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; | *") == 4
@@ -186,7 +186,7 @@ def test_a_fitted_line_has_the_colour_of_the_measured_one():
     assert measured == fitted != other
 
 
-def test_a_bar_is_as_long_as_its_parts_say():
+def test_the_length_of_a_bar_is_proportional_to_its_parts():
     rects = [float(rect.get("width")) for rect in ET.fromstring(draw_bars(TIMES, WIDE)).iter("rect")]
     assert rects[0] / rects[2] == pytest.approx(104.25 / 52.0, rel=0.01)
     assert rects[3] / rects[1] == pytest.approx(1.5, rel=0.05)
@@ -204,7 +204,7 @@ def test_columns_of_numbers_stand_to_the_right():
 
 
 @pytest.mark.parametrize(
-    ("values", "options", "words"),
+    ("values", "options", "labels"),
     [
         ((1024, 2**26), {"log": True, "is_bytes": True}, ["1 KiB", "64 MiB"]),
         (range(1024, 2**26, 2**20), {"log": True, "is_bytes": True}, ["1 KiB", "16 KiB", "256 KiB", "4 MiB"]),
@@ -214,8 +214,8 @@ def test_columns_of_numbers_stand_to_the_right():
         ([10.0**power for power in range(-9, 9)], {"log": True}, ["1e-9", "1e-5", "0.1", "1,000", "10,000,000"]),
     ],
 )
-def test_ticks_are_round_or_where_the_data_are(values, options, words):
-    assert [word for _, word in axis_over(values, **options).ticks(5)] == words
+def test_ticks_are_round_or_where_the_data_are(values, options, labels):
+    assert [label for _, label in axis_over(values, **options).ticks(5)] == labels
 
 
 def test_markdown_tables_have_as_many_cells_in_every_row():

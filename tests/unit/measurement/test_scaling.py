@@ -70,9 +70,9 @@ def test_limits_name_shared_cores_and_the_part_that_costs_most():
     first = {"compute": 0.040, "communication": 0.0, "data": 0.0, "idle": 0.0}
     second = {"compute": 0.021, "communication": 0.006, "data": 0.0, "idle": 0.0}
     strong = curve(point(1, 100.0, **first), point(2, 140.0, **second))
-    [words] = limits(strong, SharedResources(cores=2))
-    assert words.startswith("2 ranks: 70% ± 3% of ideal; they share the 2 cores that 1 rank used;")
-    assert words.endswith("; the largest loss is exposed communication (+6.0 ms per step)")
+    [text] = limits(strong, SharedResources(cores=2))
+    assert text.startswith("2 ranks: 70% ± 3% of ideal; they share the 2 cores that 1 rank used;")
+    assert text.endswith("; the largest loss is exposed communication (+6.0 ms per step)")
     assert "they share 1 GPU;" in limits(strong, SharedResources(gpus=1))[0]
     assert "share" not in limits(strong, SharedResources(gpus=2))[0]
     assert "share" not in limits(strong, SharedResources(cores=2, threads=1))[0]
@@ -147,7 +147,7 @@ def test_a_script_is_measured_by_what_it_prints_and_by_the_clock(script_file, tm
     assert timed.note.startswith("start-up time of ranks subtracted: ")
 
 
-def test_a_script_that_fails_is_named_with_its_own_words(tmp_path):
+def test_a_script_that_fails_is_named_with_its_message(tmp_path):
     path = tmp_path / "fails.py"
     path.write_text("raise RuntimeError('no such luck')")
     with refuses("bench.script-failed", "no such luck", kind=RankFailedError):
@@ -187,9 +187,9 @@ def test_a_job_is_measured_on_one_and_two_ranks_from_the_command_line(job_file, 
 )
 def test_bad_input_about_a_job_gets_one_sentence(job_file, capsys, options, refusal):
     assert main(["bench", "scaling", "--device", "cpu", *options, str(job_file)]) == 2
-    said = capsys.readouterr().err
-    assert_refused(said, *refusal)
-    assert said.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert_refused(shown, *refusal)
+    assert shown.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -203,15 +203,15 @@ def test_bad_input_about_a_job_gets_one_sentence(job_file, capsys, options, refu
 )
 def test_bad_input_about_a_script_gets_one_sentence(script_file, capsys, options, refusal):
     assert main(["bench", "scaling", *options, str(script_file)]) == 2
-    said = capsys.readouterr().err
-    assert_refused(said, *refusal)
-    assert said.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert_refused(shown, *refusal)
+    assert shown.count("\n") == 1
 
 
-def test_a_file_that_is_not_there_or_not_python_is_refused(tmp_path, capsys):
+def test_a_file_that_is_missing_or_not_python_is_refused(tmp_path, capsys):
     assert main(["bench", "scaling", str(tmp_path / "nothing.py")]) == 2
     assert_refused(capsys.readouterr().err, "cli.file-not-found", "nothing.py")
-    (tmp_path / "text.py").write_text("this is no Python")
+    (tmp_path / "text.py").write_text("plain text")
     assert main(["bench", "scaling", str(tmp_path / "text.py")]) == 2
     assert_refused(capsys.readouterr().err, "cli.not-python", "text.py")
 

@@ -42,7 +42,7 @@ def test_gradients_that_are_garbage_do_not_keep_a_fake_world_from_its_optimizer(
 
     garbage = dataclasses.replace(job, loss=dataclasses.replace(job.loss, sum=never))
     measured = rehearse(garbage, Plan.preset("zero3", 4, batch_size=8), steps=1)
-    assert any(words.startswith("optimizer states") for words, _ in measured.at_peak)
+    assert any(text.startswith("optimizer states") for text, _ in measured.at_peak)
 
 
 def test_phases_add_up_to_the_time_between_their_marks():
@@ -87,7 +87,7 @@ def event(name, began, ended, *, device="CPU", annotation=False, own=None):
     )
 
 
-def test_kernels_of_a_gpu_are_told_apart_from_communication_and_from_names_of_ranges():
+def test_kernels_of_a_gpu_are_distinguished_from_communication_and_from_names_of_ranges():
     found = summarize(
         [
             event("gemm", 0, 4, device="CUDA"),
@@ -160,13 +160,13 @@ def test_two_real_ranks_are_measured_from_the_command_line(job_file, tmp_path):
         [*command, "--device", "cpu", "--backend", "gloo", *outputs],
         capture_output=True, text=True, check=True, timeout=100,
     )  # fmt: skip
-    said = json.loads(done.stdout)
-    assert [(rank["rank"], rank["backend"], rank["plan"]) for rank in said["measured"]] == [
+    printed = json.loads(done.stdout)
+    assert [(rank["rank"], rank["backend"], rank["plan"]) for rank in printed["measured"]] == [
         (0, "gloo", "replicate2"),
         (1, "gloo", "replicate2"),
     ]
-    assert said["utilisation"] > 0
-    for rank, measured in enumerate(said["measured"]):
+    assert printed["utilisation"] > 0
+    for rank, measured in enumerate(printed["measured"]):
         profile = measured["profile"]
         assert profile["trace"] == str(tmp_path / f"trace.rank{rank}.json")
         assert 0 <= profile["exposed_s"] <= profile["communication_s"]
@@ -180,16 +180,16 @@ def test_two_real_ranks_are_measured_from_the_command_line(job_file, tmp_path):
 
 def test_ranks_of_another_launcher_are_joined_and_rank_zero_speaks(job_file):
     def body(rank):
-        with contextlib.redirect_stdout(io.StringIO()) as said:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             code = main(["bench", "step", str(job_file), "--device", "cpu", "--steps", "1", "--json"])
-        return code, said.getvalue()
+        return code, printed.getvalue()
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    (code, said), other = run_forked(body, 2, timeout_s=60, extra={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+    (code, printed), other = run_forked(body, 2, timeout_s=60, extra={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
     assert (code, other) == (0, (0, ""))
-    assert [measured["world_size"] for measured in json.loads(said)["measured"]] == [2, 2]
+    assert [measured["world_size"] for measured in json.loads(printed)["measured"]] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -208,9 +208,9 @@ def test_ranks_of_another_launcher_are_joined_and_rank_zero_speaks(job_file):
 )
 def test_bad_input_gets_one_sentence(job_file, capsys, options, refusal):
     assert main(["bench", "step", str(job_file), "--device", "cpu", *options]) == 2
-    said = capsys.readouterr().err
-    assert_refused(said, *refusal)
-    assert said.count("\n") == 1
+    complaint = capsys.readouterr().err
+    assert_refused(complaint, *refusal)
+    assert complaint.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["--nproc", "--fake-world"])
@@ -226,11 +226,11 @@ def test_the_table_shows_figures_in_their_units_and_the_kernels(job_file, capsys
     assert main(["bench", "step", str(job_file), *options]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("plan replicate2 · rank 0 of 2 (fake world) · CPU")
-    for words in (" ms", " MiB", " GFLOP/s", "utilisation", "profiled 3 steps", "aten::"):
-        assert words in shown
+    for text in (" ms", " MiB", " GFLOP/s", "utilisation", "profiled 3 steps", "aten::"):
+        assert text in shown
 
 
-def test_findings_hold_every_rank_and_say_when_the_others_were_fake(job):
+def test_findings_contain_every_rank_and_report_when_the_others_were_fake(job):
     measured = rehearse(job, Plan.preset("ddp", 2, batch_size=8), steps=1, profile=ProfileSpec(steps=1))
     ranks = [measured, dataclasses.replace(measured, rank=1)]
     findings = step_findings(ranks, predicted={"step_s": 1.0}, used=0.5, facts=(("host", "here"),))

@@ -77,7 +77,7 @@ def train_in_torch(model, batches, lr):
 
 
 def train_in_mlx(model, batches, lr):
-    """Return the losses of MLX's AdamW, told to correct its bias as torch does."""
+    """Return the losses of MLX's AdamW, configured to correct its bias as torch does."""
     import mlx.core as mx
     from mlx import nn, optimizers
 

@@ -131,7 +131,7 @@ def test_bf16_model_gives_bf16_logits_near_those_of_fp32():
 
 
 @pytest.mark.parametrize(("name", "num_kv_heads"), [("gpt2-tiny", 4), ("llama-tiny", 4), ("llama-tiny", 2)])
-def test_plain_cut_of_qkv_rows_gives_each_rank_whole_heads(name, num_kv_heads):
+def test_plain_split_of_qkv_rows_gives_each_rank_whole_heads(name, num_kv_heads):
     torch.manual_seed(0)
     whole = models.decoder(name, num_kv_heads=num_kv_heads).blocks[0].attn
     x = torch.randn(2, 10, 64)

@@ -67,6 +67,6 @@ def test_unknown_size_or_field_names_the_nearest(build, name, overrides, refusal
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)  # what Python leaves for a module that is not there
+    monkeypatch.setitem(sys.modules, "transformers", None)  # what Python leaves for a missing module
     with refuses("extra.hf-missing", "models.t5", "pip install 'shardwise[hf]'"):
         models.t5("t5-tiny")

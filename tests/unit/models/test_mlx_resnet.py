@@ -109,6 +109,6 @@ def test_a_fresh_network_is_spread_as_in_torch_and_its_blocks_are_the_identity()
     ("options", "refusal"),
     [({"norm": "layer"}, ("model.unknown-norm", "'layer'")), ({"stem": "big"}, ("model.unknown-stem", "'big'"))],
 )
-def test_an_unknown_word_is_refused(options, refusal):
+def test_an_unknown_name_is_refused(options, refusal):
     with refuses(*refusal):
         models.mlx.resnet18(**options)

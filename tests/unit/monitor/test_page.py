@@ -65,7 +65,7 @@ def test_page_of_64_ranks_and_100_000_steps(opened, tmp_path):
     page = opened(run)
     page.wait_for("document.querySelectorAll('#ranks tbody tr').length === 64")
 
-    # what a reader sees first
+    # what a user sees first
     assert "step 100,000 of 125,000" in text(page, "#step")
     assert text(page, "#state") == "running"
     assert "rank 13 is last" in page.wait_for(
@@ -76,7 +76,7 @@ def test_page_of_64_ranks_and_100_000_steps(opened, tmp_path):
     assert painted(page, "canvas")
     assert page.evaluate("document.querySelector('canvas').getAttribute('aria-label')").endswith("restarted 1 times")
 
-    # hover tells values on every chart
+    # hover shows values on every chart
     page.move(*centre(page, "canvas"))
     page.wait_for("!document.querySelector('#tip').hidden")
     assert "Loss" in text(page, "#tip")

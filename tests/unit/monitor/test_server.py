@@ -78,7 +78,7 @@ def test_other_host_names_get_nothing_even_with_the_token(server):
 @pytest.mark.parametrize(
     "name", ["nothing", "../view.py", "page/../page.js", "log", "log?rank=-1", "log?rank=a", "log?rank=%C2%B2"]
 )
-def test_what_is_not_there_is_not_found(server, name):
+def test_a_path_that_does_not_exist_is_not_found(server, name):
     assert get(server, f"/{server.token}/{name}")[0].status == 404
 
 

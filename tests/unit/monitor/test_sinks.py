@@ -1,4 +1,4 @@
-"""Sinks: every step told once, whatever restarts; trackers read back with their own readers."""
+"""Sinks: every step is sent once, whatever restarts; trackers are read back with their own libraries."""
 
 import json
 import math
@@ -30,7 +30,7 @@ needs = {
 
 
 def restarted_run(path, *, finished=True):
-    """Six steps of two ranks, killed after four, gone on from the second; a loss that is no number in between."""
+    """Six steps of two ranks, killed after four, resumed from the second; a loss that is NaN in between."""
     run = empty_run(path)
     write(run.launcher_events(), attempt_event(BEGAN, 2))
     for rank in (0, 1):
@@ -65,7 +65,7 @@ def finish(run):
     write(run.launcher_events(), FINISH)
 
 
-def told(run, known=None):
+def mirrored(run, known=None):
     feed = TrackerFeed(run, known or {})
     points = []
     while new := feed.read():
@@ -94,16 +94,16 @@ def test_a_missing_extra_is_one_sentence_with_the_pip_line(monkeypatch):
     assert caught.value.exit_code == 2
 
 
-def test_every_step_is_told_once_after_a_restart(tmp_path):
-    points, _ = told(restarted_run(tmp_path / "run"))
+def test_every_step_is_sent_once_after_a_restart(tmp_path):
+    points, _ = mirrored(restarted_run(tmp_path / "run"))
     losses = [(point.step, point.value) for point in points if point.name == "train/loss"]
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6]
-    assert math.isnan(losses[2][1])  # as it was told before the restart
+    assert math.isnan(losses[2][1])  # as it was sent before the restart
     assert [value for step, value in losses if step != 3] == [2.5, 2.25, 1.75, 1.5, 1.25]
 
 
-def test_all_that_is_known_of_a_step_is_told(tmp_path):
-    points, _ = told(restarted_run(tmp_path / "run"))
+def test_all_values_of_a_step_are_sent(tmp_path):
+    points, _ = mirrored(restarted_run(tmp_path / "run"))
     curves = {name: [(p.step, p.value) for p in points if p.name == name] for name in {p.name for p in points}}
     del curves["train/loss"]
     assert curves == {
@@ -119,17 +119,17 @@ def test_all_that_is_known_of_a_step_is_told(tmp_path):
     }
 
 
-def test_a_later_mirror_tells_only_what_the_earlier_did_not(tmp_path):
+def test_a_later_mirror_sends_only_what_the_earlier_did_not(tmp_path):
     run = restarted_run(tmp_path / "run")
-    points, feed = told(run)
-    assert told(run, feed.last_steps)[0] == []
-    rest, _ = told(run, {**feed.last_steps, "train/loss": 4})
+    points, feed = mirrored(run)
+    assert mirrored(run, feed.last_steps)[0] == []
+    rest, _ = mirrored(run, {**feed.last_steps, "train/loss": 4})
     assert [(point.name, point.step) for point in rest] == [("train/loss", 5), ("train/loss", 6)]
     assert [point.at for point in points if point.name == "train/loss"][:2] == [BEGAN + 1.5, BEGAN + 2]
 
 
 def test_restarts_and_notes_are_noted_once(tmp_path):
-    _, feed = told(restarted_run(tmp_path / "run"))
+    _, feed = mirrored(restarted_run(tmp_path / "run"))
     texts = sorted(note.text for note in feed.notes())
     assert texts == ["restart 1 of 3: rank 1 failed first: SIGKILL", "the loss of step 2 is nan"]
 
@@ -140,11 +140,11 @@ def test_lines_that_are_no_events_are_passed_over(tmp_path):
         file.write(
             'nonsense\n{"kind":"steps"}\n{"kind":"steps","first":6,"losses":[],"at":1,"seconds":0}\n{"kind":"ste'
         )
-    assert max(point.step for point in told(run)[0]) == 6
+    assert max(point.step for point in mirrored(run)[0]) == 6
 
 
 def test_a_run_is_described_by_job_plan_and_world(tmp_path):
-    about = describe_run(told(restarted_run(tmp_path / "run"))[1].state)
+    about = describe_run(mirrored(restarted_run(tmp_path / "run"))[1].state)
     assert about.name == "run"
     wanted = {
         "job.path": "/jobs/digits.py",
@@ -182,7 +182,7 @@ def test_a_run_that_ended_before_its_first_step_opens_no_tracker(tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
-def test_what_is_no_run_directory_is_refused(tmp_path):
+def test_a_path_that_is_not_a_run_directory_is_refused(tmp_path):
     with refuses("run.not-a-run"):
         mirror(RunDirectory(tmp_path), SinkSpec("tensorboard", "logs"), print)
 
@@ -198,7 +198,7 @@ def read_tensorboard(directory):
 
 
 @needs["tensorboard"]
-def test_tensorboard_reads_what_was_mirrored_while_the_run_went_on(tmp_path):
+def test_tensorboard_reads_what_was_mirrored_during_the_run(tmp_path):
     run = restarted_run(tmp_path / "run", finished=False)
     notes, spec = [], SinkSpec("tensorboard", str(tmp_path / "logs"))
     thread = threading.Thread(target=mirror, args=(run, spec, notes.append), kwargs={"interval_s": 0.01})
@@ -272,8 +272,8 @@ def test_wandb_offline_has_what_was_mirrored(tmp_path):
     from wandb.proto.wandb_internal_pb2 import Record
 
     run = restarted_run(tmp_path / "run")
-    said = mirror_elsewhere(run, "wandb:digits", WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
-    assert "wandb sync uploads it" in said
+    message = mirror_elsewhere(run, "wandb:digits", WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
+    assert "wandb sync uploads it" in message
     [log] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     records = [Record.FromString(data) for data in read_wandb(log)]
     rows = [
@@ -295,8 +295,8 @@ def read_wandb(path):
     """Yield the records of an offline file: LevelDB's log format, after a header of seven bytes."""
     content, place, whole = path.read_bytes(), 7, b""
     while place + 7 <= len(content):
-        if (room := 32768 - place % 32768) < 7:
-            place += room
+        if (space := 32768 - place % 32768) < 7:
+            place += space
             continue
         size, kind = struct.unpack_from("<HB", content, place + 4)
         whole += content[place + 7 : place + 7 + size]

@@ -47,7 +47,7 @@ def test_64_ranks_fit_and_the_late_one_stands_first(tmp_path):
     assert "1 restart" in text
 
 
-def test_run_of_a_plain_script_shows_what_its_launcher_told(tmp_path):
+def test_run_of_a_plain_script_shows_what_its_launcher_recorded(tmp_path):
     run = empty_run(tmp_path / "run")
     write(
         run.launcher_events(),
@@ -72,7 +72,7 @@ def test_rank_table_of_a_stopped_run_is_readable_in_80_and_120_columns(tmp_path)
     for width in (80, 120):
         lines = drawn(run, width=width).splitlines()
         heading = next(number for number, line in enumerate(lines) if line.startswith("rank "))
-        # No column is cut short; "for" and "behind", without a value for ranks that are gone, are left out.
+        # No column is truncated; "for" and "behind", without a value for ranks that are gone, are left out.
         assert lines[heading].split() == ["rank", "host", "device", "phase", "step", "memory", "state"]
         for rank in range(2):
             found = lines[heading + 1 + rank]

@@ -106,7 +106,7 @@ def test_norm_over_more_rows_than_the_batch_sees_them_all():
         ours(value)
 
 
-def test_micro_batch_without_a_row_on_any_rank_is_no_nan():
+def test_micro_batch_without_a_row_on_any_rank_gives_no_nan():
     def on_rank(world):
         ours = replace_batch_norms(nn.Sequential(nn.BatchNorm1d(2)), dist.group.WORLD)[0]
         ours.rows = (0, 3)
@@ -154,7 +154,7 @@ def test_norm_without_running_statistics_evaluates_alone():
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_weights_of_lower_precision_meet_statistics_of_their_own(device, momentum):
+def test_weights_of_lower_precision_have_statistics_of_their_own_precision(device, momentum):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     torch.manual_seed(1)

@@ -28,7 +28,7 @@ def test_every_parameter_is_in_exactly_one_unit():
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
 
 
-def test_a_block_that_shares_a_weight_with_others_is_no_unit():
+def test_a_block_that_shares_a_weight_with_others_is_not_a_unit():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()

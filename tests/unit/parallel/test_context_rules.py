@@ -35,7 +35,7 @@ REFUSED = {
         Layout(cp=4),
         ("plan.cp-heads-not-divisible", "cp=4", "6 attention heads", "Model", "1 or 2 or 3 or 6"),
     ),
-    "heads cut by tp": (
+    "heads sharded by tp": (
         lambda: Model(n_head=4),
         Layout(cp=4, tp=2),
         ("plan.cp-heads-not-divisible", "cp=4 x tp=2", "4 attention heads", "1 or 2"),

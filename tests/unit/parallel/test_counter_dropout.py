@@ -164,7 +164,7 @@ def test_whatever_a_model_draws_is_that_of_one_process_under_every_layout(nproc,
 
 
 class Tensored(nn.Module):
-    """Two layers that tensor parallelism cuts between, with dropout outside or inside of the cut."""
+    """Two layers that tensor parallelism shards, with dropout outside or inside of the sharded region."""
 
     def __init__(self, *, inside):
         super().__init__()
@@ -198,7 +198,7 @@ def test_tensor_parallel_ranks_drop_and_draw_alike_outside_of_the_sharded_region
     assert run_ranks(losses, 2, "tp", job)[0] == pytest.approx(run_ranks(losses, 1, "ddp", job)[0], rel=1e-9)
 
 
-def test_dropout_inside_of_a_tensor_cut_is_refused_by_name():
+def test_dropout_inside_of_a_tensor_parallel_region_is_refused_by_name():
     with refuses("support.keyed-masks-tp", "between"):
         run_ranks(losses, 2, "tp", tensored(inside=True))
     with refuses("support.keyed-draws-tp", "the model", "randn_like"):
@@ -369,6 +369,6 @@ def test_compiled_plans_are_refused():
         run_ranks(losses, 1, "ddp", compile="blocks")
 
 
-def test_other_words_for_masks_are_refused():
+def test_other_names_of_masks_are_refused():
     with refuses("job.unknown-masks", "'random'"):
         make_job(masks="random")

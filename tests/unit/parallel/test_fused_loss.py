@@ -21,7 +21,7 @@ from shardwise.training.evaluate import evaluate
 from shardwise.training.preflight import ModelRules
 
 JOBS = Path(__file__).parents[1] / "parity" / "jobs.py"
-WORDS = 4096
+VOCABULARY = 4096
 
 
 def verdicts(job, plans, nproc=2):
@@ -59,11 +59,11 @@ def job_of(**changes):
     """A job whose logits outweigh everything else that a step makes."""
 
     def model():
-        return sw.models.decoder("gpt2-tiny", vocab_size=WORDS, width=8, num_heads=2, num_layers=1, context=256)
+        return sw.models.decoder("gpt2-tiny", vocab_size=VOCABULARY, width=8, num_heads=2, num_layers=1, context=256)
 
     fields = {
         "model": model,
-        "data": lambda _: Tokens(8, 256, WORDS),
+        "data": lambda _: Tokens(8, 256, VOCABULARY),
         "loss": losses.token_cross_entropy,
         "steps": 1,
         "batch_size": 8,
@@ -77,7 +77,7 @@ def settled(name, overrides, *, world_size=1):
 
 @pytest.mark.parametrize("fused", ["true", "false"])
 def test_no_tensor_of_training_or_evaluation_is_as_large_as_the_logits(fused, monkeypatch):
-    monkeypatch.setattr("shardwise.planner.model.forms.CHUNK_ELEMENTS", 128 * WORDS)
+    monkeypatch.setattr("shardwise.planner.model.forms.CHUNK_ELEMENTS", 128 * VOCABULARY)
     job = job_of()
 
     def body(world):
@@ -89,8 +89,8 @@ def test_no_tensor_of_training_or_evaluation_is_as_large_as_the_logits(fused, mo
             evaluate(step, job.data("test"))
         return trained.numbers, evaluated.numbers
 
-    logits = 8 * 256 * WORDS
-    expected = (logits, logits) if fused == "false" else (128 * WORDS, 128 * WORDS)
+    logits = 8 * 256 * VOCABULARY
+    expected = (logits, logits) if fused == "false" else (128 * VOCABULARY, 128 * VOCABULARY)
     assert run_ranks(body, 1) == [expected]
 
 
@@ -192,7 +192,7 @@ def test_cross_entropy_may_be_called_by_keywords_alone():
         torch.nn.functional.cross_entropy(head(hidden), deferred)
 
 
-def test_deferred_logits_tell_their_size_and_are_themselves():
+def test_deferred_logits_have_their_size_and_are_themselves():
     model = Capped(lambda deferred: deferred)
     fuse_head(model)
     deferred = model(torch.ones(2, 3, 4))

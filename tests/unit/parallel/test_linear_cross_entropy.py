@@ -11,7 +11,7 @@ from shardwise.parallel.linear_cross_entropy import VocabularyShard, linear_cros
 from shardwise.planner.model.forms import chunk_rows
 from shardwise.testing import run_ranks
 
-TOKENS, WIDTH, WORDS = 37, 8, 51
+TOKENS, WIDTH, VOCABULARY = 37, 8, 51
 
 
 class Largest(TorchDispatchMode):
@@ -33,9 +33,9 @@ def tensors(tree):
 
 def draw(dtype=torch.float64, *, bias=False):
     torch.manual_seed(0)
-    head = nn.Linear(WIDTH, WORDS, bias=bias).to(dtype)
+    head = nn.Linear(WIDTH, VOCABULARY, bias=bias).to(dtype)
     hidden = torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=True)
-    targets = torch.randint(0, WORDS, (TOKENS,)).masked_fill(torch.arange(TOKENS) % 5 == 0, -100)
+    targets = torch.randint(0, VOCABULARY, (TOKENS,)).masked_fill(torch.arange(TOKENS) % 5 == 0, -100)
     return hidden, head, targets
 
 
@@ -62,7 +62,7 @@ def test_sum_and_gradients_are_those_of_torch(bias, chunk):
     )
 
 
-def test_under_autocast_it_is_no_farther_from_the_truth_than_torch_is():
+def test_under_autocast_its_error_is_at_most_that_of_torch():
     hidden, head, targets = draw(torch.float32)
     truth = gradients(plain(hidden, head, targets), hidden, head)
     with torch.autocast("cpu", torch.bfloat16):
@@ -88,13 +88,13 @@ def test_logits_of_all_tokens_are_never_there():
     hidden, head, targets = draw()
     with Largest() as watched:
         gradients(plain(hidden, head, targets), hidden, head)
-    assert watched.numbers == TOKENS * WORDS
+    assert watched.numbers == TOKENS * VOCABULARY
     with Largest() as watched:
         gradients(fused(hidden, head, targets, chunk=9), hidden, head)
-    assert watched.numbers == 9 * WORDS
+    assert watched.numbers == 9 * VOCABULARY
 
 
-def test_a_frozen_head_gets_no_gradient_and_no_room_for_one():
+def test_a_frozen_head_gets_no_gradient_and_no_memory_for_one():
     hidden, head, targets = draw()
     expected = gradients(plain(hidden, head, targets), hidden, head)[0]
     head.requires_grad_(requires_grad=False)
@@ -103,7 +103,7 @@ def test_a_frozen_head_gets_no_gradient_and_no_room_for_one():
             fused(hidden, head, targets, chunk=1), [hidden], torch.tensor(0.3, dtype=torch.float64)
         )
     torch.testing.assert_close(found, expected)
-    assert watched.numbers < WORDS * WIDTH
+    assert watched.numbers < VOCABULARY * WIDTH
 
 
 def test_only_ignored_targets_give_zero():
@@ -121,32 +121,32 @@ def test_asking_for_gradients_twice_is_an_error_not_a_wrong_number():
         loss.backward()
 
 
-def test_a_vocabulary_cut_unevenly_over_ranks_gives_the_whole_numbers():
+def test_a_vocabulary_sharded_unevenly_over_ranks_gives_the_numbers_of_the_whole():
     hidden, head, targets = draw(bias=True)
     expected = plain(hidden, head, targets)
     grads = gradients(expected, hidden, head)
 
     def body(world):
-        own = slice(0, 26) if world.rank == 0 else slice(26, WORDS)
-        shard = VocabularyShard(group=torch.distributed.group.WORLD, first=own.start, vocabulary=WORDS)
+        own = slice(0, 26) if world.rank == 0 else slice(26, VOCABULARY)
+        shard = VocabularyShard(group=torch.distributed.group.WORLD, first=own.start, vocabulary=VOCABULARY)
         weight, bias = (each.detach()[own].requires_grad_() for each in (head.weight, head.bias))
         loss = linear_cross_entropy(hidden, weight, bias, targets, ignore=-100, shard=shard, chunk=10)
         torch.testing.assert_close(loss, expected)
         found = torch.autograd.grad(loss, [hidden, weight, bias], torch.tensor(0.3, dtype=torch.float64))
-        for got, whole, cut in zip(found, grads, (slice(None), own, own), strict=True):
-            torch.testing.assert_close(got, whole[cut], rtol=1e-12, atol=1e-15)
+        for got, whole, rows_of_rank in zip(found, grads, (slice(None), own, own), strict=True):
+            torch.testing.assert_close(got, whole[rows_of_rank], rtol=1e-12, atol=1e-15)
 
     run_ranks(body, 2)
 
 
-def test_a_target_outside_a_cut_vocabulary_raises_as_it_does_outside_a_whole_one():
+def test_a_target_outside_a_sharded_vocabulary_raises_as_it_does_outside_a_whole_one():
     hidden, head, _ = draw()
-    outside = torch.full((TOKENS,), WORDS)
+    outside = torch.full((TOKENS,), VOCABULARY)
     with pytest.raises(RuntimeError, match="out of bounds"):
         fused(hidden, head, outside)
 
     def body(_):
-        shard = VocabularyShard(group=torch.distributed.group.WORLD, first=0, vocabulary=WORDS)
+        shard = VocabularyShard(group=torch.distributed.group.WORLD, first=0, vocabulary=VOCABULARY)
         with pytest.raises(RuntimeError, match="out of bounds"):
             fused(hidden, head, outside, shard=shard)
 
@@ -154,7 +154,7 @@ def test_a_target_outside_a_cut_vocabulary_raises_as_it_does_outside_a_whole_one
 
 
 @pytest.mark.parametrize(
-    ("tokens", "words", "rows"), [(16384, 128256, 2048), (65536, 32000, 8192), (2100, 128256, 1152), (5, 32, 5)]
+    ("tokens", "vocab_size", "rows"), [(16384, 128256, 2048), (65536, 32000, 8192), (2100, 128256, 1152), (5, 32, 5)]
 )
-def test_chunks_are_nearly_equal_and_of_whole_tiles(tokens, words, rows):
-    assert chunk_rows(tokens, words) == rows
+def test_chunks_are_nearly_equal_and_of_whole_tiles(tokens, vocab_size, rows):
+    assert chunk_rows(tokens, vocab_size) == rows

@@ -94,14 +94,14 @@ def test_adapters_make_no_blocks_of_linear_modules():
     assert find_blocks(module) == {}
 
 
-def test_factors_are_cut_as_the_matrix_beside_them():
+def test_factors_are_sharded_as_the_matrix_beside_them():
     module = meta_model().module
     styles = styles_by_name(module, find_rules(module, None))
-    cuts = {
+    dims = {
         name: split_dim(module.get_submodule(f"blocks.0.attn.{name}"), styles[f"blocks.0.attn.{name}"], "weight")
         for name in ("qkv", "qkv.lora_A", "qkv.lora_B", "out", "out.lora_A", "out.lora_B")
     }
-    assert cuts == {"qkv": 0, "qkv.lora_A": None, "qkv.lora_B": 0, "out": 1, "out.lora_A": 1, "out.lora_B": None}
+    assert dims == {"qkv": 0, "qkv.lora_A": None, "qkv.lora_B": 0, "out": 1, "out.lora_A": 1, "out.lora_B": None}
 
 
 class Fancy(nn.Linear):

@@ -166,7 +166,7 @@ def test_the_loss_is_the_mean_over_what_all_replicas_count():
     assert losses[1] != expected[1]
 
 
-def test_replicas_are_compared_when_they_have_met():
+def test_replicas_are_compared_after_they_have_synchronized():
     for _, verdicts, _ in run_ranks(looped, 2, sync_every=ROUND, replicas=ReplicaSpec(every=1, on_drift="stop")):
         assert verdicts == []
 
@@ -182,7 +182,7 @@ def stopped(world, folder, **options):
 
 
 @pytest.mark.parametrize(("name", "nproc"), [("ddp", 2), pytest.param("hsdp", 4, marks=pytest.mark.prove)])
-def test_a_stop_waits_for_the_sync_and_the_resumed_run_goes_on_to_the_bit(name, nproc, tmp_path):
+def test_a_stop_waits_for_the_sync_and_the_resumed_run_continues_bit_for_bit(name, nproc, tmp_path):
     whole, _, state = run_ranks(looped, nproc, name=name, sync_every=ROUND)[0]
     first, _, nothing = run_ranks(stopped, nproc, tmp_path, name=name, sync_every=ROUND)[0]
     assert nothing is None
@@ -225,7 +225,7 @@ def test_what_is_due_between_two_syncs_comes_with_the_second():
 
 
 def poisoned(world):
-    """Train with a loss that is no number in the second step of one replica."""
+    """Train with a loss that is NaN in the second step of one replica."""
     skipped = []
 
     def loss(output, batch):
@@ -242,7 +242,7 @@ def poisoned(world):
     return skipped, weights(step)
 
 
-def test_a_replica_skips_its_own_gradient_that_is_no_number_and_spoils_none():
+def test_a_replica_skips_its_own_gradient_that_is_nan_and_spoils_none():
     (here, mine), (there, others) = run_ranks(poisoned, 2)
     assert here == [0.0] * STEPS
     assert there == [0.0, 1.0, *[0.0] * (STEPS - 2)]
@@ -304,7 +304,7 @@ def with_batch_norm(world, batch_norm):
     return sw.unwrap(step.model)[1].running_mean
 
 
-def test_synced_batch_norms_are_refused_and_local_ones_meet_with_their_replicas():
+def test_synced_batch_norms_are_refused_and_local_ones_synchronize_with_their_replicas():
     with refuses("support.batch-norm-sync-every"):
         run_ranks(with_batch_norm, 2, "sync")
     assert torch.equal(*run_ranks(with_batch_norm, 2, "local"))

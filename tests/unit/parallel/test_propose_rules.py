@@ -1,4 +1,4 @@
-"""Tensor rules proposed: what is read from the flow of activations, and what a rehearsed cut rules out."""
+"""Tensor rules proposed: what is read from the flow of activations, and what a rehearsed split rules out."""
 
 import pytest
 import torch
@@ -23,31 +23,31 @@ def attend(q, k, v):
 
 
 class Separate(nn.Module):
-    """Names say nothing, and the output projection is defined first."""
+    """Names reveal nothing, and the output projection is defined first."""
 
     def __init__(self, heads=HEADS):
         super().__init__()
         self.num_heads, self.head_dim = heads, WIDTH // heads
         self.d, self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
-    def cut(self, x):
+    def heads_of(self, x):
         return x.view(*x.shape[:2], self.num_heads, self.head_dim)
 
     def forward(self, x):
-        return self.d(attend(self.cut(self.a(x)), self.cut(self.b(x)), self.cut(self.c(x))).flatten(2))
+        return self.d(attend(self.heads_of(self.a(x)), self.heads_of(self.b(x)), self.heads_of(self.c(x))).flatten(2))
 
 
 class ByShape(Separate):
     """Heads are read from the tensor."""
 
-    def cut(self, x):
+    def heads_of(self, x):
         return x.unflatten(-1, (-1, self.head_dim))
 
 
 class WholeWidth(Separate):
     """Takes the width of the heads from its input, which is whole."""
 
-    def cut(self, x):
+    def heads_of(self, x):
         return x.view(*x.shape[:2], self.num_heads, WIDTH // self.num_heads)
 
 
@@ -109,7 +109,7 @@ class Shown(Scaled):
 
 
 class Normed(Scaled):
-    """Normalises over what would be cut."""
+    """Normalises over what would be sharded."""
 
     def forward(self, x):
         return self.two(nn.functional.layer_norm(self.one(x), (8,)))
@@ -162,9 +162,9 @@ def test_rules_follow_the_flow_of_activations(make, wanted):
 
 
 def test_every_part_has_a_weaker_way_that_keeps_activations_whole():
-    (cut,) = propose_splits(ByShape(), run)
-    assert cut.name == "d"
-    assert cut.options == (QKV, GATHERED)
+    (split,) = propose_splits(ByShape(), run)
+    assert split.name == "d"
+    assert split.options == (QKV, GATHERED)
 
 
 def test_three_ranks_fit_where_two_do_not():
@@ -183,7 +183,7 @@ def test_a_stream_without_norms_joins_no_two_blocks():
     assert rules == block | {"embed": "vocab", "head": "column_gathered"}
 
 
-def test_all_embeddings_that_share_a_cut_weight_are_cut():
+def test_all_embeddings_that_share_a_sharded_weight_are_sharded():
     model = Stack(Gate, tie=True)
     model.unused = nn.Embedding(61, WIDTH)
     model.unused.weight = model.embed.weight
@@ -199,11 +199,11 @@ def test_a_model_on_meta_gives_the_same_rules_and_is_left_there():
     assert {block.num_heads for block in model.blocks} == {HEADS}
 
 
-def test_recurrent_layers_are_not_cut():
+def test_recurrent_layers_are_not_sharded():
     assert propose_rules(nn.LSTM(WIDTH, 8), run) == {}
 
 
-def test_a_model_that_does_not_run_is_refused_with_its_own_words():
+def test_a_model_that_does_not_run_is_refused_with_its_message():
     with refuses("model.trial-run-failed", "Linear", "RuntimeError: mat1"):
         propose_rules(nn.Linear(3, 3), run)
 

@@ -24,8 +24,8 @@ def small_decoder(**changes):
     return decoder(DecoderConfig(**(config | changes)))
 
 
-def halves(module, layers="blocks", cut=TWO):
-    return [split_stages(copy.deepcopy(module), cut, rank, layers=layers, device=CPU)[0] for rank in (0, 1)]
+def halves(module, layers="blocks", split=TWO):
+    return [split_stages(copy.deepcopy(module), split, rank, layers=layers, device=CPU)[0] for rank in (0, 1)]
 
 
 class Block(nn.Module):
@@ -79,8 +79,8 @@ def test_stages_own_every_parameter_once_under_its_own_name():
 
 
 def test_several_stages_of_a_rank_share_nothing():
-    cut = StageSplit(bounds=(0, 1, 2, 3, 4), ranks=(0, 1, 0, 1))
-    stages = split_stages(small_decoder(), cut, 1, layers="blocks", device=CPU)
+    split = StageSplit(bounds=(0, 1, 2, 3, 4), ranks=(0, 1, 0, 1))
+    stages = split_stages(small_decoder(), split, 1, layers="blocks", device=CPU)
     assert [stage.index for stage in stages] == [1, 3]
     names = [[name for name, _ in stage.named_parameters()] for stage in stages]
     assert all(name.startswith("blocks.1.") for name in names[0])

@@ -230,17 +230,17 @@ def test_meta_built_decoder_under_fsdp_and_tp_trains_as_on_one_process(kind, seq
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_stages_of_a_pipeline_are_cut_by_the_rules_of_the_whole_model(sequence):
+def test_stages_of_a_pipeline_are_sharded_by_the_rules_of_the_whole_model(sequence):
     model = shaken(models.decoder("gpt2-tiny", tie_head=False))
     tokens = torch.randint(256, (2, 17))
     alone = train(copy.deepcopy(model), tokens[:, :-1], next_token(tokens))
-    cut = StageSplit(bounds=(0, 1, 2), ranks=(0, 1))
+    split = StageSplit(bounds=(0, 1, 2), ranks=(0, 1))
 
     def body(world):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         stages = []
         for rank in range(2):
-            (stage,) = split_stages(copy.deepcopy(model), cut, rank, layers="blocks", device=torch.device("cpu"))
+            (stage,) = split_stages(copy.deepcopy(model), split, rank, layers="blocks", device=torch.device("cpu"))
             tensor_parallel(stage, mesh, model.tensor_rules(), sequence=sequence).connect()
             stage.program = lambda module: module(tokens[:, :-1])
             stages.append(stage)
@@ -253,7 +253,7 @@ def test_stages_of_a_pipeline_are_cut_by_the_rules_of_the_whole_model(sequence):
         assert_equal(Outcome(alone.losses, alone.output, grads, alone.weights), alone)
 
 
-def test_every_rank_holds_its_part_of_cut_weights_and_gradients():
+def test_every_rank_has_its_shard_of_weights_and_gradients():
     model, tokens = decoder("gpt2 tied")
 
     def body(world):
@@ -273,7 +273,7 @@ def test_every_rank_holds_its_part_of_cut_weights_and_gradients():
         assert "head.weight" not in shapes
 
 
-def test_sequence_parallelism_halves_the_stream_between_the_cut_parts():
+def test_sequence_parallelism_halves_the_stream_between_the_sharded_regions():
     model, tokens = decoder("llama")
 
     def body(world, *, sequence):
@@ -331,7 +331,7 @@ def test_frozen_parameters_stay_frozen():
 
 
 @pytest.mark.parametrize("token", [-1, 256])
-def test_a_token_outside_a_cut_vocabulary_is_an_error_as_on_one_process(token):
+def test_a_token_outside_a_sharded_vocabulary_is_an_error_as_on_one_process(token):
     def body(world):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = models.decoder("gpt2-tiny")

@@ -1,4 +1,4 @@
-"""Dropout under tensor parallelism: own masks where activations are cut, equal masks elsewhere, also recomputed."""
+"""Dropout under tensor parallelism: own masks where activations are sharded, equal masks elsewhere, also recomputed."""
 
 from functools import partial
 
@@ -76,7 +76,7 @@ def equal_masks(ranks):
     return {name: torch.equal(mask[0], second[name][0]) for name, mask in first.items()}
 
 
-def test_masks_differ_inside_the_cut_region_and_are_equal_outside():
+def test_masks_differ_inside_the_sharded_region_and_are_equal_outside():
     assert equal_masks(masks_and_grads()) == {
         "before": True,
         "blocks.0.inside": False,
@@ -86,7 +86,7 @@ def test_masks_differ_inside_the_cut_region_and_are_equal_outside():
     }
 
 
-def test_masks_differ_on_a_stream_that_is_cut_by_tokens():
+def test_masks_differ_on_a_stream_that_is_split_by_tokens():
     equal = equal_masks(masks_and_grads(sequence=True))
     assert equal.pop("before")
     assert not any(equal.values())

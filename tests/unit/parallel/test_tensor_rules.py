@@ -75,7 +75,7 @@ def test_a_decoder_inside_another_module_keeps_its_rules_under_its_name(name):
     assert find_rules(outer, None) == {f"inner.{key}": style for key, style in model.tensor_rules().items()}
 
 
-def test_transformers_plan_is_read_in_our_words():
+def test_transformers_plan_is_translated_to_our_rules():
     llama = tiny(pytest.importorskip("transformers"), "Llama")
     rules = find_rules(llama, None)
     assert rules["model.layers.*.self_attn.q_proj"] == "column"
@@ -89,7 +89,7 @@ def test_head_norms_of_qwen3_are_summed_over_ranks():
     assert rules["model.layers.*.self_attn.q_norm"] == "summed"
 
 
-def test_an_embedding_tied_to_a_cut_head_is_cut_with_it():
+def test_an_embedding_tied_to_a_sharded_head_is_sharded_with_it():
     rules = find_rules(tiny(pytest.importorskip("transformers"), "Qwen2", tie_word_embeddings=True), None)
     assert (rules["model.embed_tokens"], rules["lm_head"]) == ("vocab", "column_gathered")
 
@@ -133,7 +133,7 @@ def test_a_rule_that_does_not_fit_is_refused_by_name(rules, refusal):
         find_rules(Net(), rules)
 
 
-def test_an_embedding_that_looks_at_all_rows_cannot_be_cut():
+def test_an_embedding_that_reads_all_rows_cannot_be_sharded():
     net = Net()
     net.embed = nn.Embedding(10, 6, max_norm=1.0)
     with refuses("job.tensor-rule-not-embedding", "max_norm"):
@@ -175,12 +175,12 @@ def test_a_degree_that_does_not_divide_a_width_is_refused():
         check_tensor(Net(), 5, MLP_RULES)
 
 
-def test_a_vocabulary_may_be_cut_unevenly():
+def test_a_vocabulary_may_be_sharded_unevenly():
     model = models.decoder("gpt2-tiny", vocab_size=257)
     check_tensor(model, 2, model.tensor_rules(), sequence=True)
 
 
-def test_a_shared_weight_cut_in_two_ways_is_refused():
+def test_a_shared_weight_sharded_in_two_ways_is_refused():
     net = Net()
     net.head.weight = net.embed.weight
     with refuses("job.tensor-rules-tied", "embed.weight", "head.weight"):

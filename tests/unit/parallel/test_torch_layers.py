@@ -1,4 +1,4 @@
-"""torch's own transformer layers, cut over ranks, compute what they do in one process: training and inference."""
+"""torch's own transformer layers, sharded over ranks, compute what they do in one process: training and inference."""
 
 import copy
 

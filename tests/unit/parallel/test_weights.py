@@ -107,15 +107,15 @@ def test_a_model_without_init_weights_gets_the_values_it_would_have_alone():
 
 
 def test_a_model_that_reads_its_weights_while_it_is_built_still_works():
-    class Reader(nn.Module):
+    class SelfInspecting(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(2, 2)
             self.largest = float(self.linear.weight.detach().max())
 
     torch.manual_seed(0)
-    plain = Reader()
-    module, _ = built(Reader)
+    plain = SelfInspecting()
+    module, _ = built(SelfInspecting)
     assert torch.equal(module.linear.weight, plain.linear.weight)
 
 

@@ -1,4 +1,4 @@
-"""Jobs whose sequences are cut: grouped heads, learned positions, and transformers' own model and loss."""
+"""Jobs whose sequences are split: grouped heads, learned positions, and transformers' own model and loss."""
 
 import torch
 from torch.utils.data import Dataset

@@ -173,7 +173,7 @@ broken = points(lambda: torch.nn.Linear(7, 3))
 
 
 class DroppingBlock(torch.nn.Module):
-    """Drops hidden units, which tensor parallelism cuts, and outputs, which it does not."""
+    """Drops hidden units, which tensor parallelism shards, and outputs, which it does not."""
 
     def __init__(self):
         super().__init__()

@@ -6,7 +6,7 @@ from mlx import nn
 
 import shardwise as sw
 
-ROWS, LENGTH, WORDS = 22, 6, 11
+ROWS, LENGTH, VOCABULARY = 22, 6, 11
 
 
 class Rows(torch.utils.data.Dataset):
@@ -26,10 +26,10 @@ class Tokens(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
-        words = torch.randint(0, WORDS, (LENGTH + 1,), generator=generator)
-        targets = words[1:].clone()
+        tokens = torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=generator)
+        targets = tokens[1:].clone()
         targets[: index % LENGTH] = -100
-        return words[:-1], targets
+        return tokens[:-1], targets
 
 
 class Net(nn.Module):
@@ -45,10 +45,10 @@ class Net(nn.Module):
         return rows
 
 
-class Reader(nn.Module):
+class LanguageModel(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, 12), nn.Linear(12, WORDS)
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 12), nn.Linear(12, VOCABULARY)
 
     def __call__(self, tokens):
         return self.head(mx.cumsum(self.embedding(tokens), axis=1))
@@ -80,6 +80,6 @@ def make(**changes):
 
 job = make(clip_norm=0.5)
 tokens = make(
-    model=Reader, data=lambda split: Tokens() if split == "train" else None, loss=sw.losses.token_cross_entropy
+    model=LanguageModel, data=lambda split: Tokens() if split == "train" else None, loss=sw.losses.token_cross_entropy
 )
 convolution = make(model=Convolution)

@@ -43,7 +43,7 @@ def test_pieces_that_changed_places_are_found():
     assert "1 at 0, 0 at 1 of 2 along dim 0" in misplaced_pieces(wanted.roll(4, 0), wanted, [2, 4])
 
 
-def test_a_tensor_in_its_place_or_simply_wrong_is_no_misplaced_piece():
+def test_a_tensor_in_its_place_or_simply_wrong_is_not_a_misplaced_shard():
     wanted = torch.arange(24.0).view(8, 3)
     assert misplaced_pieces(wanted, wanted, [2, 4]) is None
     assert misplaced_pieces(wanted * 2, wanted, [2, 4]) is None
@@ -56,6 +56,6 @@ def test_one_use_of_a_shared_weight_in_the_wrong_place_is_found():
     assert misplaced_use(embed + head, [embed, head], [4]) is None
 
 
-def test_rows_are_grouped_as_the_readers_of_a_plan_see_them():
+def test_rows_are_grouped_by_the_data_parallel_ranks_of_a_plan():
     assert regroup(8, dp_size=2, accumulation=2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert regroup(3, dp_size=2, accumulation=2) == [[1], [0, 2]]

@@ -17,7 +17,7 @@ from shardwise.parity.spec import Gap
 from shardwise.plans import Plan
 
 COUNTS = [[3, 5], [7, 2]]
-"""By reader and micro-batch."""
+"""By data-parallel rank and micro-batch."""
 
 
 def tensor(seed):
@@ -42,7 +42,7 @@ def traced(rank):
 
 
 def evidence(**changes):
-    """Two readers with two micro-batches each, whose gradient is right unless changed."""
+    """Two data-parallel ranks with two micro-batches each, whose gradient is right unless changed."""
     cells = [
         [
             Cell(gradients={"w": tensor(10 * r + a), "v": tensor(100 + 10 * r + a)}, count=count)
@@ -85,7 +85,7 @@ def cause(given):
     return finding.cause
 
 
-def test_a_gradient_that_nothing_explains_has_an_unknown_cause_and_says_what_was_ruled_out():
+def test_a_gradient_that_nothing_explains_has_an_unknown_cause_and_names_what_was_ruled_out():
     (finding,) = diagnose(with_gradient(w=tensor(77)))
     assert finding.cause == "unknown cause"
     assert "initial weights and batches are equal" in finding.evidence
@@ -154,7 +154,7 @@ def test_a_skipped_micro_batch_is_found_with_either_divisor():
         assert cause(given) == "skipped last micro-batch"
 
 
-def test_means_of_means_are_told_apart():
+def test_means_of_means_are_distinguished():
     rows = evidence().cells
     by_rank = {n: sum(sum(c.gradients[n] for c in row) / sum(c.count for c in row) for row in rows) / 2 for n in "wv"}
     columns = list(zip(*rows, strict=True))
@@ -162,10 +162,10 @@ def test_means_of_means_are_told_apart():
         n: sum(sum(c.gradients[n] for c in col) / sum(c.count for c in col) for col in columns) / 2 for n in "wv"
     }
     by_cell = {n: sum(c.gradients[n] / c.count for row in rows for c in row) / 4 for n in "wv"}
-    for gradient, words in ((by_rank, "over ranks"), (by_place, "over micro-batches,"), (by_cell, "of all ranks")):
+    for gradient, expected in ((by_rank, "over ranks"), (by_place, "over micro-batches,"), (by_cell, "of all ranks")):
         (finding,) = diagnose(with_gradient(**gradient))
         assert finding.cause == "mean of means"
-        assert words in finding.evidence
+        assert expected in finding.evidence
 
 
 def test_a_plain_average_of_equal_counts_is_not_a_mean_of_means():
@@ -221,16 +221,16 @@ def masks(rank, *, same_mask, same_input):
 
 
 @pytest.mark.parametrize(
-    ("same_input", "same_mask", "words"),
+    ("same_input", "same_mask", "cause"),
     [
         (False, True, "equal dropout seeds across tensor-parallel ranks"),
         (True, False, "different dropout seeds outside the sharded region"),
     ],
 )
-def test_masks_must_differ_inside_the_sharded_region_and_agree_outside(same_input, same_mask, words):
+def test_masks_must_differ_inside_the_sharded_region_and_agree_outside(same_input, same_mask, cause):
     by_rank = [masks(rank, same_mask=same_mask, same_input=same_input) for rank in range(2)]
     (finding,) = compare_masks(by_rank, Layout(tp=2)).findings
-    assert (finding.cause, finding.parameter, finding.ranks) == (words, "blocks.0.drop", (0, 1))
+    assert (finding.cause, finding.parameter, finding.ranks) == (cause, "blocks.0.drop", (0, 1))
 
 
 @pytest.mark.parametrize("axis", ["replicate", "shard", "cp"])
@@ -269,7 +269,7 @@ def test_sound_masks_are_not_accused(same):
     assert compare_masks(by_rank, Layout(tp=2)).findings == ()
 
 
-def test_a_gradient_that_is_not_finite_in_one_process_is_no_fault_of_the_plan():
+def test_a_gradient_that_is_not_finite_in_one_process_is_not_a_fault_of_the_plan():
     nothing = {"w": tensor(1) * torch.nan, "v": tensor(2)}
     (finding,) = diagnose(evidence(gradients=nothing, expected_gradients=nothing))
     assert finding.cause == "not finite in one process"

@@ -25,7 +25,7 @@ def test_casts_of_fp64_do_nothing_inside_and_come_back_after(cast):
     assert cast(x).dtype == torch.float32
 
 
-def test_a_row_that_is_masked_whole_is_no_nan():
+def test_a_fully_masked_row_gives_no_nan():
     masked = torch.full((2,), torch.finfo(torch.float64).min, dtype=torch.float64)
     with true_double():
         assert functional.softmax(masked, dim=-1, dtype=torch.float32).tolist() == [0.5, 0.5]

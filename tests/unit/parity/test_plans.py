@@ -38,7 +38,7 @@ def test_a_plan_file_may_carry_overrides_too(tmp_path):
     ("text", "refusal"),
     [("", ("verify.no-plans",)), (" , ", ("verify.no-plans",)), ("ddp,zero3,ddp", ("verify.plan-repeated", "ddp"))],
 )
-def test_a_list_that_says_nothing_or_twice_is_refused(text, refusal):
+def test_an_empty_list_or_one_with_duplicates_is_refused(text, refusal):
     with refuses(*refusal):
         parse_plans(text)
 

@@ -140,7 +140,7 @@ def test_bugs_under_bf16_are_caught_by_gradient_and_norm_and_named_in_fp64(plant
     assert verdict.worst.beyond > 2
 
 
-def test_a_bug_that_only_lower_precision_has_is_said_to_be_one(plant):
+def test_a_bug_that_only_lower_precision_has_is_reported_as_such(plant):
     def double_in_bf16(right, self, loss):
         return right(self, loss) * (1 if loss.dtype == torch.float64 else 2)
 
@@ -361,7 +361,7 @@ def test_equal_dropout_seeds_across_tensor_parallel_ranks(plant, job, module):
     assert finding.ranks == (0, 1)
 
 
-def test_different_dropout_seeds_outside_the_cut_region(plant):
+def test_different_dropout_seeds_outside_the_sharded_region(plant):
     plant(ShardedRandom, "leave", lambda right, self: None)
     finding = finding_on("tp", job="tensor_dropout")
     assert finding.cause == "different dropout seeds outside the sharded region"

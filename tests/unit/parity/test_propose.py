@@ -25,7 +25,7 @@ def proposal(path, job, **options):
 
 
 @pytest.mark.slow
-def test_rules_of_a_plain_model_are_said_as_python_and_a_job_reads_them_from_the_file(tmp_path, capfd):
+def test_rules_of_a_plain_model_are_printed_as_python_and_a_job_reads_them_from_the_file(tmp_path, capfd):
     out = tmp_path / "rules.toml"
     assert main(["verify", f"{NO_RULES}:net", "--propose-rules", "--steps", "2", "--out", str(out)]) == 0
     shown = capfd.readouterr()
@@ -33,8 +33,8 @@ def test_rules_of_a_plain_model_are_said_as_python_and_a_job_reads_them_from_the
     assert '    "blocks.*.attention": "heads",\n' in shown.out
     assert "Net: 10 tensor rules confirmed, tp=2 equals one process" in shown.err
     job = load_job(refer(f"{NO_RULES}:net", {"tensor_rules": str(out)}))
-    said = eval(f"dict({shown.out.strip().rstrip(',')})")
-    assert job.tensor_rules == said["tensor_rules"]
+    printed = eval(f"dict({shown.out.strip().rstrip(',')})")
+    assert job.tensor_rules == printed["tensor_rules"]
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_a_proposal_that_fails_exits_with_3_and_one_sentence(tmp_path, capfd):
     assert not shown.out
 
 
-def test_a_recurrent_model_cannot_be_cut_and_exits_with_3(capfd):
+def test_a_recurrent_model_cannot_be_sharded_and_exits_with_3(capfd):
     assert main(["verify", f"{NO_RULES}:recurrent", "--propose-rules", "--json"]) == 3
     shown = capfd.readouterr()
     assert json.loads(shown.out)["rules"] == {}
@@ -107,11 +107,11 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "word"), BAD.values(), ids=BAD)
-def test_bad_input_exits_with_2_and_one_sentence(capfd, arguments, word):
+@pytest.mark.parametrize(("arguments", "expected"), BAD.values(), ids=BAD)
+def test_bad_input_exits_with_2_and_one_sentence(capfd, arguments, expected):
     assert main(["verify", f"{NO_RULES}:net", *arguments]) == 2
     (line,) = capfd.readouterr().err.strip().splitlines()
-    assert word in line
+    assert expected in line
 
 
 def test_a_plan_with_tp_and_no_rules_names_the_command_that_finds_them():
@@ -121,7 +121,7 @@ def test_a_plan_with_tp_and_no_rules_names_the_command_that_finds_them():
 
 
 @pytest.mark.prove
-def test_a_plain_cut_of_packed_attention_fails_by_name(tmp_path):
+def test_a_plain_split_of_packed_attention_fails_by_name(tmp_path):
     rules = {"blocks.*.attention.qkv": "column", "blocks.*.attention.proj": "row"}
     (tmp_path / "wrong.toml").write_text(rules_to_toml(rules, "halves of q, k and v taken for heads"))
     rules_file = f"tensor_rules={tmp_path / 'wrong.toml'}"

@@ -41,7 +41,7 @@ def test_sound_lives_do_not_part():
     assert divergence() is None
 
 
-def test_a_rank_that_saw_a_step_more_before_it_died_is_no_difference():
+def test_a_rank_that_saw_a_step_more_before_it_died_is_not_a_difference():
     ranks = life(stop=3).ranks
     assert divergence(first=life(ranks=2, stop=3)) is None
     assert divergence(first=dataclasses.replace(life(), ranks=[ranks[0], ranks[1][:2]])) is None
@@ -56,7 +56,7 @@ def test_rows_of_the_next_step_are_recognised():
 
 
 def test_rows_left_out_and_taken_instead_are_counted():
-    found = divergence(last=life(3, ranks=4, changes={4: {"rows": ("row 16", "row 17", "stranger")}})).finding
+    found = divergence(last=life(3, ranks=4, changes={4: {"rows": ("row 16", "row 17", "row 99")}})).finding
     assert found.evidence.endswith("step 5 skipped 2 of its 4 rows and used 1 others")
 
 

@@ -145,7 +145,7 @@ def test_a_rank_that_dies_fails_its_plan_and_the_next_is_still_seen(monkeypatch)
     assert report.exit_code == 3
 
 
-def test_a_job_that_one_process_cannot_train_is_said_so():
+def test_a_job_that_one_process_cannot_train_is_reported_as_such():
     with refuses("verify.reference-failed", kind=TrainingError):
         report_on(["ddp"], job="broken")
 
@@ -184,18 +184,18 @@ def test_the_spec_is_json_both_ways_and_holds_the_defaults():
 
 
 @pytest.mark.parametrize(
-    ("job", "cause", "words"),
+    ("job", "cause", "evidence"),
     [
         ("counting", "state between forward passes", "runs 2 micro-batches a step where one process runs 1"),
         ("contrastive", "loss over the whole batch", "duplicated rows multiply Loss.sum and Loss.count"),
         ("centered", "model or loss over the whole batch", "depends on the other rows of its micro-batch"),
     ],
 )
-def test_a_job_that_no_split_of_the_batch_gives_is_named_as_such(job, cause, words):
+def test_a_job_that_no_split_of_the_batch_gives_is_named_as_such(job, cause, evidence):
     report = report_on(["ddp+accumulation=2"], job=job, steps=1)
     (finding,) = report.verdicts[0].findings
     assert finding.cause == cause
-    assert words in finding.evidence
+    assert evidence in finding.evidence
     assert any("duplicated rows multiply Loss.sum" in note for note in report.notes) == (job == "contrastive")
 
 

@@ -1,4 +1,4 @@
-"""Sequences cut over ranks give the values of one process, in fp64 to 1e-9."""
+"""Sequences split over ranks give the values of one process, in fp64 to 1e-9."""
 
 from pathlib import Path
 
@@ -67,6 +67,6 @@ def test_every_combination_equals_one_process(job):
 
 
 @pytest.mark.prove
-def test_slices_go_on_from_checkpoints_of_others_and_others_from_theirs():
+def test_slices_resume_from_checkpoints_of_others_and_others_from_theirs():
     plans = ["cp", "shard2.cp2", "ddp"]
     assert verdicts("learned", plans, 4, steps=6, resume=True) == passed(plans)

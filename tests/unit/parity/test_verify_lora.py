@@ -21,7 +21,7 @@ def test_adapters_under_sharding_tensor_parallelism_and_stages_equal_one_process
     assert statuses("untied", ["pp+accumulation=4"]) == [("passed", "")]
 
 
-def test_dropped_inputs_of_adapters_are_alike_where_they_are_whole_and_differ_where_they_are_cut():
+def test_dropped_inputs_of_adapters_are_alike_where_they_are_whole_and_differ_where_they_are_sharded():
     assert statuses("dropping", ["tp+sequence_parallel=true"]) == [("passed", "")]
 
 

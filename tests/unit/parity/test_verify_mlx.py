@@ -1,4 +1,4 @@
-"""verify on jobs in MLX: replicas equal one process in every number, resumes too, and what MLX lacks is said."""
+"""verify on jobs in MLX: replicas equal one process in every number, resumes too, and what MLX lacks is reported."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_tokens_are_weighed_by_how_many_count_in_the_whole_batch():
     assert verdict.worst.relative < 1e-10
 
 
-def test_where_mlx_has_no_fp64_noise_is_measured_in_fp32_and_a_note_says_so():
+def test_where_mlx_has_no_fp64_noise_is_measured_in_fp32_and_a_note_reports_it():
     report = report_on(["ddp"], job="convolution", steps=2)
     (verdict,) = report.verdicts
     assert verdict.status == "passed", verdict
@@ -48,7 +48,7 @@ def test_where_mlx_has_no_fp64_noise_is_measured_in_fp32_and_a_note_says_so():
     assert any("MLX does not train this model in fp64" in note for note in report.notes)
 
 
-def test_a_killed_run_goes_on_exactly_on_another_number_of_ranks():
+def test_a_killed_run_resumes_exactly_on_another_number_of_ranks():
     (verdict,) = report_on(["ddp"], resume=True, steps=5).verdicts
     assert verdict.status == "passed", verdict
     assert verdict.measure.endswith("then as ddp on 1 rank")
@@ -65,7 +65,7 @@ def test_ranks_that_do_not_sum_are_found_out(monkeypatch):
 
 
 @pytest.mark.prove
-def test_what_mlx_cannot_do_does_not_apply_and_is_no_failure():
+def test_what_mlx_cannot_do_does_not_apply_and_is_not_a_failure():
     report = report_on("all", nproc=2, steps=1)
     found = {verdict.plan: verdict.status for verdict in report.verdicts}
     assert report.exit_code == 0, report

@@ -78,17 +78,17 @@ def test_fp32_stays_within_the_measured_noise():
 
 
 @pytest.mark.parametrize(
-    ("plan", "job", "words"),
+    ("plan", "job", "expected"),
     [
         ("ddp+precision=bf16", "job", "computes in bf16"),
         ("ddp+accumulation=2", "batch_norm", "depend on the micro-batches"),
         ("tp", "batch_norm", "--propose-rules"),
     ],
 )
-def test_plans_that_cannot_be_proven_are_refused(plan, job, words):
+def test_plans_that_cannot_be_proven_are_refused(plan, job, expected):
     report = report_on([plan], job=job)
     assert report.verdicts[0].status == "refused"
-    assert words in report.verdicts[0].reason
+    assert expected in report.verdicts[0].reason
     assert report.exit_code == 2
 
 
@@ -211,13 +211,13 @@ def test_a_plan_that_is_off_by_itself_is_blamed_and_not_resume(monkeypatch):
     assert "ddp on 1 rank differs even without a kill" in finding.evidence
 
 
-def test_a_job_that_draws_random_numbers_is_told_apart():
+def test_a_job_that_draws_random_numbers_is_distinguished():
     finding = finding_on(job="noisy")
     assert finding.cause == "random numbers"
     assert "--set masks=keyed" in finding.evidence
 
 
-def test_a_job_that_differs_each_time_is_told_apart():
+def test_a_job_that_differs_each_time_is_distinguished():
     assert finding_on(job="restless").cause == "non-deterministic operation"
 
 

@@ -1,4 +1,4 @@
-"""Jobs without tensor rules whose models look as if they could be cut: job names sly, borrowed and encoder."""
+"""Jobs without tensor rules whose models look as if they could be sharded: job names sly, borrowed and encoder."""
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ class Mlp(nn.Module):
 
 
 class Sly(Mlp):
-    """Normalises over what would be cut, and only while it trains."""
+    """Normalises over what would be sharded, and only while it trains."""
 
     def forward(self, x):
         inner = self.one(x).relu()

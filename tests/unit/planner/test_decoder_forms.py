@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planner.test_published import LENGTH, ROWS, FusedNorm, held_by, measure
+from planner.test_published import LENGTH, ROWS, FusedNorm, measure, saved_by
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.parallel.recompute import recompute_block
@@ -62,7 +62,7 @@ def test_a_block_saves_what_the_layer_saves(tmp_path, kind, fields, policy):
     if policy != "none":
         recompute_block(layer, selective=policy == "selective")
     measured = measure(forward_of(layer, tables), sample(), [*layer.parameters(), *tables])
-    predicted = held_by(part.footprints[policy])
+    predicted = saved_by(part.footprints[policy])
     # Where little is saved, forward peaks in the rotation, whose temporaries transformers allocates in another order.
     compared = slice(None) if policy == "none" else slice(None, None, 2)
     assert predicted[compared] == pytest.approx(measured[compared], rel=0.001)

@@ -56,14 +56,14 @@ def wide_convolutions(times):
     return Model(plain=widen(resnet.plain), gathered=widen(resnet.gathered))
 
 
-def test_a_family_without_room_says_what_it_needs_and_what_to_shard():
-    words = reason(search(asked("llama-7b", "8xA100-40GB", 64)), "ddp")
+def test_a_family_that_does_not_fit_names_what_it_needs_and_what_to_shard():
+    text = reason(search(asked("llama-7b", "8xA100-40GB", 64)), "ddp")
     limit = "a plan may use 40.2 GB (95% of the device's 42.3 GB)"
-    assert f"{limit}: ZeRO-3 (-117 GB) and " in words
-    assert words.endswith("together would be enough")
+    assert f"{limit}: ZeRO-3 (-117 GB) and " in text
+    assert text.endswith("together would be enough")
 
 
-def test_a_plan_between_the_limit_and_the_device_says_which_it_exceeds():
+def test_a_plan_between_the_limit_and_the_device_names_which_it_exceeds():
     question = asked("llama-7b", "8xA100-40GB", 64)
     memory = search(question).families["ddp"].memory
     near = dataclasses.replace(memory, reserved=41.2e9 - memory.outside)
@@ -88,7 +88,7 @@ def test_the_model_error_within_which_the_simpler_plan_wins_is_printed():
 
 
 @pytest.mark.parametrize(
-    ("name", "cluster", "family", "words"),
+    ("name", "cluster", "family", "expected"),
     [
         ("resnet-50", "1xH100", "zero3", "at least two devices"),
         ("resnet-50", "2xH100", "hsdp", "too few for two kinds"),
@@ -96,51 +96,51 @@ def test_the_model_error_within_which_the_simpler_plan_wins_is_printed():
         ("gpt2-xl", "4xH100", "tp", "only by 5, 25"),
     ],
 )
-def test_what_cannot_be_has_its_own_reason(name, cluster, family, words):
-    assert words in reason(search(asked(name, cluster, 32)), family)
+def test_what_cannot_be_has_its_own_reason(name, cluster, family, expected):
+    assert expected in reason(search(asked(name, cluster, 32)), family)
 
 
 @pytest.mark.parametrize(
-    ("name", "cluster", "words"),
+    ("name", "cluster", "expected"),
     [
         ("resnet-50", "8xH100", "not known to support context parallelism"),
         ("llama-7b", "8xH100", f"too short to split in two: a rank needs at least {LEAST_TOKENS:,}"),
         ("llama3-8b", "3xH100", "only by 2, 4, 8, 16, 32"),
     ],
 )
-def test_sequences_that_are_not_split_have_their_reason(name, cluster, words):
+def test_sequences_that_are_not_split_have_their_reason(name, cluster, expected):
     described = model(name, length=2 * LEAST_TOKENS) if name == "llama3-8b" else name
-    assert words in reason(search(asked(described, cluster, 48)), "cp")
+    assert expected in reason(search(asked(described, cluster, 48)), "cp")
 
 
-def test_cutting_sequences_is_named_where_they_do_not_fit():
+def test_splitting_sequences_is_named_where_they_do_not_fit():
     question = asked(model("llama3-8b", length=131_072), "8xH100", 32)
     assert "sequences split by cp 8" in reason(search(question), "zero3")
 
 
 @pytest.mark.parametrize(
-    ("layout", "words"),
+    ("layout", "expected"),
     [
         (Layout(shard=8), ["sequences split by cp 8"]),
         (Layout(shard=2, tp=4), ["sequences split by cp 2"]),
         (Layout(pp=2, shard=4), []),
     ],
 )
-def test_sequences_are_to_be_cut_only_as_far_as_the_rest_of_the_plan_allows(layout, words):
+def test_sequences_are_to_be_split_only_as_far_as_the_rest_of_the_plan_allows(layout, expected):
     question = asked(model("llama3-8b", length=131_072), "8xH100", 32)
     plan = Plan(layout=layout, zero=3, precision=question.precision)
     memory = predict_memory(question.model.for_plan(plan), plan)
     ways = [way.text for way in savings(plan, memory, question)]
-    assert [way for way in ways if way.startswith("sequences split")] == words
+    assert [way for way in ways if way.startswith("sequences split")] == expected
 
 
 @pytest.mark.parametrize(
-    ("cluster", "words"), [("8xH100", "unsplit under zero3"), ("64xH100", "32 samples use all 64 devices only if")]
+    ("cluster", "expected"), [("8xH100", "unsplit under zero3"), ("64xH100", "32 samples use all 64 devices only if")]
 )
-def test_why_sequences_are_split_is_reported(cluster, words):
+def test_why_sequences_are_split_is_reported(cluster, expected):
     fork = decision_path(search(asked(model("llama3-8b", length=131_072), cluster, 32)))[-2]
     assert fork.answer.startswith("over ")
-    assert words in fork.because
+    assert expected in fork.because
 
 
 def test_gains_of_capture_and_of_rare_syncs_are_predicted():
@@ -153,7 +153,7 @@ def test_gains_of_capture_and_of_rare_syncs_are_predicted():
     assert capture_gain(slow) == 0
 
 
-def test_rare_meetings_are_not_advised_where_batch_norms_meet_in_every_step():
+def test_rare_synchronization_is_not_advised_where_batch_norms_synchronize_in_every_step():
     slow = search(asked("resnet-50", "8x1xA100-40GB", 256))
     assert slow.best.plan.layout.replicate == 8
     assert rounds_gain(slow) == 0
@@ -174,15 +174,15 @@ def test_savings_are_those_of_the_changed_plan():
 
 
 @pytest.mark.parametrize(
-    ("name", "cluster", "family", "words"),
+    ("name", "cluster", "family", "expected"),
     [
         ("llama-70b", "8xH100", "zero3", "optimizer states on the host (-73.1 GB) and parameters on the host"),
         ("llama-70b", "8xH100", "tp", "optimizer states on the host (-73.1 GB) would be enough"),
         ("llama-13b", "2xH100", "tp", "use more devices"),
     ],
 )
-def test_savings_that_do_not_suffice_are_not_proposed_alone(name, cluster, family, words):
-    assert words in reason(search(asked(name, cluster, 512)), family)
+def test_savings_that_do_not_suffice_are_not_proposed_alone(name, cluster, family, expected):
+    assert expected in reason(search(asked(name, cluster, 512)), family)
 
 
 def test_the_limit_names_its_cause():
@@ -219,7 +219,7 @@ def test_a_large_convolutional_net_on_slow_links_ends_at_a_pipeline():
     assert [fork.answer for fork in path] == ["no", "no", "pipeline or tensor parallel", "pp"]
 
 
-def test_what_compiling_gains_is_said():
+def test_the_gain_of_compiling_is_reported():
     assert 0.05 < compile_gain(search(asked("llama-7b", "8xA100-40GB", 64))) < 0.3
     assert compile_gain(search(asked("llama3-405b", "1xH100", 8))) == 0
 

@@ -71,7 +71,7 @@ def test_a_form_is_made_once_and_forms_do_not_get_in_each_others_way():
     assert model.for_plan(Plan(precision=BF16)) is model.plain
 
 
-def test_weights_are_cut_over_slices_as_over_shards():
+def test_weights_are_sharded_over_slices_as_over_shards():
     model = llama()
     cp = Plan(layout=Layout(cp=8), zero=3, precision=BF16)
     shard = Plan(layout=Layout(shard=8), zero=3, precision=BF16)
@@ -142,7 +142,7 @@ def test_sharded_weights_are_not_yet_gathered_in_the_backward_pass_of_the_loss()
         assert (memory.phase, "gathered" in memory.at_peak) == ("backward", False)
 
 
-def test_frozen_weights_beside_adapters_are_held_in_the_compute_dtype():
+def test_frozen_weights_beside_adapters_are_stored_in_the_compute_dtype():
     def parameters(compute):
         shape = published("gpt2", compute=compute, gathered=False, lora=8)
         frozen = sum(w.numel * part.count for part in shape.parts for w in part.weights if not (w.trained or w.tied))

@@ -151,10 +151,10 @@ def test_other_counts_of_tokens_are_refused(text):
 
 def test_the_next_command_writes_the_plan_of_a_model():
     report = sw.plan("llama-7b", cluster="8xH100", batch_size=64, plan="fsdp", set=["micro_batch=1"], compile="blocks")
-    words = shlex.split(report.next_command)
-    assert words[:3] == ["shardwise", "plan", "llama-7b"]
-    assert words[-2:] == ["--out", "plan.toml"]
-    assert {"--cluster", "8xH100", "--batch-size", "--set", "micro_batch=1", "--plan", "fsdp"} <= set(words)
+    argv = shlex.split(report.next_command)
+    assert argv[:3] == ["shardwise", "plan", "llama-7b"]
+    assert argv[-2:] == ["--out", "plan.toml"]
+    assert {"--cluster", "8xH100", "--batch-size", "--set", "micro_batch=1", "--plan", "fsdp"} <= set(argv)
     assert sw.plan("llama-7b", cluster="1xT4").next_command == ""
 
 

@@ -79,7 +79,7 @@ def test_gains_and_hints_compare_predictions_with_predictions(report):
     assert hints(answer) == hints(report.answer)
 
 
-def test_a_hint_beside_corrected_times_says_that_its_own_are_not():
+def test_a_hint_beside_corrected_times_reports_that_its_own_are_not():
     answer = plan("gpt2", cluster="8xH100", batch_size=7, history=False).answer
     runs = (a_record(1.6, family=answer.best.family),) * 3
     plain, marked = hints(answer), hints(corrected(answer, MachineHistory(records=runs)))

@@ -41,10 +41,10 @@ def drawn(answer, spans):
 
 
 def test_the_picture_is_sound_xml_with_a_bar_for_every_family_that_has_a_plan(answer):
-    words = [element.text for element in drawn(answer, spans_of(layout=Layout(shard=8), zero=3)).iter(f"{SVG}text")]
-    assert words[0] == "a < b & c"
-    assert {"ddp", "zero1", "zero3 (chosen)", "pp"} <= set(words)
-    assert "offload" not in words
+    texts = [element.text for element in drawn(answer, spans_of(layout=Layout(shard=8), zero=3)).iter(f"{SVG}text")]
+    assert texts[0] == "a < b & c"
+    assert {"ddp", "zero1", "zero3 (chosen)", "pp"} <= set(texts)
+    assert "offload" not in texts
 
 
 def placed_rects(element, x=0.0, y=0.0):

@@ -130,7 +130,7 @@ def test_a_job_is_planned_as_an_object():
         sw.plan(job, length=128)
 
 
-def test_where_nothing_fits_the_report_says_what_would():
+def test_where_nothing_fits_the_report_names_what_would():
     report = sw.plan("llama-7b", cluster="1xT4", batch_size=8, length=128)
     assert (report.best, report.exit_code) == (None, 3)
     assert "--cluster" in report.advice

@@ -91,7 +91,7 @@ def measure(forward, x, standing):
         return left, highest, live.peak_bytes - before
 
 
-def held_by(footprint, rows=ROWS, *, tp=1):
+def saved_by(footprint, rows=ROWS, *, tp=1):
     backward = max(moment.resident.at(rows, tp=tp) + 4 * moment.gradients / tp for moment in footprint.backward)
     return footprint.saved.at(rows, tp=tp), footprint.forward.at(rows, tp=tp), backward
 
@@ -117,7 +117,7 @@ def test_decoder_block_holds_what_the_module_holds(config, policy):
     x = torch.randn(ROWS, LENGTH, config.width, requires_grad=True)
     measured = measure(lambda x: block(x, tables or None), x, [*block.parameters(), *tables])
     part = decoder_shape("", config, LENGTH, compute="fp32", gathered=False).parts[1]
-    assert held_by(part.footprints[policy]) == pytest.approx(measured, rel=0.001)
+    assert saved_by(part.footprints[policy]) == pytest.approx(measured, rel=0.001)
 
 
 @FAMILIES
@@ -144,11 +144,11 @@ def test_gathered_block_holds_what_a_module_in_bf16_holds(monkeypatch):
     forward = torch.autocast("cpu", torch.bfloat16)(lambda x: block(x, tables))
     measured = measure(forward, x, block.parameters())
     footprint = decoder_shape("", LLAMA, LENGTH, compute="bf16", gathered=True).parts[1].footprints["none"]
-    assert held_by(footprint)[:2] == pytest.approx(measured[:2], rel=0.01)
+    assert saved_by(footprint)[:2] == pytest.approx(measured[:2], rel=0.01)
 
 
 @FAMILIES
-def test_a_rank_of_two_holds_half_of_what_is_cut(config):
+def test_a_rank_of_two_has_half_of_what_is_sharded(config):
     block, tables = block_of(config)
     attention, mlp, width = block.attn, block.mlp, config.width
     bias = config.family == "gpt2"
@@ -160,7 +160,7 @@ def test_a_rank_of_two_holds_half_of_what_is_cut(config):
     x = torch.randn(ROWS, LENGTH, width, requires_grad=True)
     measured = measure(lambda x: block(x, tables or None), x, [*block.parameters(), *tables])
     part = decoder_shape("", config, LENGTH, compute="fp32", gathered=False).parts[1]
-    assert held_by(part.footprints["none"], tp=2) == pytest.approx(measured, rel=0.01)
+    assert saved_by(part.footprints["none"], tp=2) == pytest.approx(measured, rel=0.01)
 
 
 class Adapted(nn.Module):
@@ -195,7 +195,7 @@ def test_a_block_with_adapters_holds_what_the_module_holds(config, policy):
     x = torch.randn(ROWS, LENGTH, config.width, requires_grad=True)
     measured = measure(lambda x: block(x, tables or None), x, [*block.parameters(), *tables])
     part = decoder_shape("", config, LENGTH, compute="fp32", gathered=False, lora=4).parts[1]
-    assert held_by(part.footprints[policy]) == pytest.approx(measured, rel=0.01)
+    assert saved_by(part.footprints[policy]) == pytest.approx(measured, rel=0.01)
     assert sum(weight.numel for weight in part.weights if weight.trained) == sum(
         parameter.numel() for parameter in block.parameters() if parameter.requires_grad
     )
@@ -224,7 +224,7 @@ def test_head_and_loss_hold_what_the_modules_hold(config):
         [targets, head.weight, *norm.parameters()],
     )
     part = decoder_shape("", config, LENGTH, compute="fp32", gathered=False).parts[2]
-    assert held_by(part.footprints["none"]) == pytest.approx(measured, rel=0.001)
+    assert saved_by(part.footprints["none"]) == pytest.approx(measured, rel=0.001)
 
 
 @pytest.mark.parametrize("name", ["resnet-18", "resnet-50"])
@@ -295,15 +295,19 @@ def test_parameters_are_those_of_the_paper(name, millions):
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
-def test_weights_are_cut_as_the_tensor_rules_say(name):
+def test_weights_are_sharded_by_the_tensor_rules(name):
     model = models.decoder(name)
     styles = styles_by_name(model, model.tensor_rules())
     expected = {}
     for path, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
             if not path.startswith("blocks") or path.startswith("blocks.0"):
-                cut = split_dim(module, styles.get(path), kind) is not None
-                expected[f"{path}.{kind}".removeprefix("blocks.0.")] = (*parameter.shape[:1], parameter.numel(), cut)
+                is_sharded = split_dim(module, styles.get(path), kind) is not None
+                expected[f"{path}.{kind}".removeprefix("blocks.0.")] = (
+                    *parameter.shape[:1],
+                    parameter.numel(),
+                    is_sharded,
+                )
     shape = published(name, compute="bf16", gathered=False)
     assert {w.name: (w.rows, w.numel, w.split) for part in shape.parts for w in part.weights} == expected
 

@@ -168,7 +168,7 @@ def test_nothing_fits_is_an_answer():
     assert anything_fits(answer.question) is None
 
 
-def test_a_refused_family_says_why():
+def test_a_refused_family_has_a_reason():
     def refuse(plan):
         if plan.zero == 3:
             raise PlanError("zero 3 is out of fashion", code="support.zero3", fix="use another")
@@ -247,20 +247,20 @@ def test_different_plans_differ_in_simplicity():
     assert len(set(keys)) == len(keys) > 100
 
 
-def test_long_samples_fit_where_their_tokens_are_cut():
-    """8 GPUs of 80 GB hold no plan for 131,072 tokens that leaves them whole but by cutting matrices."""
+def test_long_samples_fit_where_their_tokens_are_split():
+    """On 8 GPUs of 80 GB, plans for 131,072 unsplit tokens fit only by sharding matrices."""
     answer = search(asked("llama3-8b on 8xH100", 32, length=131_072))
     assert answer.best.family == "cp"
     assert all(isinstance(answer.families[name], Rejected) for name in ("ddp", "zero1", "zero2", "zero3", "hsdp", "pp"))
 
 
-def test_more_devices_than_samples_are_used_by_cutting_tokens():
+def test_more_devices_than_samples_are_used_by_splitting_tokens():
     answer = search(asked("llama3-8b on 64xH100", 32, length=131_072))
     assert answer.best.plan.layout.cp > 1
     assert answer.best.plan.batch_size == 32
 
 
-def test_logits_are_fused_where_that_makes_room_and_left_alone_where_they_are_small():
+def test_logits_are_fused_where_that_saves_memory_and_left_alone_where_they_are_small():
     large, small = search(asked("llama3-8b on 8xA100-40GB", 64)), search(asked("resnet-50 on 8xA100-80GB", 256))
     assert any(candidate.plan.fused_loss for candidate in large.candidates)
     assert not any(candidate.plan.fused_loss for candidate in small.candidates)
@@ -278,7 +278,7 @@ def test_logits_are_fused_where_that_makes_room_and_left_alone_where_they_are_sm
     assert fused.plan.micro_batch > whole.plan.micro_batch
 
 
-def test_families_are_named_by_what_is_cut():
+def test_families_are_named_by_what_is_sharded():
     names = {"ddp": "ddp", "fsdp": "zero3", "hsdp": "hsdp", "pp2.shard4": "pp", "shard4.tp2": "tp", "pp2.tp4": "3d"}
     for preset, family in names.items():
         assert family_of(Plan.preset(preset, 8)) == family

@@ -28,7 +28,7 @@ def sharded(_, world_size):
     return replace(plan, sources={"layout": "auto: zero3 of 7 plans"}), ""
 
 
-def test_auto_on_a_cpu_is_ddp_without_a_search_and_says_so():
+def test_auto_on_a_cpu_is_ddp_without_a_search_and_reports_it():
     plan = settled(choose=lambda *_: pytest.fail("searched"))
     assert plan.layout.replicate == 2
     assert plan.source("layout") == "auto: the simplest, on a CPU"
@@ -40,7 +40,7 @@ def test_auto_on_gpus_is_what_the_search_chose():
     assert plan.source("layout") == "auto: zero3 of 7 plans"
 
 
-def test_auto_without_a_found_plan_is_ddp_and_says_why():
+def test_auto_without_a_found_plan_is_ddp_and_names_the_reason():
     plan = settled(device=H200, choose=lambda *_: (None, "could not be searched (it has no model)"))
     assert plan.zero == 0
     assert plan.source("layout") == "auto: ddp, since a plan could not be searched (it has no model)"
@@ -105,14 +105,14 @@ def test_impossible_plans_are_refused_with_the_nearest_possible(overrides, refus
         settled(**overrides)
 
 
-def test_dotted_override_reaches_a_section_and_says_so():
+def test_dotted_override_reaches_a_section_and_is_reported():
     plan = settled(**{"communication.bucket_mb": "5", "precision": "bf16"})
     assert plan.communication.bucket_mb == 5
     assert plan.precision.compute == "bf16"
     assert plan.source("communication.bucket_mb") == "--set"
 
 
-def test_override_of_one_dtype_is_said_beside_what_chose_the_others():
+def test_override_of_one_dtype_is_reported_beside_what_chose_the_others():
     assert settled(**{"precision.compute": "bf16"}).source("precision") == (
         "auto: CPU computes in fp32, precision.compute by --set"
     )

@@ -1,4 +1,4 @@
-"""`--plan auto` on GPUs compiles and captures where that saves time, and says why where it does not."""
+"""`--plan auto` on GPUs compiles and captures where that saves time, and gives the reason where it does not."""
 
 import dataclasses
 
@@ -59,10 +59,10 @@ def test_memory_of_the_fixed_precision_decides():
     whole = question.memory_of(search(question).best.plan).total
     narrow = Precision(compute="bf16", parameter="bf16", optimizer="bf16", master="none")
     fixed = FixedFields(plan=Plan(precision=narrow), names=frozenset({"precision"}))
-    held = dataclasses.replace(job_subject(job, cluster).in_precision(narrow).question(cluster), fixed=fixed)
-    plan = search(held).best.plan
+    narrowed = dataclasses.replace(job_subject(job, cluster).in_precision(narrow).question(cluster), fixed=fixed)
+    plan = search(narrowed).best.plan
     assert plan.precision == narrow
-    assert held.memory_of(plan).total < whole
+    assert narrowed.memory_of(plan).total < whole
 
 
 def test_start_report_has_the_predicted_gain_of_each_memory_option():

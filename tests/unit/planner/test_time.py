@@ -69,7 +69,7 @@ def test_rate_and_utilisation_follow_from_the_step():
     assert time.samples_per_second == pytest.approx(16 / time.seconds)
     assert time.tokens_per_second_per_device == pytest.approx(2 * 4096 / time.seconds)
     assert 0.3 < time.mfu < 0.7
-    # Backward is twice forward, of attention too: what a fused kernel computes again is no use of the model's.
+    # Backward is twice forward, of attention too: what a fused kernel computes again is not counted.
     flops = 3 * published("llama-7b", compute="bf16", gathered=True).flops_per_sample
     assert time.mfu == pytest.approx(2 * flops / time.seconds / parse_cluster("8xH100").device.peak("bf16"))
 
@@ -215,7 +215,7 @@ def test_a_fused_loss_takes_about_as_long():
     assert fused.seconds == pytest.approx(plain.seconds, rel=0.02)
 
 
-def test_a_fused_loss_does_not_gather_the_logits_of_cut_words():
+def test_a_fused_loss_does_not_gather_the_logits_of_a_sharded_vocabulary():
     plain, fused = (time_of(layout=Layout(tp=8), fused_loss=fused) for fused in (False, True))
     assert fused.parts["tensor"] < plain.parts["tensor"]
 
@@ -226,7 +226,7 @@ def test_a_captured_step_waits_for_no_launches():
     assert eager.seconds - captured.seconds == pytest.approx(eager.parts["launch"])
 
 
-def test_replicas_that_meet_less_often_send_less():
+def test_replicas_that_synchronize_less_often_send_less():
     each, seldom = (
         time_of("8x1xH100", layout=Layout(replicate=8), communication=Communication(sync_every=every))
         for every in (1, 25)

@@ -63,7 +63,7 @@ def test_work_is_what_torch_counts():
     assert attention == 4 * 4 * GPT["context"] ** 2 * GPT["width"] / 2
 
 
-def test_tensor_parallelism_cuts_what_lies_between_column_and_row():
+def test_tensor_parallelism_shards_what_lies_between_column_and_row():
     block = trace(decoder_job(), compute="fp32", gathered=False).parts[1]
     saved = block.footprints["none"].saved
     width, tokens = GPT["width"], GPT["context"]
@@ -166,7 +166,7 @@ def test_adapters_are_all_that_is_trained():
     assert [block.count for block in blocks] == [1, 3]  # the first one's input has no gradient
 
 
-def test_slices_and_a_fused_loss_are_told_apart_from_models_that_allow_neither():
+def test_slices_and_a_fused_loss_are_distinguished_from_models_that_allow_neither():
     shape = trace(decoder_job(), compute="fp32", gathered=False)
     assert shape.cp_degrees == (1, 2, 4)
     assert (shape.head.vocab_size, shape.head.width, shape.head.rows) == (
@@ -246,7 +246,7 @@ def llama_job(**parts):
     ],
     ids=["labels one on", "mask of nothing", "padding", "labels of another length"],
 )
-def test_sequences_are_cut_where_the_feed_can_cut_them(parts, degrees):
+def test_sequences_are_split_where_the_feed_can_split_them(parts, degrees):
     subject = TracedModel.of(llama_job(**parts), "fp32", gathered=False)
     assert context_degrees(subject, 4) == degrees
 
@@ -282,7 +282,7 @@ def test_a_head_with_an_adapter_is_not_fused():
     assert trace(decoder_job(lora=lora, tie_head=False), compute="fp32", gathered=False).head is None
 
 
-def test_frozen_weights_in_the_compute_dtype_are_held_in_it():
+def test_frozen_weights_in_the_compute_dtype_are_stored_in_it():
     whole = Plan(precision=Precision(compute="bf16"))
     offload = dataclasses.replace(
         whole, layout=Layout(shard=2), zero=3, offload=Offload(parameters="cpu", optimizer="cpu")

@@ -205,7 +205,7 @@ def test_other_group_sizes_are_scaled_by_what_was_measured():
     assert scaled.uncertainty < listed.uncertainty
 
 
-def test_measuring_inside_a_node_says_nothing_of_the_network():
+def test_measuring_inside_a_node_gives_nothing_about_the_network():
     _, calibration = calibrated(ranks=8, factor=1.5)
     placed = Placement(ranks=16, nodes=2)
     assert collective("all_reduce", 2**20, placed, H100, calibration) == collective("all_reduce", 2**20, placed, H100)

@@ -20,11 +20,11 @@ def a_plan(schedule="1f1b", pp=4, accumulation=8, split=(), **changes):
 
 
 def sizes(plan, num_layers):
-    cut = split_layers(plan, num_layers)
-    return [len(cut.layers(stage)) for stage in range(cut.num_stages)]
+    split = split_layers(plan, num_layers)
+    return [len(split.layers(stage)) for stage in range(split.num_stages)]
 
 
-def test_layers_are_cut_evenly_and_the_last_stage_never_gets_one_more():
+def test_layers_are_split_evenly_and_the_last_stage_never_gets_one_more():
     assert sizes(a_plan(), 8) == [2, 2, 2, 2]
     assert sizes(a_plan(), 9) == [2, 3, 2, 2]
     assert sizes(a_plan(), 10) == [2, 3, 3, 2]
@@ -42,9 +42,9 @@ def test_looped_schedules_deal_stages_round_and_v_shaped_ones_go_back():
 
 
 def test_every_layer_has_one_stage_and_every_stage_one_rank():
-    cut = split_layers(a_plan("dualpipev", pp=2), 7)
-    assert [cut.stage_of(layer) for layer in range(7)] == sorted(cut.stage_of(layer) for layer in range(7))
-    assert sorted(stage for rank in range(2) for stage in cut.stages_of(rank)) == [0, 1, 2, 3]
+    split = split_layers(a_plan("dualpipev", pp=2), 7)
+    assert [split.stage_of(layer) for layer in range(7)] == sorted(split.stage_of(layer) for layer in range(7))
+    assert sorted(stage for rank in range(2) for stage in split.stages_of(rank)) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_refit_keeps_the_global_batch_and_the_model_axes():
         assert refitted.micro_batch <= plan.micro_batch
 
 
-def test_refit_to_one_reader_drops_zero():
+def test_refit_to_one_data_parallel_rank_drops_zero():
     assert Plan.preset("fsdp", 4, batch_size=8).refit(1).zero == 0
 
 

@@ -60,7 +60,7 @@ def test_a_collective_of_c_that_hangs_is_copied_with_its_line(tmp_path):
             return found
         backward = threading.Thread(target=loss.backward)
         backward.start()
-        # Those before it are over, yet gloo's threads may not have told the recorder so far.
+        # Those before it are over, yet gloo's threads may not have reported to the recorder so far.
         [found] = wait_for(lambda: [f for f in used() if f.pending is not None and f.pending.sequence == f.enqueued])
         seen.touch()
         backward.join()
@@ -68,7 +68,7 @@ def test_a_collective_of_c_that_hangs_is_copied_with_its_line(tmp_path):
 
     zero, one = run_ranks(body, 2)
     assert zero.pending.what.name == "all_reduce"
-    # Of two that ended on two threads the recorder counts the one that told it last, which may be the earlier.
+    # Of two that ended on two threads the recorder counts the last one reported, which may be the earlier.
     assert zero.completed < zero.enqueued == one.enqueued + 1
     assert one.pending is None
 

@@ -32,7 +32,7 @@ def recorded(tmp_path, body, nproc=2):
     return run_ranks(rank_body, nproc)
 
 
-def words(calls_):
+def descriptions(calls_):
     return [f"{call.what.name} {call.what.match}".strip() for call in calls_]
 
 
@@ -67,14 +67,14 @@ def test_collectives_are_recorded_with_reduce_operation_dtype_and_size(tmp_path)
         dist.barrier()
 
     zero, one = recorded(tmp_path, body)
-    assert words(zero) == [
+    assert descriptions(zero) == [
         "all_reduce max float32*6",
         "broadcast root 1 int64*6",
         "reduce sum root 0 float32*6",
         "all_gather float32*4 float32*4",
         "barrier",
     ]
-    assert words(one) == words(zero)
+    assert descriptions(one) == descriptions(zero)
     assert [call.sequence for call in zero] == [1, 2, 3, 4, 5]
     assert all(call.left for call in zero)
     assert {call.group.members for call in zero} == {(0, 1)}
@@ -114,7 +114,7 @@ def test_gathers_of_root_and_others_match_though_only_the_root_has_outputs(tmp_p
         dist.scatter(mine, parts, src=0)
 
     zero, one = recorded(tmp_path, body)
-    assert words(zero) == words(one) == ["gather root 0 float32*3", "scatter root 0 float32*3"]
+    assert descriptions(zero) == descriptions(one) == ["gather root 0 float32*3", "scatter root 0 float32*3"]
 
 
 def test_uneven_parts_of_an_exchange_match(tmp_path):
@@ -123,7 +123,7 @@ def test_uneven_parts_of_an_exchange_match(tmp_path):
         dist.all_to_all_single(torch.ones(sum(received)), torch.ones(4 - rank), received, [3 - rank, 1])
 
     zero, one = recorded(tmp_path, body)
-    assert words(zero) == words(one) == ["all_to_all_single float32"]
+    assert descriptions(zero) == descriptions(one) == ["all_to_all_single float32"]
 
 
 def test_a_call_that_cannot_be_understood_is_made_all_the_same(tmp_path, monkeypatch):
@@ -196,7 +196,7 @@ def test_a_call_that_torch_refuses_takes_no_number(tmp_path):
     assert [(call.what.name, call.sequence) for call in zero] == [("barrier", 1)]
 
 
-def test_a_call_in_backward_says_so(tmp_path):
+def test_a_call_in_backward_is_marked(tmp_path):
     class Sum(torch.autograd.Function):
         @staticmethod
         def forward(_, x):
@@ -226,7 +226,7 @@ def test_batches_are_counted_and_their_time_summed(tmp_path):
     run_ranks(body, 1)
     reader = CallReader(run.calls(0))
     reader.refresh()
-    assert reader.header(calls.BATCHES) == 4  # the end of the data is asked for too
+    assert reader.header(calls.BATCHES) == 4  # the end of the data is requested too
     assert reader.header(calls.DATA_TOTAL) > 0
     assert reader.header(calls.DATA_SINCE) == 0
 
@@ -241,8 +241,8 @@ def test_functional_collectives_are_recorded_and_counted_by_themselves(tmp_path)
 
     zero, one = recorded(tmp_path, body)
     assert (
-        words(zero)
-        == words(one)
+        descriptions(zero)
+        == descriptions(one)
         == ["all_reduce sum float32*1", "all_reduce sum float32*2", "broadcast root 1 int64*2"]
     )
     assert [(call.sequence, call.what.channel) for call in zero] == [(1, ""), (1, "functional"), (2, "functional")]

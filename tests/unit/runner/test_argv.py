@@ -1,4 +1,4 @@
-"""What every node of a run would be told to run."""
+"""The command that every node of a run would run."""
 
 import shlex
 from pathlib import Path
@@ -16,10 +16,8 @@ def dry_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
 
-    def run(*words):
-        done = CliRunner().invoke(
-            cli, ["launch", *words, "--dry-run", "train.py", "--lr", "1 e"], standalone_mode=False
-        )
+    def run(*argv):
+        done = CliRunner().invoke(cli, ["launch", *argv, "--dry-run", "train.py", "--lr", "1 e"], standalone_mode=False)
         assert done.exception is None, done.exception
         return done.output.splitlines()
 
@@ -30,17 +28,17 @@ def nodes_of(lines):
     return [shlex.split(line) for line in lines if line.startswith("shardwise ")]
 
 
-def test_every_node_gets_the_same_words_but_its_rank(dry_run):
+def test_every_node_gets_the_same_argv_but_its_rank(dry_run):
     lines = dry_run("--nnodes=2", "--nproc=2", "--tee", "3", "--rdzv_backend=c10d", "--rdzv_endpoint=a:29400")
     first, second = nodes_of(lines)
-    assert [word for word in first if word not in second] == ["--node-rank=0"]
+    assert [argument for argument in first if argument not in second] == ["--node-rank=0"]
     assert second[1:7] == [
         *("launch", "--nnodes=2", "--node-rank=1", "--master-addr=a", "--master-port=29400", "--rdzv-id=none"),
     ]
     assert second[7:] == ["--nproc-per-node=2", "--tee=3", "train.py", "--lr", "1 e"]
 
 
-def test_every_rank_is_shown_with_what_it_is_told(dry_run):
+def test_every_rank_is_shown_with_its_environment(dry_run):
     lines = dry_run("--nnodes=1:3", "--nproc=2", "--master_addr=a")
     assert [line.split()[1] for line in lines if line.startswith("#   ")] == [f"RANK={rank}" for rank in range(6)]
     assert [line for line in lines if line.startswith("# node")] == [

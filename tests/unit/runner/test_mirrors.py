@@ -1,4 +1,4 @@
-"""Mirrors beside a training: it goes on and ends as without them, whatever the tracker does."""
+"""Mirrors beside a training: it continues and ends as without them, whatever the tracker does."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def test_a_tracker_that_hangs_is_ended_and_nothing_of_it_stays(tmp_path, monkeyp
     deadline(lambda: not any(is_alive(int(pid)) for pid in (tmp_path / "hangs").read_text().split()))
 
 
-def test_a_tracker_that_fails_is_said_in_one_line(tmp_path, monkeypatch, capfd):
+def test_a_tracker_that_fails_is_reported_in_one_line(tmp_path, monkeypatch, capfd):
     stand_in(tmp_path / "packages", monkeypatch, "raise OSError('the disk is full')\n")
     monkeypatch.setattr(observers, "_MIRROR_WAIT_S", 120.0)
     observers.Mirrors(trained_run(tmp_path / "run"), [SinkSpec("wandb", "digits")]).close()
@@ -65,10 +65,10 @@ def test_a_training_is_in_the_tracker_when_it_ends(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (tmp_path / "job.py").write_text(JOB)
-    words = ["train", "job.py", "--nproc", "2", "--run-dir", "run", "--sink", "tensorboard:logs"]
-    done = Command(tmp_path, *words).finish(240)
+    argv = ["train", "job.py", "--nproc", "2", "--run-dir", "run", "--sink", "tensorboard:logs"]
+    done = Command(tmp_path, *argv).finish(240)
     assert done.returncode == 0, done.stderr
-    if "is incomplete (timeout)" in done.stderr:  # a busy machine: then what it says must bring the rest
+    if "is incomplete (timeout)" in done.stderr:  # a busy machine: then the command that it names must send the rest
         again = ["-m", "shardwise", "watch", "run", "--sink", "tensorboard:logs"]
         subprocess.run([sys.executable, *again], cwd=tmp_path, timeout=240, check=True)
     board = EventAccumulator(str(tmp_path / "logs" / "run"))

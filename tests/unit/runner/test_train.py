@@ -79,14 +79,14 @@ def test_run_directory_of_the_same_job_is_continued_on_request_only():
     reference, plan = refer("job.py", {}), sw.Plan.preset("ddp", 1, batch_size=8)
 
     def opened(resume, target=reference):
-        spec = TrainSpec.of("job.py", run_dir="cut", resume=resume)
+        spec = TrainSpec.of("job.py", run_dir="stopped", resume=resume)
         return open_run(spec.replace(save=spec.save.resolved()), target)
 
     write_run_inputs(opened(None), reference, plan)
-    run = RunDirectory(Path("cut"))
-    assert opened("auto").path == opened("cut").path == run.path  # stopped before its first checkpoint
+    run = RunDirectory(Path("stopped"))
+    assert opened("auto").path == opened("stopped").path == run.path  # stopped before its first checkpoint
     for resume in (None, "never"):
-        with refuses("run.directory-not-empty", "--resume auto", "--resume cut"):
+        with refuses("run.directory-not-empty", "--resume auto", "--resume stopped"):
             opened(resume)
     with refuses("run.other-job", f"{reference.path}:job"):
         opened("auto", refer("other.py", {}))

@@ -58,7 +58,7 @@ def loss_at(step, rng):
 
 
 def large_run(path, *, ranks=64, steps=100_000, per_event=50, hosts=8, seed=0):
-    """Write a run of many ranks that still goes on, with a spike, saves, evaluations, a restart and a late rank."""
+    """Write a run of many ranks that still runs, with a spike, saves, evaluations, a restart and a late rank."""
     run, rng = empty_run(path), random.Random(seed)
     events, began = [], time.time() - steps / per_event
     at, restart_at, resume_at = began, steps * 6 // 10, steps * 11 // 20

@@ -74,7 +74,7 @@ def test_a_cancelled_call_is_not_read(tmp_path):
     assert CallReader(tmp_path / "a.calls").refresh() == []
 
 
-def test_what_finds_no_room_in_the_table_is_unknown_and_the_rest_is_kept(tmp_path):
+def test_what_exceeds_the_table_is_unknown_and_the_rest_is_kept(tmp_path):
     ring = CallRing(tmp_path / "a.calls")
     issue(ring, 1)
     large = Operation("x" * calls.TABLE_BYTES, "", "", "")
@@ -123,7 +123,7 @@ def test_a_restarted_rank_is_read_from_its_new_ring(tmp_path):
     assert reader.last[WORLD, ""].sequence == 1
 
 
-def test_a_file_that_is_no_record_is_nothing(tmp_path):
+def test_a_file_that_is_not_a_record_is_empty(tmp_path):
     path = tmp_path / "a.calls"
     path.write_bytes(b"not a record")
     assert CallReader(path).refresh() == []

@@ -43,7 +43,7 @@ def test_rows_are_the_lowest_the_highest_and_the_mean_of_their_steps():
         assert math.isclose(mean, sum(part) / len(part), rel_tol=1e-4, abs_tol=1e-6)
 
 
-def test_steps_that_are_cut_leave_no_trace_and_may_come_again():
+def test_steps_that_are_truncated_leave_no_trace_and_may_come_again():
     again = filled([1.0] * 700 + [50.0] * 300)
     again.truncate(700)
     for step in range(700, 1_000):
@@ -51,14 +51,14 @@ def test_steps_that_are_cut_leave_no_trace_and_may_come_again():
     assert again.rows() == filled([1.0] * 700 + [2.0] * 300).rows()
 
 
-def test_cut_beyond_the_end_changes_nothing():
+def test_truncation_beyond_the_end_changes_nothing():
     curve = filled([1.0] * 10)
     generation = curve.generation
     curve.truncate(10)
     assert (curve.generation, len(curve)) == (generation, 10)
 
 
-def test_value_that_is_no_number_is_a_gap():
+def test_value_that_is_nan_is_a_gap():
     assert filled([1.0, math.nan, 3.0]).rows()[1] == (1, None, None, None)
 
 
@@ -69,7 +69,7 @@ def test_steps_far_apart_still_fit():
     assert len(curve) <= 16
 
 
-def test_generation_tells_that_earlier_rows_changed():
+def test_generation_shows_that_earlier_rows_changed():
     curve, seen = Curve(16), None
     for step in range(2_000):
         before, rows = curve.generation, curve.rows()

@@ -1,4 +1,4 @@
-"""Steps that wait for data: the run says so while it trains, and `doctor run` and `bench step` name it."""
+"""Steps that wait for data: the run reports them while it trains, and `doctor run` and `bench step` name it."""
 
 import dataclasses
 import json

@@ -36,6 +36,6 @@ def test_rules_are_read(text, keep):
         ("min:a,max:b", ("checkpoint.keep-rule-repeated", "metric")),
     ],
 )
-def test_what_is_no_rule_is_named(text, refusal):
+def test_what_is_not_a_rule_is_named(text, refusal):
     with refuses(*refusal):
         parse_keep(text)

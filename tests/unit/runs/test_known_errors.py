@@ -1,4 +1,4 @@
-"""Known errors are recognised by what torch, NCCL and the kernel say; real ones where they can be made here."""
+"""Known errors are recognised by the messages of torch, NCCL and the kernel; real ones where they can be made here."""
 
 import signal
 import socket
@@ -47,16 +47,16 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "said"), MESSAGES, ids=[f"{name}: {said[:30]}" for name, said in MESSAGES])
-def test_what_libraries_say_is_recognised(name, said):
-    assert translate(said).name == name
+@pytest.mark.parametrize(("name", "message"), MESSAGES, ids=[f"{name}: {message[:30]}" for name, message in MESSAGES])
+def test_messages_of_libraries_are_recognised(name, message):
+    assert translate(message).name == name
 
 
 @pytest.mark.parametrize(
-    "said", ["ValueError: rank one is tired", "requests: Connection reset by peer", "KeyError: 'memory'", ""]
+    "message", ["ValueError: rank one is tired", "requests: Connection reset by peer", "KeyError: 'memory'", ""]
 )
-def test_other_errors_are_left_alone(said):
-    assert translate(said) is None
+def test_other_errors_are_left_alone(message):
+    assert translate(message) is None
 
 
 def test_a_bus_error_means_shared_memory_and_other_signals_mean_nothing():
@@ -64,7 +64,7 @@ def test_a_bus_error_means_shared_memory_and_other_signals_mean_nothing():
     assert translate("", -signal.SIGSEGV) is None
 
 
-def test_every_known_error_says_what_to_do():
+def test_every_known_error_has_a_fix():
     assert len({error.name for error in KNOWN_ERRORS}) == len(KNOWN_ERRORS)
     assert all(error.means and error.todo for error in KNOWN_ERRORS)
 
@@ -81,11 +81,11 @@ def half_used(world):
     return ""
 
 
-def test_ddp_with_unused_parameters_is_recognised_in_torchs_own_words():
-    assert [translate(said).name for said in run_ranks(half_used, 2)] == ["unused parameters"] * 2
+def test_ddp_with_unused_parameters_is_recognised_by_the_message_of_torch():
+    assert [translate(message).name for message in run_ranks(half_used, 2)] == ["unused parameters"] * 2
 
 
-def test_a_taken_port_is_recognised_in_torchs_own_words():
+def test_a_port_in_use_is_recognised_by_the_message_of_torch():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -23,16 +23,16 @@ def test_each_node_has_a_file_of_its_own(tmp_path):
     assert (event["kind"], event["node"], event["ranks"], event["nproc"]) == ("attempt", 3, {"2": 70, "3": 71}, 2)
 
 
-def test_end_of_a_rank_is_told_in_its_own_words_or_in_those_of_its_code(tmp_path):
+def test_end_of_a_rank_is_reported_by_its_message_or_by_its_exit_code(tmp_path):
     run = empty_run(tmp_path / "run")
     with launch_log(run) as log:
         log.exit(0, 1, stopped=False, failure=describe_failure(ValueError("no\nmore"), 0))
         log.exit(1, -9, stopped=False, failure=None)
         log.exit(2, 0, stopped=True, failure=None)
-    words = [event["words"] for event in events(run.launcher_events())]
-    assert words[0] == "ValueError: no"
-    assert words[1].startswith("SIGKILL")
-    assert words[2] == "exit code 0"
+    messages = [event["words"] for event in events(run.launcher_events())]
+    assert messages[0] == "ValueError: no"
+    assert messages[1].startswith("SIGKILL")
+    assert messages[2] == "exit code 0"
 
 
 @pytest.mark.skipif("not __import__('os').path.exists('/dev/full')", reason="no /dev/full here")

@@ -53,7 +53,7 @@ while True:
     recorder.mark(PHASES[step % len(PHASES)], step)
     step += 1
     if step > CAPACITY:
-        time.sleep(0.0001)  # a lap must not be quicker than a reader that has to wait for its core
+        time.sleep(0.0001)  # a lap must not be faster than a reader that has to wait for its core
 """
 
 
@@ -102,8 +102,10 @@ def test_a_new_recorder_begins_anew_and_leaves_the_old_one_to_its_readers(path):
     second.close()
 
 
-@pytest.mark.parametrize("content", [None, b"", b"SWRING01", b"x" * 4096], ids=["absent", "empty", "cut", "foreign"])
-def test_what_is_no_ring_is_nothing(path, content):
+@pytest.mark.parametrize(
+    "content", [None, b"", b"SWRING01", b"x" * 4096], ids=["absent", "empty", "truncated", "foreign"]
+)
+def test_a_file_that_is_not_a_ring_is_empty(path, content):
     if content is not None:
         path.parent.mkdir(parents=True)
         path.write_bytes(content)

@@ -11,7 +11,7 @@ from shardwise.runs.console import describe_exit
 from shardwise.runs.failure import describe_failure, read_failure, write_failure
 
 
-def test_events_are_readable_while_the_run_goes_on(tmp_path):
+def test_events_are_readable_during_the_run(tmp_path):
     log, tail = EventLog(tmp_path / "events.jsonl"), Tail(tmp_path / "events.jsonl")
     log.write("steps", losses=[1.0, math.nan])
     (event,) = tail.events()
@@ -43,13 +43,13 @@ def test_run_directory_in_use_is_refused(tmp_path):
         create_run(tmp_path, "job")
 
 
-def test_run_directory_of_a_submitted_job_is_gone_on_with(tmp_path):
+def test_run_directory_of_a_submitted_job_is_continued(tmp_path):
     run = create_run(tmp_path / "run", "job")
     run.batch_script.write_text("#!/bin/bash")
     assert create_run(run.path, "job").path == run.path
 
 
-def test_requeued_job_goes_on_in_the_run_directory_that_it_names(tmp_path, monkeypatch):
+def test_requeued_job_continues_in_the_run_directory_that_it_names(tmp_path, monkeypatch):
     path = create_run(tmp_path / "run", "job").path
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert create_run(path, "job").path == path
@@ -76,10 +76,10 @@ def test_errors_survive_pickling():
 
 
 @pytest.mark.parametrize(
-    ("code", "word"), [(0, "exit code 0"), (-9, "host memory"), (-7, "/dev/shm"), (-11, "SIGSEGV"), (-200, "200")]
+    ("code", "expected"), [(0, "exit code 0"), (-9, "host memory"), (-7, "/dev/shm"), (-11, "SIGSEGV"), (-200, "200")]
 )
-def test_exit_codes_in_words(code, word):
-    assert word in describe_exit(code)
+def test_exit_codes_have_descriptions(code, expected):
+    assert expected in describe_exit(code)
 
 
 def test_nearest_names_one_choice_or_all():

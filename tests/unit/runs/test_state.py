@@ -122,7 +122,7 @@ def test_events_of_another_version_are_passed_over(tmp_path):
     assert (status.step, status.loss) == (6, 1.0)
 
 
-def test_loss_that_is_no_number_is_a_gap_and_is_told(tmp_path):
+def test_loss_that_is_nan_is_a_gap_and_is_reported(tmp_path):
     run = trained(empty_run(tmp_path / "run"))
     note = {"at": 1.0, "kind": "note", "text": "the loss of step 6 is nan"}
     write(run.events(0), steps_event(time.time(), 6, [None]), note)
@@ -139,7 +139,7 @@ def test_launcher_that_has_started_no_rank_yet_has_not_restarted_any(tmp_path):
     assert seen(run).status().restarts == 0
 
 
-def test_launcher_tells_how_ranks_ended_and_why_the_run_failed(tmp_path):
+def test_launcher_records_how_ranks_ended_and_why_the_run_failed(tmp_path):
     run = empty_run(tmp_path / "run")
     write(
         run.launcher_events(),
@@ -178,7 +178,7 @@ def test_launchers_of_two_nodes_are_one_run(tmp_path):
     assert [entry.kind for entry in state.history.since(0)].count("finish") == 1
 
 
-def test_note_that_comes_again_later_is_told_again(tmp_path):
+def test_note_that_comes_again_later_is_reported_again(tmp_path):
     run = empty_run(tmp_path / "run")
     for rank, at in ((0, 1.0), (1, 1.5), (0, 900.0)):
         write(run.events(rank), {"at": at, "kind": "note", "text": "not saved: the disk is full"})
@@ -216,14 +216,14 @@ def test_failure_without_a_launcher_is_read_from_what_the_rank_left(tmp_path):
     assert (status.state, status.verdict, status.ranks[1].state) == ("failed", "ValueError: no", "failed")
 
 
-def test_run_that_ended_and_one_that_is_silent_say_so(tmp_path):
+def test_run_that_ended_and_one_that_is_silent_are_shown_as_such(tmp_path):
     run = trained(empty_run(tmp_path / "run"), at=1.0)
     assert seen(run).status().state == "silent"
     write(run.events(0), {"at": 2.0, "kind": "end", "steps": 10, "loss": 1.0})
     assert seen(run).status().state == "finished"
 
 
-def test_checkpoints_tell_which_are_on_disk(tmp_path):
+def test_checkpoints_show_which_are_on_disk(tmp_path):
     run = trained(empty_run(tmp_path / "run"))
     write(run.events(0), *({"at": 1.0, "kind": "save", "step": step, "stall_s": 0.1, "bytes": 1} for step in (2, 4)))
     (run.checkpoints / "step-00000004").mkdir(parents=True)
@@ -300,7 +300,7 @@ def test_cursor_of_another_view_gets_everything(tmp_path, cursor):
     assert len(found.curves["loss"].rows) == 6
 
 
-def test_path_that_is_no_run_directory_is_refused_in_one_sentence(tmp_path):
+def test_path_that_is_not_a_run_directory_is_refused_in_one_sentence(tmp_path):
     empty_run(tmp_path / "runs" / "a")
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()

@@ -14,7 +14,7 @@ SECRET = {
 }
 
 
-def test_only_listed_variables_are_told():
+def test_only_listed_variables_are_reported():
     assert recorded_variables({**PLAIN, **SECRET}) == PLAIN
 
 

@@ -1,4 +1,4 @@
-"""Private names of torch do what their docstrings say, and a torch without one is refused or answered as written."""
+"""Private names of torch do what their docstrings describe; a torch without one is refused or has a fallback."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def test_a_name_that_nothing_can_stand_in_for_is_refused_with_the_version_of_tor
         distributed.required(torch.cuda, "_gone")
 
 
-def test_the_sequence_number_of_a_running_node_says_which_module_it_belongs_to():
+def test_the_sequence_number_of_a_running_node_identifies_its_module():
     seen = []
 
     def note(_):
@@ -84,7 +84,7 @@ def test_a_torch_without_a_name_gives_the_documented_answer(monkeypatch, owner, 
     assert ask() == answer
 
 
-def test_versions_and_storages_tell_tensors_apart():
+def test_versions_and_storages_distinguish_tensors():
     tensor = torch.zeros(2)
     view, other = tensor.view(2), torch.zeros(2)
     before = dispatch.version_of(tensor)

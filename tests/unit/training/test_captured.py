@@ -1,4 +1,4 @@
-"""capture = "step" where nothing can be captured: it says why, trains the same, and insists on one shape."""
+"""capture = "step" where nothing can be captured: a note gives the reason, training is equal, shapes are constant."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -41,19 +41,19 @@ def job(**changes):
 
 
 def losses(job, plan):
-    said = []
+    notes = []
     with sw.world(device="cpu") as world:
-        step = sw.build_step(job, plan, world, note=said.append)
-        return [float(step(batch).loss_share) for batch in step.feed], said
+        step = sw.build_step(job, plan, world, note=notes.append)
+        return [float(step(batch).loss_share) for batch in step.feed], notes
 
 
-def test_without_a_gpu_it_says_so_and_trains_the_same():
+def test_without_a_gpu_it_notes_that_and_trains_the_same():
     plain = Plan(micro_batch=4)
     exact, silent = losses(job(), plain)
-    found, said = losses(job(), dataclasses.replace(plain, capture="step"))
+    found, notes = losses(job(), dataclasses.replace(plain, capture="step"))
     assert found == exact
     assert silent == []
-    assert said == [
+    assert notes == [
         "capture = step: the step is not captured because it requires a CUDA device; kernels are launched one by one",
     ]
 
@@ -70,7 +70,7 @@ def test_a_step_in_fp64_is_not_captured_because_fused_kernels_read_its_rate_in_f
     assert "learning rate in fp32" in why_not_captured(job(), dataclasses.replace(plan, precision=FP64), parts)
 
 
-def test_the_short_step_of_an_epoch_is_no_change_of_shape():
+def test_the_short_step_of_an_epoch_is_not_a_change_of_shape():
     found, _ = losses(job(epochs=3), Plan(micro_batch=2, accumulation=2, capture="step"))
     assert len(found) == 9  # ten samples: two full steps and a short one
 

@@ -76,11 +76,11 @@ def test_a_weight_that_some_slices_do_not_use_is_noted_where_parameters_are_shar
     assert run_ranks(body, 2) == [["parameters without gradient in the first step: rank 1: gain.weight"]] * 2
 
 
-def test_parameters_are_cut_over_slices_too_where_the_plan_shards():
+def test_parameters_are_sharded_over_slices_too_where_the_plan_shards():
     def body(world):
         step = build_step(sentences_job(), sw.Plan.preset("shard2.cp2", world.size, batch_size=8), world)
-        held = sum(parameter.to_local().numel() for _, parameter in step.named_parameters())
-        return held / step.num_parameters
+        num_local = sum(parameter.to_local().numel() for _, parameter in step.named_parameters())
+        return num_local / step.num_parameters
 
     assert all(share < 0.27 for share in run_ranks(body, 4))
 
@@ -93,7 +93,7 @@ def test_parameters_are_cut_over_slices_too_where_the_plan_shards():
         ({}, "pp2.cp2", 4, ("support.cp-with-pipeline", "pp2.cp2")),
     ],
 )
-def test_a_plan_that_cannot_cut_the_sequences_is_refused_before_any_process_starts(changes, name, nproc, refusal):
+def test_a_plan_that_cannot_split_the_sequences_is_refused_before_any_process_starts(changes, name, nproc, refusal):
     with refuses(*refusal):
         ModelRules(sentences_job(**changes))(sw.Plan.preset(name, nproc, batch_size=24))
 
@@ -109,7 +109,7 @@ def test_sequences_that_do_not_divide_are_refused():
     assert run_ranks(body, 3) == [True] * 3
 
 
-def test_a_loop_of_ones_own_cannot_cut_sequences():
+def test_a_loop_of_ones_own_cannot_split_sequences():
     def body(world):
         with refuses("support.own-loop-cp"):
             sw.parallelize(sw.models.decoder("gpt2-tiny"), sw.Plan.preset("cp", world.size), world)

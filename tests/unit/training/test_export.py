@@ -61,9 +61,9 @@ def failing(world, path):
     return str(caught.value)
 
 
-def test_a_folder_that_is_not_there_is_the_same_error_on_every_rank(tmp_path):
-    words = run_ranks(failing, 2, tmp_path / "nowhere" / "model.pt")
-    assert words[0] == words[1]
+def test_a_missing_folder_is_the_same_error_on_every_rank(tmp_path):
+    messages = run_ranks(failing, 2, tmp_path / "nowhere" / "model.pt")
+    assert messages[0] == messages[1]
 
 
 def test_a_model_of_mlx_is_refused_with_what_saves_it(tmp_path):

@@ -1,4 +1,4 @@
-"""Training adapters: what is held, saved, resumed elsewhere, handed out, and started from."""
+"""Training adapters: what is stored, saved, resumed elsewhere, exported, and started from."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def plan_of(name, world, **changes):
     return dataclasses.replace(settle(name, batch_size=8, world_size=world.size, device=LocalDevice()), **changes)
 
 
-def held(world, name):
+def trained_names(world, name):
     """Train two steps; return names with a gradient bucket or optimizer state, and of frozen weights' gradients."""
     step = sw.build_step(make_job(steps=2), plan_of(name, world), world)
     for batch in step.feed:
@@ -46,7 +46,7 @@ def held(world, name):
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_frozen_weights_have_neither_gradient_nor_optimizer_state(name):
-    states, with_gradient, num_frozen = run_ranks(held, 2, name)[0]
+    states, with_gradient, num_frozen = run_ranks(trained_names, 2, name)[0]
     assert with_gradient == []
     assert num_frozen == len(list(make_job().model().parameters()))
     assert all(".lora_" in name for name in states)
@@ -61,9 +61,9 @@ def losses(world, name):
     """Train with a base in bf16; return the losses, and the dtypes of what is frozen and trained."""
     plan = plan_of(name, world, precision=Precision(compute="bf16"))
     step = sw.build_step(make_job(model=half), plan, world)
-    told = [world.sum({"loss": float(step(batch).loss_share)})["loss"] for batch in step.feed]
+    means = [world.sum({"loss": float(step(batch).loss_share)})["loss"] for batch in step.feed]
     named = list(step.named_parameters())
-    return told, [{value.dtype for _, value in named if value.requires_grad == trained} for trained in (False, True)]
+    return means, [{value.dtype for _, value in named if value.requires_grad == trained} for trained in (False, True)]
 
 
 def test_a_frozen_model_in_the_compute_dtype_stays_in_it_under_sharding():

@@ -1,4 +1,4 @@
-"""The seam of phase marks: every kind of step and the loop say what begins, in order, and listeners hear it."""
+"""Phase marks: every kind of step and the loop mark what begins, in order, and listeners receive it."""
 
 import dataclasses
 import json
@@ -101,7 +101,7 @@ def test_a_disk_that_takes_no_record_does_not_stop_the_training(tmp_path):
 
 def test_all_listeners_hear_a_mark_in_order():
     heard = []
-    mark = combine_marks(lambda *words: heard.append((1, *words)), None, lambda *words: heard.append((2, *words)))
+    mark = combine_marks(lambda *mark: heard.append((1, *mark)), None, lambda *mark: heard.append((2, *mark)))
     mark("forward", 4)
     assert heard == [(1, "forward", 4), (2, "forward", 4)]
 
@@ -115,12 +115,12 @@ def test_nobody_stands_between_a_step_and_its_only_listener():
 
 
 def test_one_range_is_open_at_a_time_and_saving_is_called_checkpoint():
-    said = []
-    ranges = Ranges(lambda name: said.append(f"+{name}") or name, lambda name: said.append(f"-{name}"))
+    calls = []
+    ranges = Ranges(lambda name: calls.append(f"+{name}") or name, lambda name: calls.append(f"-{name}"))
     for phase in ("start", "data", "forward", "save", "end"):
         ranges(phase, 0)
     ranges.close()
-    assert said == ["+data", "-data", "+forward", "-forward", "+checkpoint", "-checkpoint"]
+    assert calls == ["+data", "-data", "+forward", "-forward", "+checkpoint", "-checkpoint"]
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has NVTX")

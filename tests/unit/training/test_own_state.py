@@ -117,7 +117,7 @@ def test_nothing_there_is_none_and_what_does_not_fit_changes_nothing(tmp_path):
     assert CheckpointDirectory(tmp_path).latest().name == "step-00000007"
 
 
-def test_several_models_and_optimizers_are_told_apart_and_tied_weights_are_saved_once(tmp_path):
+def test_several_models_and_optimizers_are_distinguished_and_tied_weights_are_saved_once(tmp_path):
     def make():
         critic = torch.nn.Linear(3, 3)
         tied = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))

@@ -60,7 +60,7 @@ def a_job(forward=None):
 
 
 def three_steps(accumulation, short=True, tokens=(TOKENS,) * 3):
-    """Steps of random tokens; the last has a filler row first and, where there is room, a batch of none but filler."""
+    """Steps of random tokens; the last has a padding row first and, where it fits, a batch of padding only."""
     generator = torch.Generator().manual_seed(1)
     steps = []
     for number, length in enumerate(tokens):
@@ -100,8 +100,8 @@ def on_a_rank(world, *, make, plan, steps, job, prepare, autocast):
     layers = find_layers(model)
     num_layers = count_layers(model, layers)
     check_pipeline(plan, num_layers)
-    cut = split_layers(plan, num_layers)
-    stages = split_stages(model, cut, world.rank, layers=layers, device=world.device)
+    split = split_layers(plan, num_layers)
+    stages = split_stages(model, split, world.rank, layers=layers, device=world.device)
     for stage in stages if prepare is not None else ():
         prepare(stage)
     parts = StepParts(
@@ -117,7 +117,7 @@ def on_a_rank(world, *, make, plan, steps, job, prepare, autocast):
     )
     mesh = world.mesh(plan.layout)
     place = MeshContext(device=world.device, layout=plan.layout, rank=world.rank, mesh=mesh, dp_group=None)
-    step = PipelineStep(job, stages, parts, split=cut, plan=plan, mesh_context=place)
+    step = PipelineStep(job, stages, parts, split=split, plan=plan, mesh_context=place)
     losses = [step(batch).loss_sum.item() for batch in steps]
     measured = step.measure(steps[-1].micro_batches[0], {"loss": job.loss})
     return losses, {name: parameter.detach() for name, parameter in step.named_parameters()}, measured
@@ -270,7 +270,7 @@ def test_bf16_travels_and_trains_close_to_one_process():
 
 @pytest.mark.representative("zbv")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_measures_cover_the_real_rows_and_only_the_last_stage_tells_them(schedule):
+def test_measures_cover_the_real_rows_and_only_the_last_stage_reports_them(schedule):
     steps, job = three_steps(2), a_job()
     _, parameters = in_one_process(small, steps, job)
     model = small()

@@ -20,7 +20,7 @@ from shardwise.training.loop import run_loop
 
 
 def verdicts(world, make_job, plan_name, *, every=1, stop=False, overrides=None):
-    """Train and return what was said of replicas, and the last step's loss."""
+    """Train and return the report on replicas, and the last step's loss."""
     job = make_job(world)
     plan = settle(
         plan_name, batch_size=job.batch_size, world_size=world.size, device=LocalDevice(), overrides=overrides or {}
@@ -32,7 +32,7 @@ def verdicts(world, make_job, plan_name, *, every=1, stop=False, overrides=None)
     return [event["text"] for event in found], report.loss
 
 
-def told(make_job, plan_name, nproc=2, **options):
+def reported(make_job, plan_name, nproc=2, **options):
     """Return the one verdict of rank 0."""
     results = run_ranks(verdicts, nproc, make_job, plan_name, **options)
     [[text], *others] = [texts for texts, _ in results]
@@ -91,15 +91,15 @@ def test_batch_statistics_are_left_in_peace(statistics):
 
 def on_rank_1(world, job, spoil, *, at=1):
     """Have rank 1 do something to its own optimizer's parameters after so many steps."""
-    held = {}
+    tensors = {}
 
     def optimizer(named):
-        held.update(named)
+        tensors.update(named)
         return sw.adamw(lr=1e-2)(named)
 
     def on_step(context):
         if world.rank == 1 and context.step == at:
-            spoil(held)
+            spoil(tensors)
 
     return job(optimizer=optimizer, on_step=on_step)
 
@@ -115,16 +115,16 @@ def test_an_unequal_start_is_named_before_the_first_step():
 
         return points_job(Statistics, optimizer=optimizer, batch_size=6)
 
-    text = told(make_job, "ddp", nproc=3)
+    text = reported(make_job, "ddp", nproc=3)
     assert text.startswith(
         "replicas differ before the first step: head.bias of rank 2 differs from that of ranks 0-1; "
     )
     assert text.endswith(Cause.START.value)
 
 
-def test_a_gradient_that_nobody_summed_is_told_from_unequal_batches():
+def test_a_gradient_that_no_rank_reduced_is_distinguished_from_unequal_batches():
     class Hidden(torch.nn.Module):
-        """DDP is told to ignore one parameter, so each rank moves it by its own samples."""
+        """DDP is configured to ignore one parameter, so each rank moves it by its own samples."""
 
         _ddp_params_and_buffers_to_ignore = ("stem.bias",)
 
@@ -136,13 +136,13 @@ def test_a_gradient_that_nobody_summed_is_told_from_unequal_batches():
             return self.stem(x)
 
     # The first step's gradients are summed by us, whatever DDP ignores; the second's by DDP.
-    text = told(lambda _: points_job(Hidden, clip_norm=None), "ddp")
+    text = reported(lambda _: points_job(Hidden, clip_norm=None), "ddp")
     assert text.startswith("replicas differ after step 2 (equal after step 1): stem.bias of rank 1 differs from")
     assert text.endswith(Cause.BATCHES.value)
 
 
-def test_a_buffer_of_each_ranks_own_samples_is_told():
-    text = told(lambda _: points_job(lambda: Statistics(own=True)), "ddp")
+def test_a_buffer_of_each_ranks_own_samples_is_reported():
+    text = reported(lambda _: points_job(lambda: Statistics(own=True)), "ddp")
     assert f"seen of rank 1 differs from that of rank 0; {Cause.BUFFER.value}" in text
 
 
@@ -158,18 +158,18 @@ class Noise(torch.autograd.Function):
         return grad * (1 + 1e-6 * int.from_bytes(os.urandom(4), "little") / 2**32)
 
 
-def test_a_non_deterministic_operation_is_told_where_ranks_share_a_matrix():
+def test_a_non_deterministic_operation_is_reported_where_ranks_share_a_matrix():
     def model():
         net = sw.models.decoder("gpt2-tiny", vocab_size=50, context=16)
         net.norm.register_forward_hook(lambda _module, _args, output: Noise.apply(output))
         return net
 
-    text = told(lambda _: sentences_job(model=model), "tp")
+    text = reported(lambda _: sentences_job(model=model), "tp")
     assert "of rank 1 differs from" in text
     assert Cause.OPERATION.value in text
 
 
-def test_a_non_deterministic_update_is_told_from_equal_gradients():
+def test_a_non_deterministic_update_is_recognised_by_equal_gradients():
     class Shaky(torch.optim.SGD):
         def step(self, closure=None):
             super().step(closure)
@@ -179,25 +179,25 @@ def test_a_non_deterministic_update_is_told_from_equal_gradients():
     def make_job(_):
         return points_job(Statistics, optimizer=lambda named: Shaky([value for _, value in named], lr=0.1))
 
-    text = told(make_job, "ddp")
+    text = reported(make_job, "ddp")
     assert "stem.weight of rank 1 differs from that of rank 0" in text
     assert Cause.UPDATE.value in text
 
 
-def test_unequal_learning_rates_are_told():
+def test_unequal_learning_rates_are_reported():
     def make_job(world):
         return points_job(Statistics, optimizer=sw.sgd(lr=0.1 + 0.1 * world.rank))
 
-    assert Cause.SETTINGS.value in told(make_job, "ddp")
+    assert Cause.SETTINGS.value in reported(make_job, "ddp")
 
 
 @torch.no_grad()
-def spoil_first(held):
-    local(next(iter(held.values()))).add_(1.0)
+def spoil_first(tensors):
+    local(next(iter(tensors.values()))).add_(1.0)
 
 
-def test_a_write_beside_the_step_is_told_and_seen_at_the_next_check():
-    text = told(lambda world: on_rank_1(world, partial(points_job, Statistics), spoil_first, at=2), "ddp", every=3)
+def test_a_write_outside_of_the_step_is_reported_at_the_next_check():
+    text = reported(lambda world: on_rank_1(world, partial(points_job, Statistics), spoil_first, at=2), "ddp", every=3)
     assert text.startswith("replicas differ after step 3 (equal after step 1): stem.weight of rank 1 differs from")
     assert Cause.OUTSIDE.value in text
 

@@ -40,7 +40,7 @@ PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
 make_job = partial(sentences_job, "llama-tiny", steps=STEPS)
 
 
-def trained(world, layout, folder=None, *, job=None, precision=FP64, told=False, **saving):
+def trained(world, layout, folder=None, *, job=None, precision=FP64, with_notes=False, **saving):
     """Train to the end or to a stop; return the losses by step, on rank 0 the final state, and if asked the notes."""
     job = job or make_job()
     plan = settle(LAYOUTS[layout][1], batch_size=8, world_size=world.size, device=LocalDevice())
@@ -57,7 +57,7 @@ def trained(world, layout, folder=None, *, job=None, precision=FP64, told=False,
     except StoppedError:
         return losses, None
     result = losses, sw.full_state_dict(step.model)
-    return (*result, "; ".join(notes)) if told else result
+    return (*result, "; ".join(notes)) if with_notes else result
 
 
 def stopped(world, layout, folder, **options):
@@ -144,7 +144,7 @@ def test_saves_in_the_background_keep_the_newest_and_change_no_number(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000005", "step-00000006"]
 
 
-def test_the_loss_scale_goes_on_where_it_was(tmp_path):
+def test_the_loss_scale_resumes_at_its_value(tmp_path):
     half = Precision(compute="fp16")
     whole, _ = run_ranks(trained, 2, "ddp2", precision=half)[0]
     before, _ = run_ranks(trained, 2, "ddp2", tmp_path, job=make_job(steps=SAVED), precision=half, every=SAVED)[0]
@@ -177,7 +177,7 @@ def stochastic():
 @pytest.mark.parametrize(
     ("layout", "num_workers"), [("one", 0), ("ddp2", 0), ("ddp2", 1), ("fsdp2", 0), ("tp2", 0), ("pp2", 0)]
 )
-def test_dropout_masks_go_on_at_the_same_layout(layout, num_workers, tmp_path):
+def test_dropout_masks_continue_at_the_same_layout(layout, num_workers, tmp_path):
     def job(**changes):
         return make_job(model=dropping, num_workers=num_workers, **changes)
 
@@ -190,21 +190,23 @@ def test_dropout_masks_go_on_at_the_same_layout(layout, num_workers, tmp_path):
         torch.testing.assert_close(final[name], value, rtol=1e-12, atol=1e-14, msg=name)
 
 
-def test_dropout_masks_begin_anew_at_another_layout_and_that_is_told(tmp_path):
+def test_dropout_masks_begin_anew_at_another_layout_and_a_note_reports_it(tmp_path):
     whole, _ = run_ranks(trained, 1, "one", job=make_job(model=dropping))[0]
     run_ranks(trained, 1, "one", tmp_path, job=make_job(model=dropping, steps=SAVED), every=SAVED)
-    after, _, notes = run_ranks(trained, 2, "ddp2", tmp_path, job=make_job(model=dropping), told=True)[0]
+    after, _, notes = run_ranks(trained, 2, "ddp2", tmp_path, job=make_job(model=dropping), with_notes=True)[0]
     assert after[SAVED] != pytest.approx(whole[SAVED], rel=1e-6)
     assert "dropout masks use new random streams" in notes
 
 
 @pytest.mark.representative("zero1-pp2")
 @pytest.mark.parametrize(("save_under", "load_under"), [("ddp2", "one"), ("one", "fsdp2"), ("zero1", "pp2")])
-def test_keyed_masks_go_on_at_another_layout(save_under, load_under, tmp_path):
+def test_counter_based_masks_continue_at_another_layout(save_under, load_under, tmp_path):
     job = partial(make_job, model=stochastic, masks="keyed")
     whole, state = run_ranks(trained, 1, "one", job=job())[0]
     run_ranks(trained, LAYOUTS[save_under][0], save_under, tmp_path, job=job(steps=4), every=4)  # inside epoch 2
-    after, final, notes = run_ranks(trained, LAYOUTS[load_under][0], load_under, tmp_path, job=job(), told=True)[0]
+    after, final, notes = run_ranks(trained, LAYOUTS[load_under][0], load_under, tmp_path, job=job(), with_notes=True)[
+        0
+    ]
     assert after == pytest.approx({step: whole[step] for step in range(4, STEPS)}, rel=1e-9)
     assert "begin anew" not in notes
     for name, value in state.items():
@@ -222,7 +224,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path):
     whole, _ = run_ranks(trained, 1, "one")[0]
     run_ranks(trained, 2, "fsdp2", tmp_path, job=make_job(steps=4), every=2)
     flip_a_bit(tmp_path / "step-00000004")
-    after, _, notes = run_ranks(trained, 2, "fsdp2", tmp_path, told=True)[0]
+    after, _, notes = run_ranks(trained, 2, "fsdp2", tmp_path, with_notes=True)[0]
     assert "skipped checkpoint: loading" in notes
     assert "step-00000004/rank-0000" in notes
     assert "MB from 2 files" in notes
@@ -237,9 +239,9 @@ def test_a_training_does_not_begin_anew_over_checkpoints_that_are_all_damaged(tm
         run_ranks(trained, 1, "one", tmp_path)
 
 
-def test_a_save_that_fails_is_told_or_ends_the_training_as_told(tmp_path):
+def test_a_save_that_fails_is_reported_or_ends_the_training_as_configured(tmp_path):
     (tmp_path / "file").touch()
-    losses, _, notes = run_ranks(trained, 1, "one", tmp_path / "file" / "in", every=2, told=True)[0]
+    losses, _, notes = run_ranks(trained, 1, "one", tmp_path / "file" / "in", every=2, with_notes=True)[0]
     assert sorted(losses) == list(range(STEPS))
     assert notes.count("not saved: ") == 3
     with refuses("checkpoint.not-a-folder", "Not a directory", kind=CheckpointError):
@@ -257,7 +259,7 @@ def test_the_save_after_one_that_failed_has_its_turn(tmp_path):
     def body(world):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(save, "write_shard", full_once)
-            return trained(world, "one", tmp_path, every=2, told=True)
+            return trained(world, "one", tmp_path, every=2, with_notes=True)
 
     _, _, notes = run_ranks(body, 1)[0]
     assert notes.count("not saved: ") == 1
@@ -283,9 +285,9 @@ def test_the_best_by_a_metric_is_saved_when_it_is_measured_and_stays(tmp_path):
 
 def test_another_seed_is_refused_and_another_length_is_reported(tmp_path):
     run_ranks(stopped, 1, "one", tmp_path)
-    *_, notes = run_ranks(trained, 1, "one", tmp_path, job=make_job(steps=STEPS + 2), told=True)[0]
+    *_, notes = run_ranks(trained, 1, "one", tmp_path, job=make_job(steps=STEPS + 2), with_notes=True)[0]
     assert f"schedule follows the new length, {STEPS + 2} steps (before: {STEPS})" in notes
-    *_, notes = run_ranks(trained, 1, "one", tmp_path, told=True)[0]
+    *_, notes = run_ranks(trained, 1, "one", tmp_path, with_notes=True)[0]
     assert "new length" not in notes
     with refuses("checkpoint.samples-differ"):
         run_ranks(trained, 1, "one", tmp_path, job=make_job(seed=1))

@@ -246,7 +246,7 @@ class Hooked(Block):
 
 
 @pytest.mark.parametrize(
-    ("job", "families", "words"),
+    ("job", "families", "expected"),
     [
         (points_job(Twins, optimizer=muon), {"ddp"}, "optimizer Muon .* on shards"),
         (points_job(Listed), {"ddp", "zero1"}, r"scales\[0\] also refers to scale"),
@@ -254,10 +254,10 @@ class Hooked(Block):
     ],
     ids=["optimizer", "listed", "hooked"],
 )
-def test_plans_that_split_parameters_are_not_proposed_where_train_would_refuse_them(job, families, words):
+def test_plans_that_split_parameters_are_not_proposed_where_train_would_refuse_them(job, families, expected):
     answer = answer_of(job_subject(job, FOUR, describe, accepts=ModelRules(job)), exhaustive=False)
     assert {candidate.family for candidate in answer.candidates} == families
-    assert re.search(words, answer.families["zero3"].detail)
+    assert re.search(expected, answer.families["zero3"].detail)
 
 
 def test_optimizer_that_looks_at_whole_tensors_is_refused_under_tensor_parallelism_before_any_rank_starts():

@@ -114,7 +114,7 @@ def test_a_mean_loss_in_place_of_a_loss_is_refused_with_the_right_call(given):
         sentences_job(loss=given)
 
 
-def test_a_loss_module_that_takes_a_mean_is_no_sum():
+def test_a_loss_module_that_takes_a_mean_is_not_a_sum():
     with refuses("loss.sum-is-mean", "CrossEntropyLoss", "sw.Loss.from_mean"):
         sw.Loss(sum=torch.nn.CrossEntropyLoss())
 

@@ -162,12 +162,12 @@ def test_a_zero1_rank_keeps_its_share_of_the_optimizer_only():
         for batch in step.feed:
             step(batch)
         states = step.optimizer.state.values()
-        held = sum(state["exp_avg"].to_local().numel() for state in states)
-        return held, sum(parameter.numel() for _, parameter in step.named_parameters())
+        num_local = sum(state["exp_avg"].to_local().numel() for state in states)
+        return num_local, sum(parameter.numel() for _, parameter in step.named_parameters())
 
     results = run_ranks(body, 2)
-    assert sum(held for held, _ in results) == results[0][1]
-    assert all(held < 0.55 * whole for held, whole in results)
+    assert sum(num_local for num_local, _ in results) == results[0][1]
+    assert all(num_local < 0.55 * whole for num_local, whole in results)
 
 
 def test_a_loop_of_ones_own_is_not_captured():

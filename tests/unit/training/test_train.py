@@ -140,7 +140,7 @@ def refusals(world):
     for name, (changes, _) in REFUSED_JOBS.items():
         try:
             trained(world, make_job(**changes))
-        except Exception as error:  # noqa: BLE001 - the test tells a refusal from a crash
+        except Exception as error:  # noqa: BLE001 - the test distinguishes a refusal from a crash
             found[name] = f"{type(error).__name__}: {error}"
     return found
 
@@ -227,7 +227,7 @@ def test_parameters_without_gradient_on_one_rank_are_named_on_every_rank():
     assert run_ranks(body, 2) == ["refused", "refused"]
 
 
-def test_unused_parameters_are_allowed_when_the_plan_says_so():
+def test_unused_parameters_are_allowed_by_the_plan():
     def body(world):
         plan = {"communication": Communication(find_unused_parameters=True)}
         _, _, events = trained(world, make_job(model=lambda: HalfUsed(world.rank)), **plan)
@@ -446,7 +446,7 @@ def test_every_communication_option_trains_like_one_process(options, accumulatio
     assert run_ranks(lambda world: trained(world, job, **plan)[0].loss, 2)[0] == pytest.approx(one, rel=1e-5)
 
 
-def test_static_graph_that_would_be_held_back_is_refused():
+def test_static_graph_with_accumulation_is_refused():
     plan = Plan.preset("ddp", 1, batch_size=12, accumulation=3)
     with refuses("support.static-graph-accumulation", "gradient_sync"):
         require_supported(replace(plan, communication=Communication(static_graph=True)))
@@ -482,7 +482,7 @@ class Answering(nn.Module):
         return self.how(self.linear(x))
 
 
-def test_filler_is_cut_from_dataclass_outputs():
+def test_padding_is_removed_from_dataclass_outputs():
     def last_loss(how, value):
         loss = sw.Loss(sum=lambda output, batch: (value(output) - batch[1]).square().sum())
         job = make_job(model=lambda: Answering(how), loss=loss, epochs=1)
@@ -491,7 +491,7 @@ def test_filler_is_cut_from_dataclass_outputs():
     assert last_loss(Answer, lambda output: output.value) == last_loss(lambda value: value, lambda output: output)
 
 
-def test_output_in_which_filler_cannot_be_told_is_refused():
+def test_output_in_which_padding_cannot_be_recognised_is_refused():
     loss = sw.Loss(sum=lambda output, batch: output.sum())
     job = make_job(model=lambda: Answering(lambda value: value.sum(0, keepdim=True)), loss=loss)
     with refuses("model.output-without-rows", "by_row=False"):

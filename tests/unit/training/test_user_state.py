@@ -100,7 +100,7 @@ def tallied(world, folder, steps):
     return tally.seen, tally.steps, tally.sums.tolist()
 
 
-def test_it_goes_on_where_it_was_on_another_number_of_ranks(tmp_path):
+def test_it_resumes_at_its_position_on_another_number_of_ranks(tmp_path):
     run_ranks(tallied, 2, tmp_path, 3)
     manifest = read_manifest(tmp_path / "step-00000003")
     assert manifest.facts["user"] == {"seen": 12, "inner": {"steps": [1, 2, 3]}}
@@ -108,7 +108,7 @@ def test_it_goes_on_where_it_was_on_another_number_of_ranks(tmp_path):
     assert run_ranks(tallied, 4, tmp_path, 6) == [(24, [1, 2, 3, 4, 5, 6], [6.0, 24.0])] * 4
 
 
-def test_a_job_that_newly_has_one_begins_it_and_is_told(tmp_path):
+def test_a_job_that_newly_has_one_begins_it_and_gets_a_note(tmp_path):
     run_ranks(train, 1, tmp_path, 3)
 
     def resumed(world):
@@ -117,13 +117,13 @@ def test_a_job_that_newly_has_one_begins_it_and_is_told(tmp_path):
     assert "Job.state keeps its initial value" in run_ranks(resumed, 1)[0]
 
 
-def test_a_job_that_no_longer_has_one_goes_on_and_is_told(tmp_path):
+def test_a_job_that_no_longer_has_one_resumes_and_gets_a_note(tmp_path):
     run_ranks(tallied, 1, tmp_path, 3)
     assert "ignored because the job does not define one" in run_ranks(train, 1, tmp_path, 6)[0]
 
 
 class Pieces:
-    """Holds a tensor that is cut over ranks."""
+    """Has a tensor that is sharded over ranks."""
 
     def __init__(self, world, fill):
         mesh = world.mesh(sw.Layout(shard=world.size))["shard"]
@@ -136,7 +136,7 @@ class Pieces:
         self.values = state["values"]
 
 
-def test_cut_tensors_are_saved_in_pieces_and_come_back_cut(tmp_path):
+def test_sharded_tensors_are_saved_in_shards_and_come_back_sharded(tmp_path):
     def body(world, steps):
         pieces = Pieces(world, fill=world.rank + 1 if steps == 3 else 0)
         train(world, tmp_path, steps, state=pieces)
@@ -163,7 +163,7 @@ def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path)
         run_ranks(lambda world: train(world, tmp_path, 3, state=tally), 1)
 
 
-def test_an_object_without_the_two_methods_is_no_state():
+def test_an_object_without_the_two_methods_is_not_a_state():
     with refuses("job.state-without-methods", "load_state_dict"):
         sw.Job(
             model=lambda: torch.nn.Linear(2, 2),

@@ -23,7 +23,7 @@ needs_deepspeed = pytest.mark.skipif(
 
 
 def some_plan(seed, ranks=None):
-    """Any plan that DeepSpeed has words for."""
+    """Any plan that DeepSpeed can express."""
     chance = random.Random(seed)
     ranks = ranks or chance.choice([1, 2, 3, 8, 64])
     zero = chance.choice([0, 1, 2, 3]) if ranks > 1 else 0
@@ -72,7 +72,7 @@ def test_a_bucket_of_any_size_is_kept_to_one_element():
             assert abs(bucket_megabytes(elements, dtype) - megabytes) * 2**20 <= 4
 
 
-def test_what_json_has_no_word_for_is_said():
+def test_what_json_cannot_express_is_reported():
     plan = Plan(compile="blocks", batch_norm="local", recompute="selective", communication=Communication(prefetch=3))
     assert left_out(plan) == (
         "compile = 'blocks': DeepSpeed's JSON has no key for it",
@@ -124,7 +124,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("plan", "refusal"), REFUSED.values(), ids=REFUSED)
-def test_a_plan_that_json_cannot_say_is_refused(plan, refusal):
+def test_a_plan_that_json_cannot_express_is_refused(plan, refusal):
     with refuses(*refusal) as caught:
         deepspeed_config(plan, clip_norm=None)
     assert caught.value.fix

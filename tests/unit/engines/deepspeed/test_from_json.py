@@ -1,4 +1,4 @@
-"""DeepSpeed JSON in: what people write is read, what is wrong is named in one sentence, what is the job's is said."""
+"""DeepSpeed JSON in: usual files are read, errors are named in one sentence, what belongs to the job is reported."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_the_guides_configs_are_read():
         assert any("optimizer=sw.adamw(lr=" in note for note in found.notes)
 
 
-def test_what_hugging_face_leaves_open_is_said_and_given():
+def test_what_hugging_face_leaves_open_is_reported_and_given():
     found = reading(TRAINER, num_ranks=4, batch_size=64, precision="bf16")
     plan, notes = found.plan, " | ".join(found.notes)
     assert (plan.zero, plan.layout, plan.batch_size, plan.precision.compute) == (3, Layout(shard=4), 64, "bf16")
@@ -94,19 +94,19 @@ def test_the_batch_is_derived_as_deepspeed_does(data, split):
     assert (plan.micro_batch, plan.accumulation) == split
 
 
-def test_a_stage_on_one_rank_cuts_nothing():
+def test_a_stage_on_one_rank_shards_nothing():
     found = reading({"train_batch_size": 4, "zero_optimization": {"stage": 2}}, num_ranks=1)
     assert found.plan.zero == 0
     assert any("one rank has nothing" in note for note in found.notes)
 
 
-def test_gradients_travel_in_the_dtype_of_compute_unless_said():
+def test_gradients_are_reduced_in_the_dtype_of_compute_unless_configured():
     half = {"train_batch_size": 4, "bf16": {"enabled": True}}
     assert reading(half, num_ranks=2).plan.precision.reduce == "bf16"
     assert reading(half | {"communication_data_type": "fp32"}, num_ranks=2).plan.precision.reduce == "fp32"
 
 
-def test_clipping_that_is_not_said_is_deepspeeds_own():
+def test_clipping_that_is_not_configured_is_deepspeeds_default():
     unsaid = " ".join(reading({"train_batch_size": 4}, num_ranks=2).notes)
     assert "clip_norm=1.0" in unsaid
     assert "clip" not in " ".join(reading({"train_batch_size": 4, "gradient_clipping": 0}, num_ranks=2).notes)
@@ -215,7 +215,7 @@ def test_wrong_json_is_one_sentence(text, refusal):
     check_refused(text, *refusal, num_ranks=2)
 
 
-def test_a_file_that_is_not_there_or_no_text_is_one_sentence(tmp_path):
+def test_a_missing_file_or_one_without_text_is_one_sentence(tmp_path):
     with refuses("plan.deepspeed-read-failed", "none.json"):
         read_json(tmp_path / "none.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")

@@ -187,7 +187,7 @@ def test_the_choice_stands_beside_the_native_one_with_numbers():
     assert sentence.count("GB") == 2
 
 
-def test_fp64_and_uneven_batches_are_refused_in_words():
+def test_fp64_and_uneven_batches_are_refused_with_a_message():
     question = asked("llama-7b on 8xH100", 60)
     assert {form.refusal for form in deepspeed_forms(question)} == {"batch size 60 is not divisible by 8 devices"}
     exact = dataclasses.replace(question, batch_size=64, precision=Precision(compute="fp64"))

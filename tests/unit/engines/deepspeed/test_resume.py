@@ -76,13 +76,13 @@ def check_continues(saved, resumed, job, folder):
 @pytest.mark.representative("stage3-fsdp4")
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "resumed"), QUICK)
-def test_training_goes_on_under_another_engine(saved, resumed, tmp_path):
+def test_training_resumes_under_another_engine(saved, resumed, tmp_path):
     check_continues(saved, resumed, sentences_job(steps=STEPS), tmp_path)
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize(("saved", "resumed"), PAIRS)
-def test_training_goes_on_from_any_to_any(saved, resumed, tmp_path):
+def test_training_resumes_from_any_layout_on_any_other(saved, resumed, tmp_path):
     check_continues(saved, resumed, sentences_job(steps=STEPS), tmp_path)
 
 
@@ -96,7 +96,7 @@ def test_frozen_and_tiny_parameters_come_back(kind, tmp_path):
 
 @pytest.mark.prove
 @pytest.mark.parametrize("stage", ["ddp", "zero1", "zero2", "zero3"])
-def test_bf16_goes_on_exactly(stage, tmp_path, monkeypatch):
+def test_bf16_resumes_exactly(stage, tmp_path, monkeypatch):
     monkeypatch.setitem(KINDS, "bf16", (2, f"{stage}+precision=bf16", "deepspeed"))
     job = sentences_job(steps=STEPS)
     losses, state = on_ranks("bf16", job, tmp_path / "whole")
@@ -106,7 +106,7 @@ def test_bf16_goes_on_exactly(stage, tmp_path, monkeypatch):
 
 
 @pytest.mark.prove
-def test_killed_training_goes_on_on_other_ranks():
+def test_killed_training_resumes_on_another_number_of_ranks():
     plans = ["zero1+engine=deepspeed", "zero3+engine=deepspeed"]
     report = verify(f"{JOBS}:decoder", plans, nproc=2, steps=5, resume=True)
     assert [(verdict.status, verdict.findings) for verdict in report.verdicts] == [("passed", ())] * 2

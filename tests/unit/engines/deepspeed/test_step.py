@@ -107,7 +107,7 @@ def test_bf16_of_every_stage_trains_from_the_very_values_of_one_process(name):
 
 
 @pytest.mark.parametrize("name", ["ddp", pytest.param("zero2", marks=pytest.mark.prove), "zero3"])
-def test_step_with_infinite_gradient_is_skipped_and_training_goes_on(name):
+def test_step_with_infinite_gradient_is_skipped_and_training_continues(name):
     job = digits_job(Poisoned, clip_norm=None)
     losses, _, skipped, first, last = run_ranks(trained, 2, job, name)[0]
     assert skipped == [0.0, 1.0, 0.0]

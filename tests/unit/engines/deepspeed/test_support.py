@@ -111,6 +111,6 @@ def test_training_with_another_axis_is_refused_before_anything_starts(tmp_path, 
 
 @needs_deepspeed
 @pytest.mark.prove
-def test_stage_3_with_an_optimizer_that_it_cannot_cut_is_bad_input(tmp_path, monkeypatch, capfd):
+def test_stage_3_with_an_optimizer_that_it_cannot_shard_is_bad_input(tmp_path, monkeypatch, capfd):
     refusal = ("support.deepspeed-optimizer-elementwise", "Adafactor", "stage 3")
     check_train_refused(tmp_path, monkeypatch, capfd, "zero3", *refusal)

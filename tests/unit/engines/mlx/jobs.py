@@ -56,7 +56,7 @@ class TorchPicture(torch.nn.Module):
 
 
 class Longer(Net):
-    """Adds what a second half of the columns says, in batches that have one."""
+    """Adds the output of the second half of the columns, in batches that have one."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class Longer(Net):
         return near + self.far(x[:, 6:]) if x.shape[1] > 6 else near
 
 
-class Words(nn.Module):
+class Sentences(nn.Module):
     """Tokens to the next token, through one matrix that is used twice."""
 
     def __init__(self):
@@ -80,7 +80,7 @@ class Words(nn.Module):
         return self.head(nn.tanh(self.mix(self.embed(tokens))))
 
 
-class TorchWords(torch.nn.Module):
+class TorchSentences(torch.nn.Module):
     """The same in torch."""
 
     def __init__(self):
@@ -114,7 +114,7 @@ def _sentences(number):
 KINDS = {
     "points": (Net, TorchNet, _points, sw.losses.cross_entropy),
     "pictures": (Picture, TorchPicture, _pictures, sw.losses.cross_entropy),
-    "words": (Words, TorchWords, _sentences, sw.losses.token_cross_entropy),
+    "sentences": (Sentences, TorchSentences, _sentences, sw.losses.token_cross_entropy),
 }
 
 
@@ -186,9 +186,9 @@ def run(step, num_steps=None):
 
 def values_of(step):
     """Copies of all values, statistics and states."""
-    held = step.local_state()
+    state = step.local_state()
     mx.synchronize()
-    return {**_copied(held.values), **_copied(held.buffers), **_copied(held.states)}
+    return {**_copied(state.values), **_copied(state.buffers), **_copied(state.states)}
 
 
 def _copied(tensors):

@@ -34,9 +34,9 @@ def test_batches_of_any_floating_point_dtype_are_computed_in_the_plans_precision
         step = build_step(job, plan, world)
         report = step(next(iter(step.feed)))
         evaluate(step, data("test"))
-        held = {value.dtype for value in step.local_state().values.values()}
+        stored = {value.dtype for value in step.local_state().values.values()}
     assert dtypes == {seen}
-    assert {report.loss_sum.dtype, *held} == {torch.float64 if precision == "fp64" else torch.float32}
+    assert {report.loss_sum.dtype, *stored} == {torch.float64 if precision == "fp64" else torch.float32}
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64, torch.bfloat16, torch.float16])

@@ -47,9 +47,9 @@ def samples():
     return draws.randn(ROWS, 4, 4, 2), draws.randn(ROWS, 2)
 
 
-def share_of(rank, cuts):
+def share_of(rank, bounds):
     """Return a rank's rows and whether they count: a rank without any has a spare one that must not."""
-    images, targets = (part[cuts[rank] : cuts[rank + 1]] for part in samples())
+    images, targets = (part[bounds[rank] : bounds[rank + 1]] for part in samples())
     if len(images):
         return images, targets, True
     return np.full((1, 4, 4, 2), 100.0), np.zeros((1, 2)), False
@@ -83,10 +83,10 @@ def alone(_):
     return two_steps(net(), [], None, (*samples(), True))
 
 
-def on_ranks(world, cuts, compiled):
+def on_ranks(world, bounds, compiled):
     model, group = net(), join_group(world)
     norms = share_batch_norms(model, group)
-    return two_steps(model, norms, group, share_of(world.rank, cuts), compiled=compiled)
+    return two_steps(model, norms, group, share_of(world.rank, bounds), compiled=compiled)
 
 
 def furthest(found, wanted):
@@ -95,13 +95,13 @@ def furthest(found, wanted):
 
 
 @pytest.mark.parametrize(
-    ("cuts", "compiled"),
+    ("bounds", "compiled"),
     [((0, 5, 7), True), ((0, 3, 3, 6, 7), False)],
     ids=["two ranks, compiled", "four, one without a row"],
 )
-def test_uneven_ranks_equal_one_process_in_every_number(cuts, compiled):
+def test_uneven_ranks_equal_one_process_in_every_number(bounds, compiled):
     (expected,) = run_ranks(alone, 1)
-    for found in run_ranks(on_ranks, len(cuts) - 1, cuts, compiled):
+    for found in run_ranks(on_ranks, len(bounds) - 1, bounds, compiled):
         assert furthest(found, expected) < 1e-12
 
 

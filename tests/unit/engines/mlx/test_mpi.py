@@ -1,4 +1,4 @@
-"""MLX over MPI in a world of MPI: one library, started by MLX, for both; else the ring, and a note that says why."""
+"""MLX over MPI in a world of MPI: one library, started by MLX, for both; else the ring, and a note with the reason."""
 
 import pytest
 
@@ -25,13 +25,13 @@ SUM = """
 
 @needs_mpirun
 @pytest.mark.parametrize(
-    ("first", "words"),
+    ("first", "expected"),
     [
         ("mpi_group()", "found 3.0 2.0 True []"),
         pytest.param("", 'found 3.0 2.0 False ["gradients are reduced over', marks=pytest.mark.prove),
     ],
     ids=["MLX starts it", "the world starts it"],
 )
-def test_a_world_of_mpi_sums_over_mpi_where_mlx_starts_it_and_over_the_ring_else(tmp_path, first, words):
+def test_a_world_of_mpi_sums_over_mpi_where_mlx_starts_it_and_over_the_ring_else(tmp_path, first, expected):
     result = run(tmp_path, 2, SUM.format(first=first))
-    assert result.stdout.count(words) == 2, (result.stdout, result.stderr)
+    assert result.stdout.count(expected) == 2, (result.stdout, result.stderr)

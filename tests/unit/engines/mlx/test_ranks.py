@@ -34,7 +34,7 @@ def train(world, *, kind, accumulation=1, precision="fp32", batch_norm="sync", *
 @pytest.mark.parametrize(
     ("kind", "world_size", "options"),
     [
-        ("words", 2, {"accumulation": 2, "clip_norm": 0.1}),
+        ("sentences", 2, {"accumulation": 2, "clip_norm": 0.1}),
         # 37 samples in batches of 8: the last of 5 leaves a rank of three without a row in some micro-batches.
         ("pictures", 3, {"accumulation": 1, "batch_size": 12, "optimizer": sw.sgd(lr=0.05)}),
     ],
@@ -84,7 +84,7 @@ def test_a_parameter_that_some_rank_reaches_moves_alike_on_all():
 
 
 def norm_of_its_own(world, batch_norm):
-    """Return what is said of a batch norm whose class is the user's."""
+    """Return the error for a batch norm whose class is the user's."""
 
     class OwnNorm(nn.BatchNorm):
         pass
@@ -103,15 +103,15 @@ def norm_of_its_own(world, batch_norm):
 
 
 def test_a_batch_norm_class_of_its_own_is_not_synced_and_that_is_refused():
-    said = run_ranks(norm_of_its_own, 2, "sync")
-    words = "custom batch norm classes cannot be synchronized over ranks: norm"
-    assert [text.startswith(words) and text.endswith("--set batch_norm=local") for text in said] == [True] * 2
+    errors = run_ranks(norm_of_its_own, 2, "sync")
+    expected = "custom batch norm classes cannot be synchronized over ranks: norm"
+    assert [text.startswith(expected) and text.endswith("--set batch_norm=local") for text in errors] == [True] * 2
     assert run_ranks(norm_of_its_own, 2, "local") == ["trained"] * 2
     assert run_ranks(norm_of_its_own, 1, "sync") == ["trained"]
 
 
 def drift(world):
-    """Move a weight of rank 1 after the second step; returns what is told of it."""
+    """Move a weight of rank 1 after the second step; return the report of it."""
     models, events = [], []
 
     def model():

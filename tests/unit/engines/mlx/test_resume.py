@@ -1,4 +1,4 @@
-"""Checkpoints have one form: a training goes on in MLX where torch ended, and the other way round."""
+"""Checkpoints have one form: a training resumes in MLX where torch ended, and vice versa."""
 
 import mlx.core as mx
 import pytest
@@ -33,7 +33,7 @@ def train(folder, engine, steps, *, kind="points", world_size=1, **options):
     return [sum(parts) for parts in zip(*run_ranks(body, world_size), strict=True)]
 
 
-@pytest.fixture(params=["points", "pictures", "words"])
+@pytest.fixture(params=["points", "pictures", "sentences"])
 def kind(request):
     return request.param
 
@@ -46,14 +46,14 @@ def options_of(kind, tmp_path):
 
 
 @pytest.mark.parametrize(("first", "then"), [("torch", "mlx"), ("mlx", "torch")])
-def test_the_other_engine_goes_on_with_the_same_losses_and_weights(tmp_path, kind, first, then):
+def test_the_other_engine_resumes_with_the_same_losses_and_weights(tmp_path, kind, first, then):
     options = options_of(kind, tmp_path)
     whole = train(tmp_path / "whole", first, 8, **options)
-    begun = train(tmp_path / "cut", first, 4, **options)
-    gone_on = train(tmp_path / "cut", then, 8, **options)
+    begun = train(tmp_path / "stopped", first, 4, **options)
+    resumed = train(tmp_path / "stopped", then, 8, **options)
     assert begun == whole[:4]
-    assert gone_on == pytest.approx(whole[4:], rel=2e-6)
-    ours, theirs = (torch.load(tmp_path / run / "weights.pt", weights_only=True) for run in ("cut", "whole"))
+    assert resumed == pytest.approx(whole[4:], rel=2e-6)
+    ours, theirs = (torch.load(tmp_path / run / "weights.pt", weights_only=True) for run in ("stopped", "whole"))
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n} {text}")
@@ -78,29 +78,29 @@ class Masked(Net):
 
 def test_a_resumed_training_draws_the_same_masks_to_the_last_bit(tmp_path):
     whole = train(tmp_path / "whole", "mlx", 8, model=Masked)
-    begun = train(tmp_path / "cut", "mlx", 4, model=Masked)
-    assert begun + train(tmp_path / "cut", "mlx", 8, model=Masked) == whole
+    begun = train(tmp_path / "stopped", "mlx", 4, model=Masked)
+    assert begun + train(tmp_path / "stopped", "mlx", 8, model=Masked) == whole
     assert whole != train(tmp_path / "other", "mlx", 8, model=Masked, seed=1)
 
 
 def test_states_that_are_not_shaped_like_a_convolution_are_resumed_to_the_last_bit(tmp_path):
     options = {"kind": "pictures", "optimizer": lambda _: optimizers.Adafactor(1e-2, relative_step=False)}
     whole = train(tmp_path / "whole", "mlx", 8, **options)
-    begun = train(tmp_path / "cut", "mlx", 4, **options)
-    assert begun + train(tmp_path / "cut", "mlx", 8, **options) == whole
+    begun = train(tmp_path / "stopped", "mlx", 4, **options)
+    assert begun + train(tmp_path / "stopped", "mlx", 8, **options) == whole
 
 
-def test_one_process_goes_on_where_two_ended(tmp_path):
+def test_one_process_resumes_where_two_ended(tmp_path):
     options = {"kind": "pictures", "optimizer": sw.sgd(lr=0.05)}
-    begun = train(tmp_path / "cut", "mlx", 4, world_size=2, **options)  # first: ranks are forks
-    gone_on = train(tmp_path / "cut", "mlx", 8, **options)
+    begun = train(tmp_path / "stopped", "mlx", 4, world_size=2, **options)  # first: ranks are forks
+    resumed = train(tmp_path / "stopped", "mlx", 8, **options)
     whole = train(tmp_path / "whole", "mlx", 8, **options)
-    assert begun + gone_on == pytest.approx(whole, rel=1e-5)
+    assert begun + resumed == pytest.approx(whole, rel=1e-5)
 
 
-def test_a_checkpoint_tells_names_groups_and_ties_as_torchs_do(tmp_path):
+def test_a_checkpoint_has_names_groups_and_ties_as_those_of_torch(tmp_path):
     for engine in ("mlx", "torch"):
-        train(tmp_path / engine, engine, 4, kind="words", optimizer=sw.adamw(lr=0.5, weight_decay=0.25))
+        train(tmp_path / engine, engine, 4, kind="sentences", optimizer=sw.adamw(lr=0.5, weight_decay=0.25))
     ours, theirs = (read_manifest(tmp_path / engine / "checkpoints" / "step-00000004") for engine in ("mlx", "torch"))
     assert {name: (each.shape, each.dtype) for name, each in ours.tensors.items()} == {
         name: (each.shape, each.dtype) for name, each in theirs.tensors.items()
@@ -143,15 +143,15 @@ def test_a_snapshot_brings_back_every_bit():
         assert float(step(batches[1]).loss_sum) == first
 
 
-def test_what_is_written_into_the_room_is_taken_over():
+def test_values_written_into_load_targets_are_taken_over():
     job = make_job("pictures")
     with sw.world() as world:
         step = build_step(job, make_plan(job), world)
         run(step, 2)
-        room = step.load_targets(dict.fromkeys(step.local_state().states))
-        for tensor in (*room.values.values(), *room.states.values()):
+        targets = step.load_targets(dict.fromkeys(step.local_state().states))
+        for tensor in (*targets.values.values(), *targets.states.values()):
             tensor.fill_(7)
         step.optimized.refresh()
-        held = step.local_state()
-    assert all((tensor == 7).all() for tensor in (*held.values.values(), *held.states.values()))
-    assert not any((tensor == 7).any() for tensor in held.buffers.values())
+        state = step.local_state()
+    assert all((tensor == 7).all() for tensor in (*state.values.values(), *state.states.values()))
+    assert not any((tensor == 7).any() for tensor in state.buffers.values())

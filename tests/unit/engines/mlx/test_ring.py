@@ -69,7 +69,7 @@ def test_a_rank_that_is_another_one_for_mlx_is_refused(monkeypatch):
         run_ranks(join_group, 2, timeout_s=20)
 
 
-def test_a_file_of_hosts_that_is_not_there_is_named(tmp_path, monkeypatch):
+def test_a_missing_file_of_hosts_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "none.json"))
     with refuses("env.mlx-hostfile-read-failed", "none.json", 0):
         run_ranks(join_group, 2, timeout_s=20)

@@ -76,7 +76,7 @@ def test_losses_are_those_of_a_plain_loop_in_mlx():
     [
         ("points", sw.adamw(lr=1e-2, weight_decay=0.1)),
         ("points", sw.sgd(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)),
-        ("words", sw.adamw(lr=1e-2)),
+        ("sentences", sw.adamw(lr=1e-2)),
         ("pictures", sw.sgd(lr=0.05)),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_step_is_traced_once_for_each_number_of_rows():
     assert calls == [8, 5]
 
 
-def test_names_beside_tensors_are_those_of_each_batch_and_what_they_cost_is_said():
+def test_names_beside_tensors_are_those_of_each_batch_and_their_cost_is_reported():
     mx.enable_compile()
     seen, notes = [], []
 
@@ -339,7 +339,7 @@ def test_a_model_in_16_bits_is_refused():
 
 
 def test_packed_rows_and_unknown_token_ids_are_refused():
-    job = dataclasses.replace(make_job("words"), data=lambda split: packed_rows() if split == "train" else None)
+    job = dataclasses.replace(make_job("sentences"), data=lambda split: packed_rows() if split == "train" else None)
     with refuses("support.mlx-packed", "torch model"):
         trained(job, 1)
     with refuses("data.token-outside-vocabulary"):

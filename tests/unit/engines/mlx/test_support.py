@@ -1,4 +1,4 @@
-"""What engine mlx cannot do is refused in a sentence that says why and what to type."""
+"""What engine mlx cannot do is refused in a sentence with the reason and the fix."""
 
 import dataclasses
 

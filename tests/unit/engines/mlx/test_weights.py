@@ -43,7 +43,7 @@ def test_a_file_of_mlx_with_other_shapes_is_refused_in_mlxs_own_shapes(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["torch", "mlx"])
-def test_batches_that_a_file_has_counted_go_on_being_counted(tmp_path, kind):
+def test_batch_counts_of_a_file_are_continued(tmp_path, kind):
     state = KINDS["pictures"][1]().state_dict() | {"norm.num_batches_tracked": torch.tensor(7)}
     path = tmp_path / "w.pt"
     torch.save(state, path)

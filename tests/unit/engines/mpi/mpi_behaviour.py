@@ -1,4 +1,4 @@
-"""What a process group over MPI does besides its arithmetic: run under mpirun -n 2 or more. Prints "held: <name>"."""
+"""What a process group over MPI does besides its arithmetic: run under mpirun -n 2 or more. Prints "passed: <name>"."""
 
 import sys
 import threading
@@ -26,7 +26,7 @@ def data_moves_while_nobody_waits(world):
 
 
 def a_callback_may_wait_for_another_collective(world):
-    """As PowerSGD's do; other large sums, which need a second step of each rank, go on meanwhile."""
+    """As PowerSGD's do; other large sums, which need a second step of each rank, continue meanwhile."""
     first, second, others = torch.ones(10), torch.ones(10), [torch.ones(300_000) for _ in range(3)]
     if world.rank == 1:
         time.sleep(0.2)
@@ -138,8 +138,8 @@ def what_cannot_be_is_refused_and_changes_nothing(world):
         (ValueError, "got meta: use .cpu()", torch.ones(2, device="meta"), dist.ReduceOp.SUM),
         (ValueError, "got sparse_coo: use .to_dense()", torch.eye(2).to_sparse(), dist.ReduceOp.SUM),
     )
-    for kind, words, tensor, operation in refusals:
-        with pytest.raises(kind, match=words):
+    for kind, message, tensor, operation in refusals:
+        with pytest.raises(kind, match=message):
             dist.all_reduce(tensor, operation)
     one, wide = torch.ones(2), torch.ones(2 * world.size, dtype=torch.float64)
     with pytest.raises(ValueError, match="one dtype, got float32, float64"):
@@ -225,7 +225,7 @@ def main():
                 world.barrier()
     for claim in CLAIMS:
         if world.is_main:
-            print(f"held: {claim.__name__}")
+            print(f"passed: {claim.__name__}")
 
 
 if __name__ == "__main__":

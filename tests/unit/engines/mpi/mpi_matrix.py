@@ -3,7 +3,7 @@
     mpirun -n 4 python mpi_matrix.py            all of it
     mpirun -n 2 python mpi_matrix.py 12 3       every 12th case, from the 3rd
 
-Every rank knows what all ranks give, so that each checks what it gets by itself. Prints how many cases held.
+Every rank knows what all ranks give, so that each checks what it gets by itself. Prints how many cases passed.
 """
 
 import itertools
@@ -32,7 +32,7 @@ def given(rank, shape, dtype, part=0):
     return values.bool() if dtype == torch.bool else values.to(torch.float32).to(dtype)
 
 
-def laid_out(tensor, name):
+def in_layout(tensor, name):
     """The same values in memory that is not in a row, where the shape is the strided one."""
     if name != "strided":
         return tensor.clone()
@@ -85,13 +85,13 @@ class Cases:
 
     def all_reduce(self, name, dtype, operation):
         every = self.of_all(SHAPES[name], dtype)
-        tensor = laid_out(every[self.rank], name)
+        tensor = in_layout(every[self.rank], name)
         dist.all_reduce(tensor, reduce_op(operation))
         same(tensor, reduced(every, operation, dtype))
 
     def all_reduce_coalesced(self, name, dtype, operation):
         parts = [self.of_all(SHAPES[name], dtype, part) for part in range(3)]
-        tensors = [laid_out(every[self.rank], name) for every in parts]
+        tensors = [in_layout(every[self.rank], name) for every in parts]
         opts = dist.AllreduceCoalescedOptions()
         opts.reduceOp = reduce_op(operation)
         dist.group.WORLD.allreduce_coalesced(tensors, opts).wait()
@@ -100,22 +100,22 @@ class Cases:
 
     def reduce(self, name, dtype, operation):
         every, root = self.of_all(SHAPES[name], dtype), self.size - 1
-        tensor = laid_out(every[self.rank], name)
+        tensor = in_layout(every[self.rank], name)
         dist.reduce(tensor, root, reduce_op(operation))
         if self.rank == root:
             same(tensor, reduced(every, operation, dtype))
 
     def reduce_scatter(self, name, dtype, operation):
         parts = [self.of_all(SHAPES[name], dtype, part) for part in range(self.size)]
-        output = laid_out(torch.zeros(SHAPES[name], dtype=dtype), name)
-        dist.reduce_scatter(output, [laid_out(every[self.rank], name) for every in parts], reduce_op(operation))
+        output = in_layout(torch.zeros(SHAPES[name], dtype=dtype), name)
+        dist.reduce_scatter(output, [in_layout(every[self.rank], name) for every in parts], reduce_op(operation))
         same(output, reduced(parts[self.rank], operation, dtype))
 
     def reduce_scatter_tensor(self, name, dtype, operation):
         shape = SHAPES[name]
         every = self.of_all((shape[0] * self.size, *shape[1:]), dtype)
-        output = laid_out(torch.zeros(shape, dtype=dtype), name)
-        dist.reduce_scatter_tensor(output, laid_out(every[self.rank], name), reduce_op(operation))
+        output = in_layout(torch.zeros(shape, dtype=dtype), name)
+        dist.reduce_scatter_tensor(output, in_layout(every[self.rank], name), reduce_op(operation))
         rows = slice(self.rank * shape[0], (self.rank + 1) * shape[0])
         same(output, reduced([whole[rows] for whole in every], operation, dtype))
 
@@ -134,14 +134,14 @@ class Cases:
 
     def broadcast(self, name, dtype):
         every, root = self.of_all(SHAPES[name], dtype), self.size - 1
-        tensor = laid_out(every[self.rank], name)
+        tensor = in_layout(every[self.rank], name)
         dist.broadcast(tensor, root)
         same(tensor, every[root])
 
     def all_gather(self, name, dtype):
         every = self.of_all(SHAPES[name], dtype)
-        outputs = [laid_out(torch.zeros_like(item), name) for item in every]
-        dist.all_gather(outputs, laid_out(every[self.rank], name))
+        outputs = [in_layout(torch.zeros_like(item), name) for item in every]
+        dist.all_gather(outputs, in_layout(every[self.rank], name))
         for output, item in zip(outputs, every, strict=True):
             same(output, item)
 
@@ -149,33 +149,33 @@ class Cases:
         shape = SHAPES[name]
         every = [given(rank, (shape[0] + rank, *shape[1:]), dtype) for rank in range(self.size)]
         outputs = [torch.zeros_like(item) for item in every]
-        dist.all_gather(outputs, laid_out(every[self.rank], name))
+        dist.all_gather(outputs, in_layout(every[self.rank], name))
         for output, item in zip(outputs, every, strict=True):
             same(output, item)
 
     def all_gather_into_tensor(self, name, dtype):
         every = self.of_all(SHAPES[name], dtype)
-        output = laid_out(torch.zeros((SHAPES[name][0] * self.size, *SHAPES[name][1:]), dtype=dtype), name)
-        dist.all_gather_into_tensor(output, laid_out(every[self.rank], name))
+        output = in_layout(torch.zeros((SHAPES[name][0] * self.size, *SHAPES[name][1:]), dtype=dtype), name)
+        dist.all_gather_into_tensor(output, in_layout(every[self.rank], name))
         same(output, torch.cat(every))
 
     def gather(self, name, dtype):
         every, root = self.of_all(SHAPES[name], dtype), self.size - 1
-        outputs = [laid_out(torch.zeros_like(item), name) for item in every] if self.rank == root else None
-        dist.gather(laid_out(every[self.rank], name), outputs, dst=root)
+        outputs = [in_layout(torch.zeros_like(item), name) for item in every] if self.rank == root else None
+        dist.gather(in_layout(every[self.rank], name), outputs, dst=root)
         for output, item in zip(outputs or [], every, strict=False):
             same(output, item)
 
     def scatter(self, name, dtype):
         every, root = self.of_all(SHAPES[name], dtype), self.size - 1
-        output = laid_out(torch.zeros_like(every[0]), name)
-        dist.scatter(output, [laid_out(item, name) for item in every] if self.rank == root else None, src=root)
+        output = in_layout(torch.zeros_like(every[0]), name)
+        dist.scatter(output, [in_layout(item, name) for item in every] if self.rank == root else None, src=root)
         same(output, every[self.rank])
 
     def all_to_all(self, name, dtype):
         shape = SHAPES[name]
-        outputs = [laid_out(torch.zeros(shape, dtype=dtype), name) for _ in range(self.size)]
-        dist.all_to_all(outputs, [laid_out(given(self.rank, shape, dtype, part), name) for part in range(self.size)])
+        outputs = [in_layout(torch.zeros(shape, dtype=dtype), name) for _ in range(self.size)]
+        dist.all_to_all(outputs, [in_layout(given(self.rank, shape, dtype, part), name) for part in range(self.size)])
         for rank, output in enumerate(outputs):
             same(output, given(rank, shape, dtype, self.rank))
 
@@ -185,7 +185,7 @@ class Cases:
         whole = given(self.rank, ((self.rank + 1) * self.size, *shape[1:]), dtype)
         rows = [rank + 1 for rank in range(self.size)]
         output = torch.zeros((sum(rows), *shape[1:]), dtype=dtype)
-        dist.all_to_all_single(output, laid_out(whole, name), rows, [self.rank + 1] * self.size)
+        dist.all_to_all_single(output, in_layout(whole, name), rows, [self.rank + 1] * self.size)
         every = [given(rank, ((rank + 1) * self.size, *shape[1:]), dtype) for rank in range(self.size)]
         same(
             output, torch.cat([item[self.rank * n : (self.rank + 1) * n] for item, n in zip(every, rows, strict=True)])
@@ -195,8 +195,8 @@ class Cases:
         """Each sends to the next, by tags that cross."""
         ahead, behind = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         first, second = (given(self.rank, SHAPES[name], dtype, part) for part in (0, 1))
-        sent = [dist.isend(laid_out(first, name), ahead, tag=7), dist.isend(laid_out(second, name), ahead, tag=8)]
-        got = [laid_out(torch.zeros_like(first), name) for _ in range(2)]
+        sent = [dist.isend(in_layout(first, name), ahead, tag=7), dist.isend(in_layout(second, name), ahead, tag=8)]
+        got = [in_layout(torch.zeros_like(first), name) for _ in range(2)]
         dist.recv(got[1], behind, tag=8)
         dist.recv(got[0], behind, tag=7)
         for work in sent:
@@ -207,11 +207,11 @@ class Cases:
     def from_anybody(self, name, dtype):
         if self.rank == 0:
             for _ in range(self.size - 1):
-                got = laid_out(torch.zeros(SHAPES[name], dtype=dtype), name)
+                got = in_layout(torch.zeros(SHAPES[name], dtype=dtype), name)
                 source = dist.recv(got)
                 same(got, given(source, SHAPES[name], dtype))
         else:
-            dist.send(laid_out(given(self.rank, SHAPES[name], dtype), name), 0)
+            dist.send(in_layout(given(self.rank, SHAPES[name], dtype), name), 0)
         dist.barrier()
 
 
@@ -245,7 +245,7 @@ def main():
                 raise
             count += 1
         if world.is_main:
-            print(f"{count} cases held on {world.size} ranks")
+            print(f"{count} cases passed on {world.size} ranks")
 
 
 if __name__ == "__main__":

