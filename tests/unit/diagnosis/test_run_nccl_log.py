@@ -63,7 +63,7 @@ def test_warnings_of_nccl_are_reported():
 
 
 def test_a_missing_log_gives_no_verdict():
-    assert check("rank 0 says NCCL\nnothing else") == []
+    assert check("rank 0 prints NCCL\nnothing else") == []
 
 
 def test_kinds_are_what_is_before_the_device():

@@ -308,7 +308,7 @@ def _rendered(table: Table) -> str:
     wide = console.options.update(max_width=1000)
     if console.measure(table, options=wide).maximum > console.width:
         table.padding = (0, 1, 0, 0)
-    # A cut number would be another number: in a narrower terminal, the lines are longer than it.
+    # A truncated number would be another number: in a narrower terminal, the lines are longer than it.
     console.width = max(console.width, console.measure(table, options=wide).minimum)
     console.print(table)
     return text.getvalue().rstrip("\n")
