@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import re
@@ -69,6 +70,7 @@ def run_forked(
 
 
 def _child(body: Callable[[int], Any], rank: int, nproc: int, folder: Path, extra: Mapping[str, str]) -> int:
+    gc.freeze()  # a collection in a rank would copy the pages that it shares with its parent
     use_listener_folder(str(folder))  # the parent removes it, even if this rank is killed
     adopt(rank_environment(rank=rank, world_size=nproc, local_rank=rank, local_world_size=nproc, extra=extra))
     torch = sys.modules.get("torch")
