@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import socket
+import threading
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
     from shardwise.layout import Layout
 
 
-THREADS_CATCH_UP_S = 0.02
-"""Time for gloo's threads to release the tensors of finished work before a process group is destroyed. They need the
-GIL for that. A late thread would find an interpreter that is shutting down, which aborts the process, or deadlock with
-the destruction of the group, which waits for the thread."""
+THREADS_CATCH_UP_S, MOST_CATCH_UP_S = 0.02, 1.0
+"""Times for gloo's threads to release the tensors of finished work before a process group is destroyed: at least the
+first, and up to the second while a thread waits for a core. They need the GIL for that. A late thread would find an
+interpreter that is shutting down, which aborts the process ("terminate called without an active exception"), or
+deadlock with the destruction of the group, which waits for the thread."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -237,9 +239,28 @@ class World:
 
     def _end(self) -> None:
         atexit.unregister(self._abandon)
-        if self.size > 1 and self._host_backend == "gloo":
-            time.sleep(THREADS_CATCH_UP_S)
+        if self._host_backend == "gloo":
+            _let_threads_catch_up()
         dist.destroy_process_group()
+
+
+def _let_threads_catch_up() -> None:
+    """Sleep until no other thread of this process can run; a thread that waited for the GIL gets it meanwhile."""
+    end = time.monotonic() + MOST_CATCH_UP_S
+    time.sleep(THREADS_CATCH_UP_S)
+    while has_runnable_threads() and time.monotonic() < end:
+        time.sleep(THREADS_CATCH_UP_S)
+
+
+def has_runnable_threads() -> bool:
+    """Return whether another thread of this process runs or waits for a core; False where Linux does not show it."""
+    for path in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            # The state follows the name in parentheses, which may contain any character.
+            state = path.read_text().rpartition(")")[2].split()[0]
+            if state == "R" and int(path.parent.name) != threading.get_native_id():
+                return True
+    return False
 
 
 def _check_members(members: Sequence[int], size: int) -> None:

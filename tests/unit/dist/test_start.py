@@ -1,20 +1,24 @@
 """Real ranks join by every method, and each failure is one sentence."""
 
+import hashlib
 import os
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from e2e.processes import wait_for
 from env.ports import free_port
 from refusals import refuses
 from shardwise.dist import world
 from shardwise.dist.rendezvous import FileStore, HashStore
+from shardwise.dist.world import has_runnable_threads
 from shardwise.environment import adopt, rank_environment
 from shardwise.launcher.local.function import run_forked
 
@@ -275,7 +279,15 @@ def test_contradicting_variables_are_refused(monkeypatch):
         world()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.prove)])
+def test_a_thread_that_computes_is_waited_for_before_a_group_ends():
+    wait_for(lambda: not has_runnable_threads())
+    thread = threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", 2_000_000))  # without the GIL
+    thread.start()
+    assert wait_for(has_runnable_threads)
+    thread.join()
+
+
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.prove)])
 def test_threads_of_gloo_are_done_with_tensors_before_the_interpreter_ends(tmp_path, size):
     script = tmp_path / "script.py"
     script.write_text(
