@@ -6,6 +6,7 @@ RUN := $(VENV)/.run-ready
 DEV := $(VENV)/.dev-ready
 DOCS := $(VENV)/.docs-ready
 BENCH := .venv-bench/.ready
+STREAMING := .venv-bench-streaming/.ready
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test prove test-gpu lint docs data env-packages bench clean
@@ -39,7 +40,7 @@ env-packages:  ## system packages of tests/env (SLURM, ssh, MPI, namespaces, a b
 	command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ] && apt-get install -qq -y --no-install-recommends \
 		slurmctld slurmd slurm-client openmpi-bin openssh-server iproute2 iptables chromium libaio-dev g++ ninja-build > /dev/null || true
 
-bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
+bench: $(BENCH) $(STREAMING)  ## side-by-side runs against peers, each in its own environment
 	.venv-bench/bin/python benchmarks/overhead.py
 	.venv-bench/bin/python benchmarks/recording.py
 	.venv-bench/bin/python benchmarks/recorder.py
@@ -50,7 +51,7 @@ bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
 	.venv-bench/bin/python benchmarks/low_communication.py
 	.venv-bench/bin/python benchmarks/checkpoint.py
 	.venv-bench/bin/python benchmarks/data.py
-	.venv-bench/bin/python benchmarks/data_feed.py
+	.venv-bench-streaming/bin/python benchmarks/data_feed.py
 	.venv-bench/bin/python benchmarks/data_wait.py
 	.venv-bench/bin/python benchmarks/strategies_memory.py
 	.venv-bench/bin/python benchmarks/board.py
@@ -66,7 +67,7 @@ bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
 	.venv-bench/bin/python benchmarks/plan_search.py
 
 clean:  ## forget the environments
-	rm -rf $(VENV) .venv-bench
+	rm -rf $(VENV) .venv-bench .venv-bench-streaming
 
 $(RUN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -84,4 +85,9 @@ $(DOCS): $(RUN)
 $(BENCH): pyproject.toml constraints.txt benchmarks/peers.txt
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/pip install $(PIP_FLAGS) --editable . --requirement benchmarks/peers.txt
+	touch $@
+
+$(STREAMING): pyproject.toml benchmarks/peers-streaming.txt
+	$(PYTHON) -m venv .venv-bench-streaming
+	.venv-bench-streaming/bin/pip install --quiet --disable-pip-version-check --editable . --requirement benchmarks/peers-streaming.txt
 	touch $@

@@ -8,9 +8,8 @@ shardwise     the loader of a corpus: windows over shuffled documents, with the 
 packed        the same with packed rows, which have position ids and document ids as well
 torch         a DataLoader with shuffle=True over a map-style dataset of the memory map, the rows in fixed windows
 datasets      Hugging Face `datasets`: an Arrow table of rows as an iterable dataset with a shuffle buffer, which makes
-              batches itself; tokens without targets (if installed)
+              batches itself; tokens without targets
 streaming     MosaicML's StreamingDataset over MDS shards of the same rows; tokens without targets, which stay uint16
-              (if installed)
 
 The ratio is to the fastest of the other loaders, the median over rounds; it has a target for windows, since the others
 do not pack. `datasets` and `streaming` have less work than the others, and read 20,000 rows.
@@ -19,8 +18,10 @@ do not pack. `datasets` and `streaming` have less work than the others, and read
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import atexit
+import importlib
 import itertools
+import shutil
 import statistics
 import tempfile
 import time
@@ -147,15 +148,17 @@ def ratio(rates: dict[tuple[str, int], list[float]], name: str) -> float:
 
 
 def contenders(path: Path) -> dict[str, Callable[[int], Iterator]]:
-    """Return name -> function of the number of workers, without libraries that are not installed."""
+    """Return name -> function of the number of workers, without libraries that cannot be imported."""
     found: dict[str, Callable[[int], Iterator]] = {
         "shardwise": lambda workers: shardwise_steps(path, workers, packed=False),
         "packed": lambda workers: shardwise_steps(path, workers, packed=True),
         "torch": lambda workers: torch_steps(path, workers),
     }
     for name, steps in (("datasets", datasets_steps), ("streaming", streaming_steps)):
-        if importlib.util.find_spec(name) is None:
-            print(f"{name} is not installed and left out")
+        try:
+            importlib.import_module(name)
+        except (ImportError, RuntimeError) as error:  # the latter from a torchvision that was built for another torch
+            print(f"{name} is left out: {error}")
         else:
             found[name] = lambda workers, steps=steps: steps(path, workers)
     return found
@@ -167,10 +170,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     number, rounds = (30, 5) if options.quick else (300, 7)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tokens.bin"
-        write_tokens(path, QUICK_TOKENS if options.quick else NUM_TOKENS)
-        rates = measure(path, number, rounds)
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)  # after the threads of StreamingDataset, which read it until they end
+    path = folder / "tokens.bin"
+    write_tokens(path, QUICK_TOKENS if options.quick else NUM_TOKENS)
+    rates = measure(path, number, rounds)
     for (name, workers), found in rates.items():
         spread = f"{min(found) / 1e6:.1f} to {max(found) / 1e6:.1f}"
         print(f"{name:10} {workers} workers {statistics.median(found) / 1e6:8.1f} million tokens/s ({spread})")
