@@ -6,7 +6,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "shardwise"
-TREES = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+@cache
+def trees():
+    """Return path -> syntax tree of every file of the package."""
+    return {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def last_name(node):
@@ -18,7 +23,7 @@ def last_name(node):
 
 def family():
     """Return the names of ShardwiseError and of all classes below it."""
-    classes = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     names = {"ShardwiseError"}
     while more := {c.name for c in classes if names & {last_name(base) for base in c.bases}} - names:
         names |= more
@@ -55,7 +60,7 @@ def makes_error(call, names):
 def sites():
     """Return the place, the call and the value of `code=` (or None) of every call that makes an error."""
     names, found = family(), []
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and makes_error(node, names)]
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and node.name in names - {"ShardwiseError"}:
@@ -107,7 +112,7 @@ def passed_on():
     """Return the place, the call and the code of every call that passes a code to a function that makes the error."""
     made = {id(call) for _, call, _ in sites()}
     found = []
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node) not in made]
         with_code = [call for call in calls if "code" in keywords(call)]
         found += [(f"{path.relative_to(ROOT)}:{call.lineno}", call, keywords(call)["code"]) for call in with_code]
