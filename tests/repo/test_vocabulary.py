@@ -28,7 +28,7 @@ PRIVATE = {
     r"journeys?|beds?|house": (0, 0, 0, 0, 0),
     r"look(?:s|ed|ing)? (?:on|after)": (0, 0, 0, 0, 0),
 }
-GIVEN = r"tie_word_embeddings|word_embed_proj_dim|WordLevel|CallReader|call_reader|held[-_]out"
+GIVEN = r"tie_word_embeddings|word_embed_proj_dim|WordLevel|CallReader|call_reader|held[-_]out|min_cut"
 """Names of other libraries and terms of the field that contain a private word."""
 
 

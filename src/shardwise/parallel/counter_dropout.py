@@ -170,6 +170,11 @@ class BlockDropout:
         self._dropouts = counter_dropouts(block)
         self._random = random_of(block)
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether the block may use random numbers of shardwise."""
+        return bool(self._dropouts) or self._random is not None
+
     def replay(self) -> AbstractContextManager[None]:
         """Return a context that repeats the random numbers from the current position when the block is recomputed."""
         random = None

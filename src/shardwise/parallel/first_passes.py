@@ -40,7 +40,8 @@ _STEPS = 2
 """Number of checked steps: a teacher initialized as a copy of its student first changes in the second step."""
 _ROUNDINGS = 64
 """Number of rounding errors by which a repeated write may change a value, as when a norm is scaled to 1 again."""
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20
+"""Elements summed at once: their fp64 copy of 8 MiB must not be the peak of a step."""
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 Checksums = dict[str, tuple[Tensor, int]]

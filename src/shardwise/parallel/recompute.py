@@ -38,9 +38,23 @@ _KEPT = (
 
 def recompute_block(block: nn.Module, *, selective: bool) -> None:
     """Apply activation checkpointing to `block`; `selective` saves the results of expensive operators."""
+    forward = block.forward
+    masks, norms = BlockDropout(block), list(batch_norms(block))
+    eager_contexts = partial(_contexts, masks, norms, selective=selective)
+    graph_contexts = partial(create_selective_checkpoint_contexts, _policy)
+    has_state = bool(norms) or masks.is_needed
+
+    # torch.compile traces a checkpoint only if a function that it compiles calls it with contexts of torch's own. It
+    # would leave a block whose forward is `checkpoint` itself to the eager kernels, without a message.
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if has_state or not torch.compiler.is_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=eager_contexts, **kwargs)
+        if selective:
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=graph_contexts, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
     # Replacing the block's forward instead of the block preserves the names of parameters.
-    contexts = partial(_contexts, BlockDropout(block), list(batch_norms(block)), selective=selective)
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    block.forward = checkpointed
 
 
 def _contexts(masks: BlockDropout, norms: list[BatchNorm], *, selective: bool) -> Contexts:

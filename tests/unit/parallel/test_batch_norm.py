@@ -6,6 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from refusals import refuses
+from shardwise.measurement.memory import LiveBytes
+from shardwise.parallel import batch_norm
 from shardwise.parallel.batch_norm import BatchNorm, foreign_batch_norms, replace_batch_norms
 from shardwise.testing import run_ranks
 
@@ -54,6 +56,30 @@ def test_uneven_shards_equal_one_process(shape, splits):
     for result in results:
         for ours, theirs in zip(result[2:], whole[2:], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_in_chunks_have_the_numbers_of_all_rows_at_once(monkeypatch, shape):
+    norm, value, grad = make(*SHAPES[shape])
+    ours = replace_batch_norms(nn.Sequential(norm), None)[0]
+    ours.rows = (11, 13)
+    expected = outcome(copy.deepcopy(ours), value, grad)
+    monkeypatch.setattr(batch_norm, "_CHUNK", 3 * value[0].numel() + 1)  # the last of four chunks has two rows
+    for mine, other in zip(outcome(ours, value, grad), expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_padded_bf16_norm_does_not_copy_its_whole_input_to_fp32(monkeypatch):
+    value = torch.randn(64, 8, 16, 16, dtype=torch.bfloat16, requires_grad=True)
+    monkeypatch.setattr(batch_norm, "_CHUNK", value.numel() // 16)
+    ours = replace_batch_norms(nn.Sequential(nn.BatchNorm2d(8)), None)[0]
+    ours.rows = (60, 64)
+    grad = torch.randn_like(value)
+    with LiveBytes("cpu") as live:
+        ours(value).backward(grad)
+    # Beside the input, its gradient, the output and the gradient of the output: a few chunks in fp32.
+    bf16_bytes = value.numel() * value.element_size()
+    assert live.peak_bytes < 4 * bf16_bytes + 6 * 2 * bf16_bytes // 16
 
 
 def test_local_norm_passes_over_filler_rows():
