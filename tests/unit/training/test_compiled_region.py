@@ -6,8 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import cpp_builder, exc
 
 import shardwise as sw
@@ -38,52 +36,19 @@ def losses_of(world, **options):
     ("nproc", "options"),
     [
         (1, {"compile": "model"}),
-        (1, {"compile": "model", "accumulation": 2}),
+        (1, {"compile": "model", "accumulation": 2, "recompute": "full"}),
         (1, {"compile": "blocks"}),
         (2, {"compile": "blocks"}),
         (2, {"compile": "blocks", "name": "fsdp"}),
+        (2, {"compile": "blocks", "name": "fsdp", "recompute": "selective"}),
     ],
-    ids=["whole", "whole-accumulated", "loss", "ddp", "fsdp"],
+    ids=["whole", "whole-recomputed", "loss", "ddp", "fsdp", "fsdp-recomputed"],
 )
 def test_a_compiled_region_trains_with_the_losses_of_eager_steps(nproc, options):
     ((expected, _),) = run_ranks(losses_of, 1)
     for found, notes in run_ranks(functools.partial(losses_of, **options), nproc):
         assert found == pytest.approx(expected, rel=1e-9)
         assert notes == []
-
-
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-
-
-def products_of(world, **options):
-    """Train; return the losses, the notes, and the matrix products in the graphs of forward and of backward."""
-    counts = {"forward": 0, "backward": 0}
-
-    def count(direction, module, _):
-        counts[direction] += sum(node.target in PRODUCTS for node in module.graph.nodes)
-        return make_boxed_func(module)
-
-    backend = aot_autograd(
-        fw_compiler=functools.partial(count, "forward"),
-        bw_compiler=functools.partial(count, "backward"),
-        partition_fn=min_cut_rematerialization_partition,
-    )
-    with mock.patch.object(torch, "compile", functools.partial(torch.compile.func, backend=backend)):
-        return *losses_of(world, **options), counts["forward"], counts["backward"]
-
-
-@pytest.mark.parametrize(("nproc", "name", "kind"), [(1, "ddp", "model"), (2, "fsdp", "blocks")])
-def test_recomputed_blocks_are_compiled(nproc, name, kind):
-    ((expected, _),) = run_ranks(losses_of, 1)
-    products = {}
-    for recompute in ("none", "selective", "full"):
-        train = functools.partial(products_of, name=name, compile=kind, recompute=recompute)
-        for losses, notes, *products[recompute] in run_ranks(train, nproc):
-            assert losses == pytest.approx(expected, rel=1e-9)
-            assert notes == []
-    assert products["selective"] == products["none"]
-    assert products["full"][0] == products["none"][0] > 0
-    assert products["full"][1] > products["none"][1]
 
 
 @pytest.mark.parametrize("precision", [FP64, "bf16"], ids=["fp64", "bf16"])
