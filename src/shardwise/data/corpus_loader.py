@@ -80,6 +80,11 @@ class CorpusLoader:
                 generator=worker_generator(seed, slices.dp_rank, first_step),
             )
 
+    @property
+    def packs_documents(self) -> bool:
+        """Whether rows of a source are packed documents."""
+        return bool(self._corpus.packed)
+
     def limit_ids(self, vocab_size: int) -> None:
         """Raise DataError if the vocabulary of a source is larger than `vocab_size`; else check ids when they are read.
 

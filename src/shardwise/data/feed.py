@@ -143,6 +143,11 @@ class Feed:
         self.waited_s = 0.0
         """Seconds in which steps waited for the loader; on a GPU, only if it had no work left when they ended."""
 
+    @property
+    def packs_documents(self) -> bool:
+        """Whether rows are packed documents of a corpus; those of other datasets are recognized by their values."""
+        return getattr(self._loader, "packs_documents", False)
+
     def limit_ids(self, vocab_size: int) -> None:
         """Refuse token ids of a corpus from `vocab_size` on; other datasets are not checked."""
         limit = getattr(self._loader, "limit_ids", None)

@@ -79,6 +79,20 @@ def packed_batch(batch: Any) -> PackedBatch | None:
     return PackedBatch(*batch)
 
 
+def split_first(packed: PackedBatch) -> PackedBatch:
+    """Return rows whose first document is split in two, so that rows with one document show leaks as well."""
+    numbers = packed.numbers
+    along = torch.arange(numbers.shape[1], device=numbers.device)
+    middle = (numbers == 0).sum(dim=1, keepdim=True) // 2
+    is_second = (numbers == 0) & (along >= middle)
+    return PackedBatch(
+        packed.tokens,
+        torch.where(is_second, along - middle, packed.position_ids),
+        numbers + (is_second | (numbers > 0)),
+        torch.where(along == middle - 1, IGNORE, packed.targets),
+    )
+
+
 class SeparateDocuments(NamedTuple):
     """Documents in rows of their own, and the places of the tokens of packed rows in them."""
 

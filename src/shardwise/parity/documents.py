@@ -4,7 +4,8 @@ Rows of the first steps are examined in three ways. A change of one document mus
 others in its row. The logits of a document must be those of the same document alone in its row, and the loss of packed
 rows the sum over documents alone. Targets must not cross documents. What differs names the leak: tokens that changed
 inside of other documents show that nothing restricts attention; tokens at their edges, a mask that is off by one; and
-logits that do not depend on other documents but on the place in the row, positions that are not reset.
+logits that do not depend on other documents but on the place in the row, positions that are not reset. If no row of a
+corpus has two documents, the first document of each row is split in two.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardwise.data.packed_batches import PackedBatch, packed_batch, separate
+from shardwise.data.packed_batches import PackedBatch, packed_batch, separate, split_first
 from shardwise.job.losses import logits_of
 from shardwise.parity.prepare import prepare_job
 from shardwise.parity.reference import plain_model, true_double
 from shardwise.parity.spec import Finding, PlanVerdict
 from shardwise.training.build import prepare_meta_model
 from shardwise.training.loading import make_feed
+from shardwise.training.step.document_probe import find_row
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -61,6 +63,11 @@ def check_documents(world: World, preparation: Preparation, plan: Plan) -> PlanV
         model = plain_model(job, prepare_meta_model(job, plan, world), double=double).eval()
         batches = [packed_batch(step.micro_batches[0].batch) for step in islice(feed, _STEPS)]
         packed = [batch for batch in batches if batch is not None]
+        if not any(map(find_row, packed)):
+            if not feed.packs_documents:
+                measure = f"not examined: no row of the first {len(packed)} steps has two documents"
+                return PlanVerdict(plan=NAME, status="does not apply", measure=measure)
+            packed = [split_first(batch) for batch in packed]
         return _verdict(job, model, packed)
 
 

@@ -213,7 +213,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
         origin=meta_model.weights.description if meta_model.weights is not None else "",
         after_first_backward=_first_check(named, plan, world, context.note, sync),
         head=head,
-        batch_checks=_batch_checks(job, model, plan, world, context.note, relay=_relay(split, model, mesh_context)),
+        batch_checks=_batch_checks(job, model, plan, step_context, relay=_relay(split, model, mesh_context)),
         **vars(step_context),
     )
     watch_forward(stages_of(model), plan, parts.optimized)
@@ -355,9 +355,10 @@ def _relay(split: StageSplit | None, model: nn.Module, mesh_context: MeshContext
 
 
 def _batch_checks(
-    job: Job, model: nn.Module, plan: Plan, world: World, note: Callable[[str], None], *, relay: Relay | None
+    job: Job, model: nn.Module, plan: Plan, context: StepContext, *, relay: Relay | None
 ) -> tuple[Callable[[StepBatch], None], ...]:
     """Return the checks of the first batches. Communicates to create the group of model-parallel ranks."""
+    world = context.source.world
     group = world.axis_group(plan.layout, ("pp", "cp", "tp"), on_host=True)
     if world.backend == "fake":
         return ()
@@ -365,10 +366,10 @@ def _batch_checks(
     if group is not None:
         checks.append(PeerBatches(group, token_shard(job, plan, world)))
     if plan.layout.cp > 1:
-        checks.append(TokenProbe(stages_of(model)[0], job.forward, world.host_group, note))
+        checks.append(TokenProbe(stages_of(model)[0], job.forward, world.host_group, context.note))
     autocast = Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.activations))
     run = (lambda program: program(model)) if relay is None else relay.run
-    checks.append(DocumentProbe(ProbedModel(model, job.forward, run, autocast), world, note))
+    checks.append(DocumentProbe(ProbedModel(model, job.forward, run, autocast), context))
     return tuple(checks)
 
 

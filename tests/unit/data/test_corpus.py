@@ -432,6 +432,18 @@ def test_leak_between_packed_documents_is_named_before_the_first_step(leak, code
         packed_training(world, lambda: Leaking(leak))
 
 
+def test_leak_is_named_before_the_first_step_even_if_every_row_has_one_document():
+    source = ShardedIterable("long", lambda shard: np.random.default_rng(shard).integers(0, 50, (12, 32)), 2)
+    plan = dataclasses.replace(Plan.preset("ddp", 1, batch_size=8), precision=FP64)
+    with sw.world() as world:
+        for leak, code in (("", None), ("no mask", "support.packed-attention"), ("positions", "support.packed-positions")):
+            job = corpus_job(model=partial(Leaking, leak))
+            job = dataclasses.replace(job, data=sw.datasets.tokens(source, length=16, packed=True))
+            step = sw.build_step(job, plan, world)
+            with refuses(code) if code else contextlib.nullcontext():
+                step(next(iter(step.feed)))
+
+
 class WithDropout(sw.models.Decoder):
     """A decoder with dropout, whose masks differ between positions."""
 
@@ -594,8 +606,15 @@ def test_transformers_family_trains_on_packed_rows_or_its_leak_is_named(family):
     model = partial(make_transformer, family)
     with sw.world() as world:
         assert packed_training(world, model, forward=sw.losses.packed) > 0
-        with refuses("support.packed-attention", family):  # its cache turns the document mask off
+        with refuses("support.packed-attention", family, "set Job.forward=sw.losses.packed"):  # a cache has no mask
             packed_training(world, model, forward=lambda model, batch: model(batch[0], position_ids=batch[1]))
+
+
+def test_transformers_family_without_a_document_mask_is_refused_by_name():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2)
+    with sw.world() as world, refuses("support.packed-attention", "finds documents by position_ids, which Bloom"):
+        packed_training(world, lambda: transformers.BloomForCausalLM(config), forward=sw.losses.packed)
 
 
 # Token files as datasets of a job.

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -9,6 +10,7 @@ from torch.utils.data import TensorDataset
 import shardwise as sw
 from jobs import sentences_job
 from shardwise.data.packed_batches import packed_batch, separate
+from shardwise.data.sources.iterables import ShardedIterable
 from shardwise.parity import documents
 from shardwise.parity.verify import verify
 from shardwise.plans.catalogue import decoder_config
@@ -79,6 +81,22 @@ def test_planted_leak_is_named(leak, rows, cause):
     assert [finding.cause for finding in verdict.findings] == [cause]
     assert report.exit_code == 3
     assert cause in report.to_text()
+
+
+@pytest.mark.parametrize(("leak", "cause"), [("no mask", documents.NO_MASK), ("positions", documents.NOT_RESET)])
+def test_leak_is_named_even_if_every_row_has_one_document(leak, cause):
+    source = ShardedIterable("long", lambda shard: np.random.default_rng(shard).integers(0, 50, (12, 32)), 2)
+    data = sw.datasets.tokens(source, length=16, packed=True)
+    _, verdict = verdict_on(sentences_job("gpt2-tiny", model=partial(Leaking, leak), data=data, steps=4))
+    assert [finding.cause for finding in verdict.findings] == [cause]
+
+
+def test_rows_of_a_user_with_one_document_each_are_not_examined():
+    rows = packed_rows(reset=False).tensors
+    data = {"train": TensorDataset(*rows[:2], torch.zeros_like(rows[2]), rows[3])}.get
+    _, verdict = verdict_on(sentences_job("gpt2-tiny", model=partial(Leaking, "no mask"), data=data, steps=4))
+    assert verdict.status == "does not apply"
+    assert "no row of the first 2 steps has two documents" in verdict.measure
 
 
 def test_loss_that_adds_what_documents_alone_do_not_have_is_named():

@@ -102,7 +102,7 @@ def _build(
         sync=EngineSync(plan.layout.dp),
         update=update,
         autocast=autocast,
-        batch_checks=(DocumentProbe(probed, around.source.world, around.note),),
+        batch_checks=(DocumentProbe(probed, around),),
         origin=meta_model.weights.description if meta_model.weights is not None else "",
         **vars(around),
     )

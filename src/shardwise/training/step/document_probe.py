@@ -3,8 +3,9 @@
 A model that ignores document ids trains on packed rows without an error: its documents attend to each other, and its
 loss is only a little wrong. The probe runs the model on one packed row three times: as it is, with the tokens of the
 first document changed, and with each document in a row of its own. Logits of the second document must be the same each
-time. The idea is that of causality tests of attention kernels: change an input and see which outputs change. All ranks
-probe the same row, so that they run the same collectives and raise together. `verify` has a stricter form of this check
+time. The idea is that of causality tests of attention kernels: change an input and see which outputs change. If no row
+of a corpus has two documents yet, the first document of a row is split in two, so that a leak ends the run before its
+first step. All ranks probe the same row, so that they run the same collectives and raise together. `verify` has a stricter form of this check
 (parity/documents.py). Two things differ from a training step: under context parallelism the model runs on whole rows,
 and float8 layers compute in the dtype of their input, because the scales of a tensor depend on all of its tokens.
 """
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.data.packed_batches import PackedBatch, packed_batch, separate
+from shardwise.data.packed_batches import PackedBatch, packed_batch, separate, split_first
 from shardwise.errors import DataError, JobError
+from shardwise.job import losses
 from shardwise.job.losses import IGNORE, logits_of
 from shardwise.parallel.collectives import stages_of
 from shardwise.parallel.float8 import without_float8
@@ -33,14 +35,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.data.feed import StepBatch
-    from shardwise.dist import World
+    from shardwise.training.step.step import StepContext
 
     Program = Callable[[nn.Module], None]
 
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Largest difference of logits, relative to the largest logit, between shapes whose kernels sum in another order."""
 _NUM_TRIED = 8
-"""Steps in which a row with two documents is searched."""
+"""Steps in which a row with two documents is searched, if the rows are not those of a corpus."""
 _LENGTH = 1024
 """Longest row of the probe, which may materialize attention scores; longer rows are replaced by two documents."""
 _LEAST_CROSSING = 3
@@ -62,9 +64,10 @@ class ProbedModel(NamedTuple):
 class DocumentProbe:
     """Rejects a model in which packed documents influence each other, and targets across documents."""
 
-    def __init__(self, probed: ProbedModel, world: World, note: Callable[[str], None]) -> None:
-        """Create the probe; `note` receives a message if no row of the first steps can be probed."""
-        self._probed, self._world, self._note = probed, world, note
+    def __init__(self, probed: ProbedModel, context: StepContext) -> None:
+        """Create the probe; the note of `context` receives a message if no row of the first steps can be probed."""
+        self._probed, self._world, self._note = probed, context.source.world, context.note
+        self._packs_documents = context.feed.packs_documents
         self._num_left = _NUM_TRIED
 
     def __call__(self, batch: StepBatch) -> None:
@@ -75,8 +78,10 @@ class DocumentProbe:
         if not self._num_left or packed is None:
             return
         self._num_left -= 1
-        is_packed = packed.has_documents
+        is_packed = self._packs_documents or packed.has_documents
         own = find_row(packed) if is_packed else None
+        if own is None and self._packs_documents:
+            own = find_row(split_first(packed))
         num_crossing = packed.num_crossing if is_packed else 0
         mine = None if own is None else [values.tolist() for values in own]
         gathered = self._world.gather((is_packed, num_crossing, mine))
@@ -94,7 +99,7 @@ class DocumentProbe:
         row = PackedBatch(*(torch.tensor(values, device=device) for values in found))
         code = next(filter(None, self._world.gather(self._find_leak(row))), "")
         if code:
-            raise _leak(code, user_class(self._probed.model).__name__)
+            raise _leak(code, self._probed)
 
     def _find_leak(self, row: PackedBatch) -> str:
         """Return the code of what is wrong, or an empty string; also without the last pipeline stage."""
@@ -144,18 +149,21 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = is_training
 
 
-def _leak(code: str, name: str) -> JobError:
+def _leak(code: str, probed: ProbedModel) -> JobError:
+    name = user_class(probed.model).__name__
     if code == "support.packed-positions":
         return JobError(
             f"the logits of {name} for a packed document differ from those of the same document alone",
             code="support.packed-positions",
             fix="compute position embeddings from position_ids, which start at 0 in each document",
         )
+    mask = "restrict attention to equal document_ids (for transformers, set Job.forward=sw.losses.packed)"
+    if probed.forward is losses.packed:
+        mask = f"use a model whose attention finds documents by position_ids, which {name} does not"
     return JobError(
         f"packed documents influence each other: a change of one document changed the logits of {name} in another",
         code="support.packed-attention",
-        fix="restrict attention to equal document_ids (for transformers, set Job.forward=sw.losses.packed), or use"
-        " packed=False",
+        fix=f"{mask}, or use packed=False",
     )
 
 
