@@ -22,6 +22,7 @@ import numpy as np
 from shardwise.data.prepare.inputs import InputFile, InputPiece, find_inputs, list_pieces, read_texts
 from shardwise.data.sources.iterables import ShardedIterable
 from shardwise.data.storage.locations import Location, locate, locate_all
+from shardwise.data.streams import check_not_split
 from shardwise.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from shardwise.errors import DataError, nearest
 
@@ -162,6 +163,7 @@ def _parts(dataset: Any) -> Iterator[Any]:
 
 def _check_shards(name: str, dataset: Any) -> None:
     """Raise DataError if the rows of the shards of an IterableDataset are not those of the whole."""
+    check_not_split(f"source {name}", dataset)
     for part in _parts(dataset):
         if hasattr(part, "buffer_size") and hasattr(part, "generator"):
             raise DataError(
@@ -175,6 +177,13 @@ def _check_shards(name: str, dataset: Any) -> None:
                 " among the starts of all shards",
                 code="data.iterable-limited",
                 fix="divide the data by files, or select rows of a Dataset before to_iterable_dataset()",
+            )
+        if getattr(part, "with_indices", False) and dataset.num_shards > 1:
+            raise DataError(
+                f"source {name} maps or filters rows by their indices, which would start at 0 in each of"
+                f" {dataset.num_shards} shards",
+                code="data.iterable-indexed",
+                fix="map or filter without with_indices, or a Dataset before to_iterable_dataset()",
             )
         strategy = getattr(part, "stopping_strategy", _EVERY_ROW_ONCE)
         if strategy != _EVERY_ROW_ONCE:

@@ -12,10 +12,11 @@ advance the stream by whole steps.
 from __future__ import annotations
 
 import copy
+import warnings
 import zlib
 from contextlib import contextmanager
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -64,11 +65,14 @@ class StreamLoader:
         num_workers: int = 0,
         position: StreamPosition | None = None,
         use_state: bool = True,
+        note: Callable[[str], None] = warnings.warn,
     ) -> None:
         """Create a loader of the steps in range(`first_step`, `num_steps`); `position` is that of `first_step`.
 
         With `use_state`, a dataset with `state_dict` and `load_state_dict` resumes by its state if `num_workers` is 0.
+        `note` receives a message if ranks read different streams.
         """
+        check_not_split("the training data", dataset)
         self._by_state = (
             _has_state(dataset) and use_state and num_workers == 0 and (position is None or bool(position.state))
         )
@@ -83,6 +87,7 @@ class StreamLoader:
         self._collate = _DigestedCollate(collate)
         self._num_workers, self._position, self._seed, self._group = num_workers, position, seed, group
         self._first_step, self._num_steps = first_step, num_steps
+        self._note: Callable[[str], None] | None = note
 
     def steps(self) -> Iterator[LoadedStep]:
         """Yield the steps of this rank; the stream restarts after it ends on all ranks. Communicates over the group."""
@@ -92,7 +97,7 @@ class StreamLoader:
     def _steps_from_start(self, dataset: IterableDataset[Any]) -> Iterator[LoadedStep]:
         """Yield the steps from `first_step` on; earlier samples are read, compared with the checkpoint and dropped."""
         loader = DataLoader(
-            StreamShare(dataset, dp_rank=self._dp_rank, dp_size=self._dp_size, micro_batch=self._micro_batch),
+            _DigestedShare(dataset, dp_rank=self._dp_rank, dp_size=self._dp_size, micro_batch=self._micro_batch),
             batch_size=self._micro_batch,
             collate_fn=self._collate,
             num_workers=self._num_workers,
@@ -101,9 +106,10 @@ class StreamLoader:
         epoch, index, done, digest = 0, 0, 0, 0
         batches, padding = iter(loader), None
         while done < self._num_steps:
-            found: list[tuple[Collated, int]] = list(islice(batches, self._accumulation))
-            loaded = [collated for collated, _ in found]
-            samples, added = self._sum(sum(each.rows for each in loaded), sum(value for _, value in found))
+            found: list[_Digested] = list(islice(batches, self._accumulation))
+            loaded = [each.collated for each in found]
+            samples, added = self._sum(sum(each.rows for each in loaded), sum(each.digest for each in found))
+            self._compare_ranks(found[0].head if found else 0)
             if samples == 0:
                 _check_not_empty(index)
                 epoch, index, batches = epoch + 1, 0, iter(loader)
@@ -140,6 +146,7 @@ class StreamLoader:
                 stream = _whole_stream(dataset)
                 continue
             loaded, digest = self._own(samples)
+            self._compare_ranks(digest)
             if expected is not None:
                 self._check_same(expected, digest)
                 expected = None
@@ -147,7 +154,7 @@ class StreamLoader:
                 position = StreamPosition(epoch=epoch, index=index, digest=digest, state=state)
                 padding = None
                 if len(loaded) < self._accumulation:  # the stream ended
-                    padding = _first_row(self._collate(samples[:1])[0])
+                    padding = _first_row(self._collate(samples[:1]).collated)
                 yield self._loaded_step(loaded, padding, len(samples), position)
             index, done, state = index + len(samples), done + 1, _encoded(dataset, dataset.state_dict())
 
@@ -155,7 +162,7 @@ class StreamLoader:
         """Return the micro-batches of this rank, and the checksum of the samples of all ranks."""
         own = samples[self._dp_rank :: self._dp_size]
         starts = range(0, len(own), self._micro_batch)
-        loaded = [self._collate(own[start : start + self._micro_batch])[0] for start in starts]
+        loaded = [self._collate(own[start : start + self._micro_batch]).collated for start in starts]
         return loaded, sum(map(sample_digest, samples)) % _MODULUS
 
     def _loaded_step(self, loaded: list[Collated], padding: Any, samples: int, position: StreamPosition) -> LoadedStep:
@@ -175,6 +182,22 @@ class StreamLoader:
                 f"{type(self._dataset).__name__} yielded other samples than before the checkpoint",
                 code="data.stream-changed",
                 fix="make it deterministic and do not shuffle it with a buffer, or start a new run from these weights",
+            )
+
+    def _compare_ranks(self, digest: int) -> None:
+        """Note once if ranks read different samples at the start of the stream. Communicates over the group.
+
+        `digest` is the checksum of these samples, and 0 if this rank has none.
+        """
+        note, self._note = self._note, None
+        if note is None or self._group is None:
+            return
+        digests = self._sum(*(digest if rank == self._dp_rank else 0 for rank in range(self._dp_size)))
+        if len({digest for digest in digests if digest}) > 1 and self._dp_rank == 0:
+            note(
+                f"data-parallel ranks read different first samples of {type(self._dataset).__name__}: unless they are"
+                " random, the stream is split by rank and shardwise splits it again, so that samples are lost; return"
+                " the same stream on every rank"
             )
 
     def _sum(self, *values: int) -> tuple[int, ...]:
@@ -204,6 +227,17 @@ def preserved(dataset: Any) -> Iterator[Any]:
 
 def _has_state(dataset: Any) -> bool:
     return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
+
+
+def check_not_split(name: str, dataset: Any) -> None:
+    """Raise DataError if a dataset of Hugging Face is one rank's part of a stream."""
+    part = getattr(dataset, "_distributed", None)
+    if part is not None and part.world_size > 1:
+        raise DataError(
+            f"{name} is part {part.rank} of {part.world_size} of a stream, which shardwise would split again",
+            code="data.stream-split",
+            fix="pass the dataset without split_dataset_by_node",
+        )
 
 
 def _first_state(dataset: Any) -> Any:
@@ -262,10 +296,13 @@ class StreamShare(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        samples = islice(_whole_stream(self._dataset), self._dp_rank, None, self._dp_size)
+        samples = self._samples()
         if worker is None:
             return samples
         return self._micro_batches_of(samples, worker.id, worker.num_workers)
+
+    def _samples(self) -> Iterator[Any]:
+        return islice(_whole_stream(self._dataset), self._dp_rank, None, self._dp_size)
 
     def _micro_batches_of(self, samples: Iterator[Any], worker: int, num_workers: int) -> Iterator[Any]:
         for number, sample in enumerate(samples):
@@ -293,15 +330,45 @@ def _first_row(collated: Collated) -> Any:
 # Checksums of samples: a sum over samples, so that it depends neither on their order nor on the ranks that read them.
 
 
+class _FirstSample(NamedTuple):
+    sample: Any
+    head: int
+    """Checksum of the first samples of the stream, one for each data-parallel rank."""
+
+
+class _Digested(NamedTuple):
+    collated: Collated
+    digest: int
+    """Sum of the checksums of the samples."""
+    head: int
+    """That of `_FirstSample`; 0 for other batches than the first."""
+
+
+class _DigestedShare(StreamShare):
+    """The samples of one rank, the first of them with the checksum of the first samples of all ranks."""
+
+    def _samples(self) -> Iterator[Any]:
+        stream = _whole_stream(self._dataset)
+        head = list(islice(stream, self._dp_size))
+        own = chain(head[self._dp_rank :][:1], islice(stream, self._dp_rank, None, self._dp_size))
+        for sample in islice(own, 1):
+            yield _FirstSample(sample, sum(map(sample_digest, head)))
+        yield from own
+
+
 class _DigestedCollate:
-    """Collates samples and returns the sum of their checksums beside the batch."""
+    """Collates samples and returns checksums beside the batch."""
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
         self._collate = CountedCollate(collate)
 
-    def __call__(self, samples: list[Any]) -> tuple[Collated, int]:
+    def __call__(self, samples: list[Any]) -> _Digested:
+        head = 0
+        if isinstance(samples[0], _FirstSample):
+            first, head = samples[0]
+            samples = [first, *samples[1:]]
         digest = sum(map(sample_digest, samples))
-        return self._collate(samples), digest
+        return _Digested(self._collate(samples), digest, head)
 
 
 def sample_digest(sample: Any) -> int:

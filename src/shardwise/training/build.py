@@ -154,7 +154,9 @@ class BuildContext:
         """
         # A separate host group: its collectives run one step ahead and overlap with those of the model.
         feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
-        feed, length = make_feed(job, plan, world, feed_group, self.first_step, fill=fill, position=self.position)
+        feed, length = make_feed(
+            job, plan, world, feed_group, self.first_step, fill=fill, position=self.position, note=self.note
+        )
         check_schedule(job.schedule, length.num_steps)
         reduce_loss = None
         if self.report_loss and world.size > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from shardwise.data.token_datasets import TokenRows
 from shardwise.errors import DataError, JobError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch.distributed as dist
     from torch import nn
@@ -43,6 +44,8 @@ class RankLoader:
     on_gpu: bool
     position: DataPosition | None = None
     """Position of a corpus or a stream at `first_step`, from a checkpoint."""
+    note: Callable[[str], None] = warnings.warn
+    """Receives messages for the user."""
 
 
 def token_shard(job: Job, plan: Plan, world: World, metrics: Mapping[str, Metric] | None = None) -> TokenShard | None:
@@ -81,6 +84,7 @@ def make_loader(job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Le
             collate=job.collate,
             num_workers=job.num_workers,
             position=where.position,
+            note=where.note,
         )
         return stream, length
     slices = Slices(
@@ -151,11 +155,14 @@ def make_feed(
     *,
     fill: bool,
     position: DataPosition | None = None,
+    note: Callable[[str], None] = warnings.warn,
 ) -> tuple[Feed, Length]:
     """Return the feed of this rank's batches and the training length; `group` contains the data-parallel ranks."""
     dp_rank = plan.layout.data_index(world.rank)
     on_gpu = world.device.type == "cuda"
-    rank_loader = RankLoader(dp_rank=dp_rank, group=group, first_step=first_step, on_gpu=on_gpu, position=position)
+    rank_loader = RankLoader(
+        dp_rank=dp_rank, group=group, first_step=first_step, on_gpu=on_gpu, position=position, note=note
+    )
     loader, length = make_loader(job, plan, rank_loader)
     feed = Feed(
         loader,

@@ -436,7 +436,11 @@ def test_leak_is_named_before_the_first_step_even_if_every_row_has_one_document(
     source = ShardedIterable("long", lambda shard: np.random.default_rng(shard).integers(0, 50, (12, 32)), 2)
     plan = dataclasses.replace(Plan.preset("ddp", 1, batch_size=8), precision=FP64)
     with sw.world() as world:
-        for leak, code in (("", None), ("no mask", "support.packed-attention"), ("positions", "support.packed-positions")):
+        for leak, code in (
+            ("", None),
+            ("no mask", "support.packed-attention"),
+            ("positions", "support.packed-positions"),
+        ):
             job = corpus_job(model=partial(Leaking, leak))
             job = dataclasses.replace(job, data=sw.datasets.tokens(source, length=16, packed=True))
             step = sw.build_step(job, plan, world)

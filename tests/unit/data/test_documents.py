@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from datasets.distributed import split_dataset_by_node
 from pyarrow import parquet
 
 import shardwise as sw
@@ -158,6 +159,11 @@ def test_rows_taken_or_skipped_of_several_shards_are_refused():
     for part in (stream.take(2), stream.skip(2).map(dict)):
         with refuses("data.iterable-limited", "web", 4):
             sw.datasets.documents(part).open("web")
+    with refuses("data.iterable-indexed", "web", 4):
+        even = stream.filter(lambda _, index: index % 2 == 0, with_indices=True)
+        sw.datasets.documents(even).open("web")
+    with refuses("data.stream-split", "web", "part 1 of 2"):
+        sw.datasets.documents(split_dataset_by_node(stream, 1, 2)).open("web")
     one = rows.to_iterable_dataset().skip(2)
     assert texts_of(sw.datasets.documents(one).open("web")) == TEXTS[2:120]
 

@@ -1,5 +1,8 @@
+from itertools import islice
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
 import shardwise as sw
@@ -119,7 +122,7 @@ class SplitStream(Stream):
             yield torch.tensor([float(index)]), torch.tensor(index)
 
 
-def stream_feed(world, *, length, num_steps, accumulation=1, workers=0, micro_batch=2, kind=Stream):
+def stream_feed(world, *, length, num_steps, accumulation=1, workers=0, micro_batch=2, kind=Stream, **options):
     group = world.group(range(world.size)) if world.size > 1 else None
     loader = StreamLoader(
         kind(length),
@@ -131,6 +134,7 @@ def stream_feed(world, *, length, num_steps, accumulation=1, workers=0, micro_ba
         seed=0,
         group=group,
         num_workers=workers,
+        **options,
     )
     return Feed(loader, sw.losses.cross_entropy, micro_batch=micro_batch, device=CPU, group=group)
 
@@ -140,6 +144,26 @@ def test_stream_is_dealt_out_without_duplicates(workers):
     results = run_ranks(lambda world: seen(stream_feed(world, length=11, num_steps=6, workers=workers)), 2)
     first_epoch = [i for steps in results for step in steps for i in step[0] if step[4] == 0]
     assert sorted(first_epoch) == list(range(11))
+
+
+class SplitByRank(Stream):
+    """Yields the part of one rank."""
+
+    def __iter__(self):
+        yield from islice(super().__iter__(), dist.get_rank(), None, dist.get_world_size())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_is_split_by_rank_is_noted(workers):
+    def body(world, kind):
+        notes = []
+        seen(stream_feed(world, length=16, num_steps=3, workers=workers, kind=kind, note=notes.append))
+        return notes
+
+    [[note], others] = run_ranks(body, 2, SplitByRank)
+    assert "SplitByRank" in note
+    assert others == []
+    assert run_ranks(body, 2, Stream) == [[], []]
 
 
 def test_a_stream_that_splits_itself_over_workers_is_split_once():

@@ -5,9 +5,10 @@ loss is only a little wrong. The probe runs the model on one packed row three ti
 first document changed, and with each document in a row of its own. Logits of the second document must be the same each
 time. The idea is that of causality tests of attention kernels: change an input and see which outputs change. If no row
 of a corpus has two documents yet, the first document of a row is split in two, so that a leak ends the run before its
-first step. All ranks probe the same row, so that they run the same collectives and raise together. `verify` has a stricter form of this check
-(parity/documents.py). Two things differ from a training step: under context parallelism the model runs on whole rows,
-and float8 layers compute in the dtype of their input, because the scales of a tensor depend on all of its tokens.
+first step. All ranks probe the same row, so that they run the same collectives and raise together. `verify` has a
+stricter form of this check (parity/documents.py). Two things differ from a training step: under context parallelism the
+model runs on whole rows, and float8 layers compute in the dtype of their input, because the scales of a tensor depend
+on all of its tokens.
 """
 
 from __future__ import annotations
