@@ -30,6 +30,7 @@ def pytest_configure(config):
         import torch  # here: the process that only distributes tests does not need it
 
         torch.set_num_threads(1)
+        os.environ.pop("GLIBC_TUNABLES", None)  # of this process, not of the programs that tests start
 
 
 def pytest_unconfigure(config):

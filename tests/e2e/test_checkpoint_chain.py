@@ -4,6 +4,7 @@ Everything is in fp64, but transformers casts inside to fp32, which may round on
 Losses were 2e-16 apart; without the optimizer's state the second one after resuming is 1e-1 away.
 """
 
+import ctypes
 import gc
 import json
 import subprocess
@@ -22,6 +23,7 @@ from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
 
 SAVED, HANDED_ON, STEPS = 3, 6, 9
+PR_SET_THP_DISABLE = 41
 CLOSE = {"rel": 1e-7}
 
 MODEL = """
@@ -261,6 +263,7 @@ def host_peak(world, folder, open_folder=open_weights):
         )
         return build_step(job, Plan.preset("fsdp", world.size, batch_size=4), world)
 
+    ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # a huge page would count as whole if a part of it is used
     gc.freeze()  # a collection would look through all that this rank has inherited, for half a second
     build(str(folder))  # code is mapped and pools are filled the first time
     meta_model.open_weights = open_folder

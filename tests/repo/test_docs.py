@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -25,6 +26,7 @@ TUTORIAL = sorted((ROOT / "docs" / "tutorial").glob("*.md"))  # whose blocks run
 FENCE = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 FORKED = tuple(f"shardwise {verb} " for verb in ("train", "verify", "launch", "bench"))
 """Commands of `shardwise` that would import torch."""
+MAKES_DIRECTORY = "d=$(mktemp -d) &&"
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -64,7 +66,7 @@ def every_command():
         for index, (page, command) in enumerate(group):
             is_long = "&&" in command and ("launch" in command or command.count("&&") > 3)
             is_here = index == 0 and not is_run_elsewhere and not is_long
-            is_forked = is_here and command.startswith(FORKED)
+            is_forked = is_here and all(part.startswith(FORKED) for part in parts(command))
             if is_forked:
                 yield pytest.param(command, shardwise_in_a_fork, id=f"{page}, forked: {command}")
             marks = [] if is_here and not is_forked else [pytest.mark.prove]
@@ -77,8 +79,20 @@ def as_written(command):
     return subprocess.run(["bash", "-c", command], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
 
 
+def parts(command):
+    """Return the commands of a chain, without the first one if it makes the directory `d`."""
+    return [part.strip() for part in command.removeprefix(MAKES_DIRECTORY).split("&&")]
+
+
 def shardwise_in_a_fork(command):
-    return shardwise(ROOT, *shlex.split(command)[1:], OMP_NUM_THREADS="1")
+    """Run one command, or a chain to its end or the first that fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        for part in parts(command):
+            arguments = shlex.split(part.replace("$d", folder))[1:]
+            done = shardwise(ROOT, *arguments, OMP_NUM_THREADS="1")
+            if done.returncode:
+                break
+    return done
 
 
 def parse(argv):
