@@ -1,6 +1,7 @@
 """Search proposes nothing that `train` refuses: both ask the same rules."""
 
 import dataclasses
+import random
 import re
 from contextlib import nullcontext
 
@@ -143,9 +144,9 @@ def test_train_accepts_every_plan_that_search_proposes_for_a_published_model():
     job = tokens_job(model=lambda: sw.models.decoder("gpt2"), batch_size=64)
     answer = answer_of(published_subject("gpt2", FOUR, accepts=require_supported, batch_size=64))
     rules = ModelRules(job)
-    for candidate in answer.candidates:
+    assert len(answer.candidates) > 2000
+    for candidate in random.Random(0).sample(answer.candidates, 500):  # all of them take 10 s
         rules(candidate.plan)
-    assert len(answer.candidates) > 10
 
 
 def test_family_that_every_rule_refuses_gives_the_rule():
