@@ -35,6 +35,7 @@ def separately(_rank, _rendezvous):
 def with_a_group(rank, rendezvous):
     dist.init_process_group("gloo", rendezvous, rank=rank, world_size=2)
     train()
+    dist.barrier()  # or a rank would leave while the other still connects
     dist.destroy_process_group()
     train()  # such as an evaluation that fits something
 
