@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -36,11 +37,20 @@ _KEPT = (
 """Expensive operators, whose results "selective" saves; norms, activations and sums are recomputed."""
 
 
+_CHECKPOINT_LOGGER = logging.getLogger("torch._higher_order_ops.wrap")
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Return False for torch's warning of in-place operators, with which compiled blocks have the same gradients."""
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+
+
 def recompute_block(block: nn.Module, *, selective: bool) -> None:
     """Apply activation checkpointing to `block`; `selective` saves the results of expensive operators."""
     forward = block.forward
     masks, norms = BlockDropout(block), list(batch_norms(block))
     eager_contexts = partial(_contexts, masks, norms, selective=selective)
+    _CHECKPOINT_LOGGER.addFilter(_is_of_use)
     graph_contexts = partial(create_selective_checkpoint_contexts, _policy)
     has_state = bool(norms) or masks.is_needed
 
