@@ -52,7 +52,7 @@ class Documents:
     def open(self, name: str) -> ShardedIterable:
         """Return the documents as a source with this name."""
         encoder = _Encoder(self._load_tokenizer(), self.text_field)
-        if _is_paths(self.data):
+        if _paths(self.data):
             return self._open_files(name, encoder)
         if hasattr(self.data, "column_names") and hasattr(self.data, "__len__"):
             return self._open_rows(name, encoder)
@@ -67,7 +67,7 @@ class Documents:
     def _load_tokenizer(self) -> Tokenizer | None:
         if self.tokenizer is None:
             return None
-        path = None if str(self.tokenizer) == BYTES else Path(self.tokenizer)
+        path = None if str(self.tokenizer) == BYTES else locate(self.tokenizer)
         return load_tokenizer(path.name if path else BYTES, path, end_token=self.end_token)
 
     def _make(
@@ -89,9 +89,8 @@ class Documents:
                 code="data.tokenizer-missing",
                 fix='pass tokenizer="bytes", or the path of a tokenizer.json',
             )
-        paths = [self.data] if isinstance(self.data, str | Path) else self.data
         shards: list[tuple[InputFile, Location, InputPiece]] = []
-        files = find_inputs(locate_all(paths))
+        files = find_inputs(locate_all(_paths(self.data)))
         for file in files:
             if file.kind == "jsonl.gz":
                 raise DataError(
@@ -134,6 +133,7 @@ def documents(
     `data` is a path or several (`.jsonl`, `.parquet`, `.arrow`, `.txt`, or folders with such files), or a Dataset or
     IterableDataset of Hugging Face. `tokenizer` is "bytes" or the path of a tokenizer.json; None for a dataset whose
     field `text_field` has token ids, below `vocab_size` if it is given. `end_token` is the token after each document.
+    Paths may be URLs of object storage.
     """
     if isinstance(data, Mapping):
         raise DataError(
@@ -141,13 +141,16 @@ def documents(
             code="data.several-splits",
             fix="pass one of them",
         )
+    locate_all(_paths(data) if tokenizer is None else [*_paths(data), tokenizer])  # refuses URLs with secrets
     return Documents(data=data, tokenizer=tokenizer, text_field=text_field, end_token=end_token, vocab_size=vocab_size)
 
 
-def _is_paths(data: Any) -> bool:
-    if isinstance(data, list | tuple):
-        return bool(data) and all(isinstance(path, str | Path) for path in data)
-    return isinstance(data, str | Path)
+def _paths(data: Any) -> list[str | Path]:
+    """Return the paths that are the documents; empty for a dataset."""
+    paths = [data] if isinstance(data, str | Path) else data
+    if isinstance(paths, list | tuple) and all(isinstance(path, str | Path) for path in paths):
+        return list(paths)
+    return []
 
 
 def _parts(dataset: Any) -> Iterator[Any]:
