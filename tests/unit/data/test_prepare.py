@@ -55,7 +55,7 @@ def write_gzip(path, texts):
 
 
 def write_parquet(path, texts):
-    table = pa.table({"id": range(len(texts)), "text": [text or None for text in texts]})
+    table = pa.table({"id": range(len(texts)), "text": texts})
     pyarrow.parquet.write_table(table, path, row_group_size=11)
     return path
 
