@@ -223,7 +223,7 @@ def check_checksums(sources: Iterable[TokenSource], world: World, note: Callable
     large = [each.path for each in stored[num_verified:]]
     if large:
         command = f"`shardwise data inspect {large[0]} --verify`"
-        note(f"too large to compare with their checksums at the start: {some_of(large)}; {command} does it")
+        note(f"checksums are not compared at the start, because of the size of {some_of(large)}: {command} does it")
 
 
 def vocabulary_of(model: nn.Module) -> int | None:

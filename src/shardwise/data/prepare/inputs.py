@@ -22,6 +22,7 @@ from shardwise.data.storage.files import (
     is_file,
     is_folder,
     list_files,
+    list_others,
     missing,
     open_stream,
     read_file,
@@ -86,6 +87,12 @@ def find_inputs(paths: Iterable[Location]) -> list[InputFile]:
     if not files:
         raise DataError("there are no input files", code="data.no-input", fix="pass files or folders with documents")
     return [_describe(file) for file in files]
+
+
+def find_ignored(paths: Iterable[Location]) -> list[str]:
+    """Return the paths of files and subfolders in folders that are not inputs, such as those of other suffixes."""
+    folders = [path for path in paths if is_folder(path) and not is_file(path / DATASET_STATE)]
+    return [f"{folder}/{name}" for folder in folders for name in list_others(folder, tuple(_SUFFIXES))]
 
 
 def _files_of(path: Location) -> list[Location]:

@@ -289,6 +289,15 @@ class EvenStarts:
         return min(-(-position // self.length) * self.length, self.num_tokens)
 
 
+def without_rows(name: str) -> DataError:
+    """Return the error for a source of which no row has a target."""
+    return DataError(
+        f"source {name} has no document with at least two tokens",
+        code="data.source-empty",
+        fix="remove it from the mixture, or prepare it from text that is not empty",
+    )
+
+
 # Token ids that a model does not know.
 
 
