@@ -58,6 +58,16 @@ def shortened(name):
     return change
 
 
+def flipped(name):
+    def change(folder):
+        path = folder / "corpus" / name
+        content = bytearray(path.read_bytes())
+        content[40] ^= 1
+        path.write_bytes(content)
+
+    return change
+
+
 def own_model(folder):
     model = 'lambda: sw.models.decoder("llama-tiny", vocab_size=257, context=32, width=16, num_layers=1)'
     replaced(model, "Own")(folder)
@@ -90,6 +100,8 @@ BAD = {
     "missing starts": (without("shard-00000.idx"), "data.shard-missing", ["shard-00000.idx"]),
     "truncated shard": (shortened("shard-00000.bin"), "data.size-mismatch", ["shard-00000.bin"]),
     "truncated starts": (shortened("shard-00000.idx"), "data.size-mismatch", ["shard-00000.idx"]),
+    "changed byte": (flipped("shard-00000.bin"), "data.checksum-mismatch", ["shard-00000.bin"]),
+    "changed starts": (flipped("shard-00000.idx"), "data.checksum-mismatch", ["shard-00000.idx"]),
     "interrupted prepare": (without("index.json"), "data.corpus-incomplete", ["index.json"]),
     "damaged index": (shortened("index.json"), "data.index-invalid", ["index.json"]),
     "missing path": (replaced('"corpus"', '"nowhere"'), "data.path-not-found", ["nowhere"]),

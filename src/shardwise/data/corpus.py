@@ -19,11 +19,10 @@ import numpy.typing as npt
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from shardwise.data.cursor import sample_ids
-from shardwise.data.row_groups import join_rows, make_group
+from shardwise.data.row_groups import CHUNKS_PER_GROUP, chunks_of_group, join_rows, make_group, source_seed
 from shardwise.data.row_reads import BatchMemory, RowRequest, read_packed, read_windows
 from shardwise.data.sources.iterables import ShardedIterable, shard_changed
-from shardwise.data.sources.source import ReadsAhead
+from shardwise.data.sources.source import ReadsAhead, without_rows
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from shardwise.data.mixture import Mixture
     from shardwise.data.row_groups import RowGroup, RowPieces
     from shardwise.data.sources.source import TokenSource
-
-CHUNKS_PER_GROUP = 16
-"""Chunks whose documents are shuffled together: 16 million tokens of a corpus that `shardwise data prepare` wrote."""
 
 
 class SourcePosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,8 +183,7 @@ class _SourceRows:
 
     def __init__(self, corpus: Corpus, name: str, *, seed: int, position: SourcePosition) -> None:
         self.name, self._corpus, self._source = name, corpus, corpus.sources[name]
-        # Two sources with equal numbers of chunks have different orders.
-        self._seed = seed + (zlib.crc32(name.encode()) << 31)
+        self._seed = source_seed(name, seed)
         self._num_groups = -(-self._source.num_chunks // corpus.chunks_per_group)
         self.position = position
         self._group: RowGroup | None = None
@@ -244,11 +239,7 @@ class _SourceRows:
                 break
             num_tried += 1
             if num_tried == 2 * self._num_groups:  # its only document may be early in this epoch and late in the next
-                raise DataError(
-                    f"source {self.name} has no document with at least two tokens",
-                    code="data.source-empty",
-                    fix="remove it from the mixture, or prepare it from text that is not empty",
-                )
+                raise without_rows(self.name)
             self._next_group()
         return self._group
 
@@ -281,7 +272,5 @@ class _SourceRows:
         return SourcePosition(epoch=position.epoch, group=position.group + 1)
 
     def _chunks(self, epoch: int, group: int) -> npt.NDArray[np.int64]:
-        """Return the chunks of a group: the next ones of the epoch's permutation."""
         size = self._corpus.chunks_per_group
-        positions = np.arange(group * size, min((group + 1) * size, self._source.num_chunks))
-        return sample_ids(positions, seed=self._seed, epoch=epoch, length=self._source.num_chunks)
+        return chunks_of_group(self._source.num_chunks, group, size=size, seed=self._seed, epoch=epoch)

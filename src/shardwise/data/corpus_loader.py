@@ -19,12 +19,13 @@ from shardwise.data.sources.source import outside_vocabulary, vocabulary_too_lar
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
 
     from shardwise.data.row_reads import RowRequest
     from shardwise.data.sharded_loader import DataRank, ReadOptions
+    from shardwise.data.sources.source import TokenSource
     from shardwise.errors import InputError
 
 Batch = list["Tensor"]
@@ -84,6 +85,11 @@ class CorpusLoader:
     def packs_documents(self) -> bool:
         """Whether rows of a source are packed documents."""
         return bool(self._corpus.packed)
+
+    @property
+    def sources(self) -> Mapping[str, TokenSource]:
+        """The sources of the corpus by name."""
+        return self._corpus.sources
 
     def limit_ids(self, vocab_size: int) -> None:
         """Raise DataError if the vocabulary of a source is larger than `vocab_size`; else check ids when they are read.

@@ -8,13 +8,14 @@ tokenizes every document, since rows depend on lengths; `shardwise data prepare`
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -32,7 +33,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _ROWS_PER_SHARD = 1024
-"""Rows of a map-style dataset that are one shard: 4 MB of text if a document has 4,000 characters."""
+"""Rows of a map-style dataset that are one shard, fewer of long documents: 4 MB of text at 4,000 characters each."""
+_SHARD_TOKENS = 2**24
+"""Estimated tokens of a shard above which its rows are divided: 32 such shards take 1 GiB. It is twice the size that
+earlier versions accepted, so that the shards of their runs stay the same."""
+_SAMPLED_ROWS = 256
+"""Rows from which the tokens of a shard are estimated."""
 _ROWS_PER_CALL = 256
 """Documents of an IterableDataset that are tokenized in one call."""
 _EVERY_ROW_ONCE = "all_exhausted_without_replacement"
@@ -41,7 +47,7 @@ _EVERY_ROW_ONCE = "all_exhausted_without_replacement"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Documents:
-    """Documents and how they are tokenized; `open` reads nothing but sizes and metadata."""
+    """Documents and how they are tokenized; `open` reads sizes, metadata and a sample of rows."""
 
     data: Any
     """Path, paths, or a Hugging Face dataset."""
@@ -53,7 +59,7 @@ class Documents:
     def open(self, name: str) -> ShardedIterable:
         """Return the documents as a source with this name."""
         encoder = _Encoder(self._load_tokenizer(), self.text_field)
-        if _is_paths(self.data):
+        if _paths(self.data):
             return self._open_files(name, encoder)
         if hasattr(self.data, "column_names") and hasattr(self.data, "__len__"):
             return self._open_rows(name, encoder)
@@ -68,19 +74,18 @@ class Documents:
     def _load_tokenizer(self) -> Tokenizer | None:
         if self.tokenizer is None:
             return None
-        path = None if str(self.tokenizer) == BYTES else Path(self.tokenizer)
+        path = None if str(self.tokenizer) == BYTES else locate(self.tokenizer)
         return load_tokenizer(path.name if path else BYTES, path, end_token=self.end_token)
 
-    def _make(
-        self, name: str, encoder: _Encoder, num_shards: int, open_shard: Any, identity: Sequence[object]
-    ) -> ShardedIterable:
+    def _make(self, name: str, encoder: _Encoder, shards: _Shards, identity: Sequence[object]) -> ShardedIterable:
         facts = msgspec.json.encode([*identity, self.text_field, encoder.identity])
         return ShardedIterable(
             name,
-            open_shard,
-            num_shards,
+            partial(shards.read, encoder),
+            shards.num_shards,
             vocab_size=self.vocab_size if encoder.tokenizer is None else encoder.tokenizer.vocab_size,
             identity=f"{zlib.crc32(facts):08x}",
+            describe_shard=shards.describe,
         )
 
     def _open_files(self, name: str, encoder: _Encoder) -> ShardedIterable:
@@ -90,9 +95,8 @@ class Documents:
                 code="data.tokenizer-missing",
                 fix='pass tokenizer="bytes", or the path of a tokenizer.json',
             )
-        paths = [self.data] if isinstance(self.data, str | Path) else self.data
-        shards: list[tuple[InputFile, Location, InputPiece]] = []
-        files = find_inputs(locate_all(paths))
+        files = find_inputs(locate_all(_paths(self.data)))
+        shards = []
         for file in files:
             if file.kind == "jsonl.gz":
                 raise DataError(
@@ -101,25 +105,29 @@ class Documents:
                     fix="decompress it, or write a corpus with `shardwise data prepare`",
                 )
             path = locate(file.path)
-            shards += [(file, path, piece) for piece in list_pieces(file, path)]
+            shards += [_FilePart(file, path, piece) for piece in list_pieces(file, path)]
         if not shards:
             raise _no_documents(name)
         identity = [(file.size, file.ends_crc32) for file in files]  # not their times: a copy is the same data
-        return self._make(name, encoder, len(shards), partial(_read_piece, shards, encoder), identity)
+        return self._make(name, encoder, _FileShards(_divided(shards, encoder)), identity)
 
     def _open_rows(self, name: str, encoder: _Encoder) -> ShardedIterable:
         """Open a map-style dataset: a shard is a range of its rows."""
-        num_rows = len(self.data)
+        dataset = self.data
+        if dataset.format["type"] != "custom":  # that of set_transform
+            dataset = dataset.with_format(None)
+        num_rows = len(dataset)
         if not num_rows:
             raise _no_documents(name)
-        num_shards = -(-num_rows // _ROWS_PER_SHARD)
-        return self._make(name, encoder, num_shards, partial(_read_rows, self.data, encoder), [num_rows])
+        sample = encoder.field(dataset[_sampled(num_rows)])
+        num_parts = _num_parts(encoder.mean_tokens(sample) * min(num_rows, _ROWS_PER_SHARD))
+        shards = _RowShards(dataset, num_rows, max(1, _ROWS_PER_SHARD // num_parts))
+        return self._make(name, encoder, shards, [num_rows])
 
     def _open_iterable(self, name: str, encoder: _Encoder) -> ShardedIterable:
         """Open an IterableDataset of Hugging Face by its shards."""
         _check_shards(name, self.data)
-        num_shards = self.data.num_shards
-        return self._make(name, encoder, num_shards, partial(_read_shard, self.data, num_shards, encoder), [])
+        return self._make(name, encoder, _IterableShards(self.data.with_format(None), self.data.num_shards), [])
 
 
 def documents(
@@ -135,6 +143,7 @@ def documents(
     `data` is a path or several (`.jsonl`, `.parquet`, `.arrow`, `.txt`, or folders with such files), or a Dataset or
     IterableDataset of Hugging Face. `tokenizer` is "bytes" or the path of a tokenizer.json; None for a dataset whose
     field `text_field` has token ids, below `vocab_size` if it is given. `end_token` is the token after each document.
+    Paths may be URLs of object storage.
     """
     if isinstance(data, Mapping):
         raise DataError(
@@ -142,13 +151,16 @@ def documents(
             code="data.several-splits",
             fix="pass one of them",
         )
+    locate_all(_paths(data) if tokenizer is None else [*_paths(data), tokenizer])  # refuses URLs with secrets
     return Documents(data=data, tokenizer=tokenizer, text_field=text_field, end_token=end_token, vocab_size=vocab_size)
 
 
-def _is_paths(data: Any) -> bool:
-    if isinstance(data, list | tuple):
-        return bool(data) and all(isinstance(path, str | Path) for path in data)
-    return isinstance(data, str | Path)
+def _paths(data: Any) -> list[str | Path]:
+    """Return the paths that are the documents; empty for a dataset."""
+    paths = [data] if isinstance(data, str | Path) else data
+    if isinstance(paths, list | tuple) and all(isinstance(path, str | Path) for path in paths):
+        return list(paths)
+    return []
 
 
 def _parts(dataset: Any) -> Iterator[Any]:
@@ -215,19 +227,24 @@ class _Encoder:
         return self.tokenizer.name, self.tokenizer.end_id
 
     def encode(self, texts: Sequence[Any]) -> Iterable[NDArray[Any]]:
-        """Return the documents of texts, or of lists of token ids; None counts as an empty document."""
-        if self.tokenizer is None:
-            return [np.asarray(ids) for ids in texts if ids is not None]
-        texts = ["" if text is None else text for text in texts]
+        """Return the documents of texts, or of lists of token ids; None is refused, as in files."""
         for text in texts:
-            if not isinstance(text, str):
+            if text is None or (self.tokenizer is not None and not isinstance(text, str)):
+                expected = "token ids" if self.tokenizer is None else "text"
                 raise DataError(
-                    f"field {self.text_field!r} contains {type(text).__name__}, not text",
+                    f"field {self.text_field!r} contains {type(text).__name__}, not {expected}",
                     code="data.text-field-invalid",
-                    fix="pass the name of a field of strings as text_field, or tokenizer=None for token ids",
+                    fix="pass the name of a field of strings as text_field, or tokenizer=None for token ids, and"
+                    " filter() rows without a value",
                 )
+        if self.tokenizer is None:
+            return [np.asarray(ids) for ids in texts]
         encoded = self.tokenizer.encode(texts)
         return np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1])
+
+    def mean_tokens(self, texts: Sequence[Any]) -> float:
+        """Return the mean number of tokens of these documents."""
+        return sum(map(len, self.encode(texts))) / len(texts)
 
     def field(self, row: Mapping[str, Any]) -> Any:
         """Return the field of a row, or of a range of rows."""
@@ -240,21 +257,121 @@ class _Encoder:
         return row[self.text_field]
 
 
-# The documents of one shard.
+# The documents of one shard. Shards that would have too many tokens are divided into 2, 4, 8, ... parts by rows, which
+# follow from a sample: the same data has the same shards, on every rank and after a resume.
 
 
-def _read_piece(
-    shards: Sequence[tuple[InputFile, Location, InputPiece]], encoder: _Encoder, number: int
-) -> Iterable[NDArray[Any]]:
-    return encoder.encode(read_texts(*shards[number], encoder.text_field))
+class _Shards(Protocol):
+    """The shards of documents."""
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards."""
+
+    def read(self, encoder: _Encoder, number: int) -> Iterable[NDArray[Any]]:
+        """Return the documents of a shard."""
+
+    def describe(self, number: int) -> str:
+        """Return the name of a shard in errors."""
 
 
-def _read_rows(dataset: Any, encoder: _Encoder, number: int) -> Iterable[NDArray[Any]]:
-    start = number * _ROWS_PER_SHARD
-    return encoder.encode(encoder.field(dataset[start : min(start + _ROWS_PER_SHARD, len(dataset))]))
+@dataclass(frozen=True)
+class _FilePart:
+    """A piece of a file, or one of several parts of its rows."""
+
+    file: InputFile
+    path: Location
+    piece: InputPiece
+    part: int = 0
+    num_parts: int = 1
+
+    def texts(self, text_field: str) -> list[str]:
+        """Return the texts of the part; the rest of the piece is read as well."""
+        texts = read_texts(self.file, self.path, self.piece, text_field)
+        first, stop = (len(texts) * part // self.num_parts for part in (self.part, self.part + 1))
+        return texts[first:stop]
 
 
-def _read_shard(dataset: Any, num_shards: int, encoder: _Encoder, number: int) -> Iterator[NDArray[Any]]:
-    rows = iter(dataset.shard(num_shards=num_shards, index=number))
-    while block := list(islice(rows, _ROWS_PER_CALL)):
-        yield from encoder.encode([encoder.field(row) for row in block])
+@dataclass(frozen=True)
+class _FileShards:
+    parts: Sequence[_FilePart]
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.parts)
+
+    def read(self, encoder: _Encoder, number: int) -> Iterable[NDArray[Any]]:
+        return encoder.encode(self.parts[number].texts(encoder.text_field))
+
+    def describe(self, number: int) -> str:
+        part = self.parts[number]
+        unit = {"parquet": "row group", "arrow": "record batch"}.get(part.file.kind, "byte")
+        return f"shard {number} ({part.path} from {unit} {part.piece.start})"
+
+
+@dataclass(frozen=True)
+class _RowShards:
+    dataset: Any
+    num_rows: int
+    rows_per_shard: int
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_rows // self.rows_per_shard)
+
+    def read(self, encoder: _Encoder, number: int) -> Iterable[NDArray[Any]]:
+        first, stop = self._range(number)
+        return encoder.encode(encoder.field(self.dataset[first:stop]))
+
+    def describe(self, number: int) -> str:
+        first, stop = self._range(number)
+        return f"shard {number} (rows {first} to {stop - 1})"
+
+    def _range(self, number: int) -> tuple[int, int]:
+        first = number * self.rows_per_shard
+        return first, min(first + self.rows_per_shard, self.num_rows)
+
+
+@dataclass(frozen=True)
+class _IterableShards:
+    dataset: Any
+    num_shards: int
+
+    def read(self, encoder: _Encoder, number: int) -> Iterator[NDArray[Any]]:
+        rows = iter(self.dataset.shard(num_shards=self.num_shards, index=number))
+        while block := list(islice(rows, _ROWS_PER_CALL)):
+            yield from encoder.encode([encoder.field(row) for row in block])
+
+    def describe(self, number: int) -> str:
+        return f"shard {number}"
+
+
+def _divided(parts: list[_FilePart], encoder: _Encoder) -> list[_FilePart]:
+    """Return the shards of files, divided by rows where row groups or record batches have too many tokens.
+
+    Tokens per byte are those of the largest piece, which is read only if it has more bytes than a shard has tokens.
+    """
+    largest = max(parts, key=lambda part: part.piece.bytes_in_memory)
+    if largest.piece.bytes_in_memory <= _SHARD_TOKENS:
+        return parts
+    texts = largest.texts(encoder.text_field)
+    if not texts:
+        return parts
+    num_tokens = encoder.mean_tokens([texts[row] for row in _sampled(len(texts))]) * len(texts)
+    per_byte = num_tokens / largest.piece.bytes_in_memory
+    divided = []
+    for whole in parts:
+        num_parts = _num_parts(per_byte * whole.piece.bytes_in_memory)
+        divided += [replace(whole, part=part, num_parts=num_parts) for part in range(num_parts)]
+    return divided
+
+
+def _num_parts(num_tokens: float) -> int:
+    """Return the smallest power of two that divides a shard into parts of at most _SHARD_TOKENS tokens."""
+    return 1 << max(0, math.ceil(math.log2(max(num_tokens, 1) / _SHARD_TOKENS)))
+
+
+def _sampled(num_rows: int) -> list[int]:
+    """Return at most _SAMPLED_ROWS rows at equal distances."""
+    count = min(num_rows, _SAMPLED_ROWS)
+    return [number * num_rows // count for number in range(count)]

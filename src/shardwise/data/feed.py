@@ -14,9 +14,10 @@ from shardwise.data.cursor import SamplePositions
 from shardwise.data.rows import RowMarks, drop_padding_rows, fill_rows, move, non_tensors, settle_marks, tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from shardwise.data.cursor import Cursor
+    from shardwise.data.sources.source import TokenSource
     from shardwise.job import Loss
 
 
@@ -147,6 +148,11 @@ class Feed:
     def packs_documents(self) -> bool:
         """Whether rows are packed documents of a corpus; those of other datasets are recognized by their values."""
         return getattr(self._loader, "packs_documents", False)
+
+    @property
+    def sources(self) -> Mapping[str, TokenSource]:
+        """The sources of a corpus by name; none of another dataset."""
+        return getattr(self._loader, "sources", {})
 
     def limit_ids(self, vocab_size: int) -> None:
         """Refuse token ids of a corpus from `vocab_size` on; other datasets are not checked."""

@@ -49,7 +49,7 @@ class DataInspectSpec(Spec, frozen=True, kw_only=True):
     duplicates: bool = True
     """Count documents that occur more than once, which reads every token; --no-duplicates skips it."""
     verify: bool = False
-    """Verify the checksums of the shards, and that every id is in the vocabulary."""
+    """Verify stored checksums, that every id is in the stored vocabulary, and that none is negative."""
 
     def __post_init__(self) -> None:
         """Accept a Path, as a caller in Python may pass it."""
@@ -94,22 +94,28 @@ class DataInspectReport(Report, frozen=True, kw_only=True):
     """Lengths in powers of two."""
     num_duplicates: int | None
     """Documents that are equal to an earlier one; None if they were not counted."""
-    largest_id: int | None
+    smallest_id: int | None
     """None if the tokens were not read."""
+    largest_id: int | None
     is_verified: bool
+    """Whether no id is negative, and what `verified` lists was found correct."""
+    verified: tuple[Literal["checksums", "vocabulary"], ...]
+    """What was verified of the facts that only some formats store."""
     samples: tuple[DataSample, ...]
 
     def to_text(self) -> str:
         """Return the counts, the percentiles, the histogram and the samples."""
         name = f"{self.tokenizer.name} {self.tokenizer.sha256[:12]}".strip() if self.tokenizer else "unknown"
         lines = [
-            f"path        {self.path}" + (" (checksums and ids verified)" if self.is_verified else ""),
+            f"path        {self.path}",
             f"tokenizer   {name}, vocabulary {self.vocab_size or 'unknown'}",
             f"documents   {self.num_documents:,} in {self.num_chunks:,} chunks",
             f"tokens      {self.num_tokens:,}",
         ]
+        if self.is_verified:
+            lines.insert(1, f"verified    {self._verified_text()}")
         if self.largest_id is not None:
-            lines.append(f"largest id  {self.largest_id}")
+            lines.append(f"ids         {self.smallest_id} to {self.largest_id}")
         if self.num_duplicates is not None:
             share = self.num_duplicates / max(1, self.num_documents)
             lines.append(f"duplicates  {self.num_duplicates:,} documents ({share:.2%}) are equal to an earlier one")
@@ -120,6 +126,13 @@ class DataInspectReport(Report, frozen=True, kw_only=True):
             text = " ".join(map(str, sample.ids)) if sample.text is None else _without_controls(sample.text)
             lines += ["", f"--- {title}", text]
         return "\n".join(lines)
+
+    def _verified_text(self) -> str:
+        if "checksums" in self.verified:
+            return "checksums, and every id is in the vocabulary"
+        if "vocabulary" in self.verified:
+            return "every id is in the vocabulary; the format stores no checksums"
+        return "no id is negative; the format stores neither checksums nor a vocabulary"
 
     def _histogram_lines(self) -> list[str]:
         most = max((each.num_documents for each in self.histogram), default=1)
@@ -142,11 +155,15 @@ def data_inspect(spec: DataInspectSpec) -> DataInspectReport:
     location = locate(spec.path)
     shards = open_corpus(location) if is_file(location / INDEX) else None
     tokenizer = _find_tokenizer(spec, shards)
+    verified: list[Literal["checksums", "vocabulary"]] = []
     if spec.verify and shards is not None:
         shards.check_checksums()
+        verified.append("checksums")
     scan = _Scan(source, reads_tokens=spec.duplicates or spec.verify, hashes_documents=spec.duplicates)
-    if spec.verify and source.vocab_size is not None and scan.largest_id is not None:
-        _check_ids(spec.path, scan.largest_id, source.vocab_size)
+    if spec.verify:
+        _check_ids(spec.path, scan, source.vocab_size)
+        if source.vocab_size is not None:
+            verified.append("vocabulary")
     lengths = scan.lengths
     return DataInspectReport(
         path=spec.path,
@@ -158,8 +175,10 @@ def data_inspect(spec: DataInspectSpec) -> DataInspectReport:
         length_percentiles=percentiles(lengths),
         histogram=histogram(lengths),
         num_duplicates=scan.num_duplicates() if spec.duplicates else None,
+        smallest_id=scan.smallest_id,
         largest_id=scan.largest_id,
         is_verified=spec.verify,
+        verified=tuple(verified),
         samples=tuple(_sample(source, tokenizer, spec.samples)),
     )
 
@@ -185,21 +204,28 @@ def _find_tokenizer(spec: DataInspectSpec, shards: TokenShards | None) -> Tokeni
     return tokenizer
 
 
-def _check_ids(path: str, largest_id: int, vocab_size: int) -> None:
-    if largest_id >= vocab_size:
+def _check_ids(path: str, scan: _Scan, vocab_size: int | None) -> None:
+    if scan.smallest_id is not None and scan.smallest_id < 0:
         raise DataError(
-            f"{path} contains id {largest_id}, but its vocabulary has {vocab_size} ids",
+            f"{path} contains id {scan.smallest_id}, which is negative",
+            code="data.id-outside-vocabulary",
+            fix="write the tokens again as uint16 or uint32",
+        )
+    if scan.largest_id is not None and vocab_size is not None and scan.largest_id >= vocab_size:
+        raise DataError(
+            f"{path} contains id {scan.largest_id}, but its vocabulary has {vocab_size} ids",
             code="data.id-outside-vocabulary",
             fix="prepare the corpus again with the tokenizer of the model",
         )
 
 
 class _Scan:
-    """One pass over a source: lengths, and, if tokens are read, the largest id and a hash of each document."""
+    """One pass over a source: lengths, and, if tokens are read, the range of ids and a hash of each document."""
 
     def __init__(self, source: TokenSource, *, reads_tokens: bool, hashes_documents: bool) -> None:
         self.lengths: Counter[int] = Counter()
         """Length -> number of documents: the memory depends on the number of different lengths only."""
+        self.smallest_id: int | None = None
         self.largest_id: int | None = None
         self._hashes: list[NDArray[np.uint64]] = []
         for chunk in range(source.num_chunks):
@@ -209,10 +235,12 @@ class _Scan:
             values, counts = np.unique(lengths, return_counts=True)
             self.lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
             if reads_tokens and len(lengths):
-                tokens = source.tokens(chunk).astype(np.int64)
-                self.largest_id = max(self.largest_id or 0, int(tokens.max()))
+                tokens = source.tokens(chunk)
+                smallest, largest = int(tokens.min()), int(tokens.max())
+                self.smallest_id = smallest if self.smallest_id is None else min(self.smallest_id, smallest)
+                self.largest_id = largest if self.largest_id is None else max(self.largest_id, largest)
                 if hashes_documents:
-                    self._hashes.append(_hash_documents(tokens, lengths))
+                    self._hashes.append(_hash_documents(tokens.astype(np.int64), lengths))
 
     def num_duplicates(self) -> int:
         """Return the number of documents with the hash of another document, less one per group."""
@@ -275,7 +303,7 @@ def _sample(source: TokenSource, tokenizer: Tokenizer | None, count: int) -> lis
                     document=document,
                     num_tokens=length,
                     ids=tuple(ids.tolist()),
-                    text=tokenizer.decode(ids) if tokenizer else None,
+                    text=tokenizer.decode(ids[ids >= 0]) if tokenizer else None,
                 )
             )
             start += length

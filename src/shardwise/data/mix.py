@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
 from shardwise.data.mixture import make_mixture
-from shardwise.data.packing import pack
+from shardwise.data.row_groups import CHUNKS_PER_GROUP, chunks_of_group, make_group, source_seed
 from shardwise.data.sources.open import check_documents, open_source
+from shardwise.data.sources.source import without_rows
 from shardwise.errors import DataError, InputError
 from shardwise.runs.console import counted
 from shardwise.spec import NonNegativeInt, PositiveInt, Report, Spec, argument, option, spec_function
@@ -17,8 +20,8 @@ from shardwise.units import format_count
 if TYPE_CHECKING:
     from shardwise.data.sources.source import TokenSource
 
-_SAMPLED_CHUNKS = 4
-"""Chunks of a source whose documents are packed to estimate how full its rows are."""
+_SAMPLED_GROUPS = 4
+"""Shuffle groups of a source whose rows are counted: those of an epoch of 67 million tokens."""
 
 
 class DataMixSpec(Spec, frozen=True, kw_only=True):
@@ -65,7 +68,7 @@ class SourceShare(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     """Rows of the training."""
     fill: float
-    """Fraction of a row that has tokens; below 1 for packed rows."""
+    """Fraction of a row that has tokens, on average; the rest is padding."""
     long_documents: float | None
     """Fraction of the documents that are longer than a row, which packing splits; None for windows."""
     epochs: float
@@ -78,7 +81,7 @@ class DataMixReport(Report, frozen=True, kw_only=True):
     """Rows after which the order of sources repeats."""
     num_rows: int
     num_tokens: int
-    """Tokens of all rows, without the padding of packed ones."""
+    """Tokens of all rows, without padding."""
     shares: tuple[SourceShare, ...]
 
     def to_text(self) -> str:
@@ -108,27 +111,27 @@ def data_mix(spec: DataMixSpec) -> DataMixReport:
                 f"source {name} is given twice", code="data.source-repeated", fix="give sources different names"
             )
     sources = {name: _open(spec, name, path) for name, path, _ in given}
-    fills = {name: _Fill() for name in sources}
-    if spec.packed:
-        fills = {name: _measure(source, spec.length) for name, source in sources.items()}
     proportions = _proportions(given, sources)
     mixture = make_mixture(proportions)
-    num_rows = _num_rows(spec, sources, fills)
+    epochs = {name: _measure(name, source, spec) for name, source in sources.items()}
+    num_rows = _num_rows(spec, epochs)
     total = sum(proportions.values())
     shares = []
     for (name, path, _), per_period, rows in zip(given, mixture.shares, mixture.counts(num_rows).tolist(), strict=True):
-        size = sources[name].num_tokens
+        epoch = epochs[name]
+        if rows and not epoch.num_rows:
+            raise without_rows(name)
         shares.append(
             SourceShare(
                 name=name,
                 path=path,
-                num_tokens=size,
+                num_tokens=sources[name].num_tokens,
                 proportion=proportions[name] / total,
                 rows_per_period=per_period,
                 rows=rows,
-                fill=fills[name].fill,
-                long_documents=fills[name].long_documents,
-                epochs=rows * spec.length * fills[name].fill / size if size else 0.0,
+                fill=epoch.tokens_per_row / spec.length,
+                long_documents=epoch.long_documents if spec.packed else None,
+                epochs=rows / epoch.num_rows if rows else 0.0,
             )
         )
     num_tokens = round(sum(share.rows * share.fill for share in shares) * spec.length)
@@ -175,33 +178,43 @@ def _proportions(given: list[tuple[str, str, float | None]], sources: dict[str, 
     return found
 
 
-class _Fill(NamedTuple):
-    """What packing makes of the documents of a source."""
+class _Epoch(NamedTuple):
+    """The rows of one epoch of a source."""
 
-    fill: float = 1.0
-    long_documents: float | None = None
-
-
-def _measure(source: TokenSource, length: int) -> _Fill:
-    """Return the fractions of packed rows with tokens, and of long documents, from the documents of a few chunks."""
-    num_tokens = num_rows = num_documents = num_long = 0
-    step = max(1, source.num_chunks // _SAMPLED_CHUNKS)
-    for chunk in range(0, source.num_chunks, step):
-        lengths = source.lengths(chunk)
-        num_tokens += int(lengths.sum())
-        num_rows += pack(lengths, length).num_rows
-        num_documents += len(lengths)
-        num_long += int((lengths > length).sum())
-    if not num_rows:
-        return _Fill(long_documents=0.0)
-    return _Fill(num_tokens / (num_rows * length), num_long / num_documents)
+    num_rows: float = 0.0
+    tokens_per_row: float = 0.0
+    """Mean number of tokens of a row: of windows, those with a target; of packed rows, those of documents."""
+    long_documents: float = 0.0
+    """Fraction of the documents that are longer than a row."""
 
 
-def _num_rows(spec: DataMixSpec, sources: dict[str, TokenSource], fills: dict[str, _Fill]) -> int:
+def _measure(name: str, source: TokenSource, spec: DataMixSpec) -> _Epoch:
+    """Return the rows of an epoch, from all of its shuffle groups if they are few, else from some of them."""
+    num_groups = -(-source.num_chunks // CHUNKS_PER_GROUP)
+    for most in (_SAMPLED_GROUPS, num_groups):  # all groups if those of the sample have no rows
+        groups = np.unique(np.linspace(0, num_groups - 1, min(most, num_groups)).astype(int)).tolist()
+        sizes = [_measure_group(source, group, spec, seed=source_seed(name, 0)) for group in groups]
+        num_rows, num_tokens, num_documents, num_long = np.sum(sizes, axis=0).tolist()
+        if num_rows:
+            return _Epoch(num_rows * num_groups / len(groups), num_tokens / num_rows, num_long / num_documents)
+    return _Epoch()
+
+
+def _measure_group(source: TokenSource, group: int, spec: DataMixSpec, *, seed: int) -> tuple[int, int, int, int]:
+    """Return the rows, tokens, documents and long documents of one shuffle group of the first epoch."""
+    chunks = chunks_of_group(source.num_chunks, group, size=CHUNKS_PER_GROUP, seed=seed, epoch=0)
+    lengths = np.concatenate([source.lengths(chunk) for chunk in chunks.tolist()])
+    rows = make_group(source, chunks, length=spec.length, packed=spec.packed)
+    num_tokens = int(lengths.sum())
+    if not spec.packed:
+        num_tokens = max(0, num_tokens - 1)  # the first token is not a target
+    return rows.num_rows, num_tokens, len(lengths), int((lengths > spec.length).sum())
+
+
+def _num_rows(spec: DataMixSpec, epochs: dict[str, _Epoch]) -> int:
     if spec.steps is not None:
         return spec.steps * spec.batch_size
-    per_step = spec.batch_size * spec.length
     if spec.tokens is not None:
-        return -(-spec.tokens // per_step) * spec.batch_size
-    needed = sum(source.num_tokens / fills[name].fill for name, source in sources.items())
-    return max(1, -(-int(needed) // per_step)) * spec.batch_size
+        return -(-spec.tokens // (spec.batch_size * spec.length)) * spec.batch_size
+    needed = max(1, math.ceil(sum(epoch.num_rows for epoch in epochs.values())))
+    return -(-needed // spec.batch_size) * spec.batch_size

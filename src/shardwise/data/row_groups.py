@@ -8,6 +8,7 @@ their pieces, so that a batch of rows costs Python no object per row or piece un
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from shardwise.data.sources.source import TokenSource
 
+CHUNKS_PER_GROUP = 16
+"""Chunks whose documents are shuffled together: 16 million tokens of a corpus that `shardwise data prepare` wrote."""
 Integers = npt.NDArray[np.int64]
 
 
@@ -97,6 +100,17 @@ class RowGroup:
     def read_order(self, first: int, stop: int) -> RowPieces:
         """Return the rows from `first` to `stop` in the order in which they are read."""
         return self.rows.select(self.order[first:stop])
+
+
+def source_seed(name: str, seed: int) -> int:
+    """Return the key of the order of a source: sources with equal numbers of chunks have different orders."""
+    return seed + (zlib.crc32(name.encode()) << 31)
+
+
+def chunks_of_group(num_chunks: int, group: int, *, size: int, seed: int, epoch: int) -> Integers:
+    """Return the chunks of a group of `size` chunks: the next ones of the epoch's permutation."""
+    positions = np.arange(group * size, min((group + 1) * size, num_chunks))
+    return sample_ids(positions, seed=seed, epoch=epoch, length=num_chunks)
 
 
 def make_group(

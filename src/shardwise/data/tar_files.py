@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from shardwise.data.images import SUFFIXES, make_decoder, require_pillow
 from shardwise.data.storage.files import is_folder, list_files, open_ranges, size_and_version
-from shardwise.data.storage.locations import locate_all
+from shardwise.data.storage.locations import locate, locate_all
 from shardwise.data.tar_index import member_name, open_tar_index
 from shardwise.errors import DataError
 
@@ -175,8 +175,9 @@ def _locations(given: Shards) -> list[Location]:
     """Return the locations of paths and URLs, with numbers for braces; raises DataError for URLs with secrets."""
     texts = [given] if isinstance(given, str | Path) else given
     expanded: list[str] = []
-    for text in texts:
-        expanded += expand_braces(str(text))
+    for text in map(str, texts):
+        locate(text)  # refuses secrets before another error names the pattern
+        expanded += expand_braces(text)
     if not expanded:
         raise DataError("the list of tar shards is empty", code="data.no-input", fix="pass at least one tar file")
     return locate_all(expanded)

@@ -48,7 +48,7 @@ class TokenRows(Dataset[tuple[Tensor, ...]]):
     """
 
     def __init__(self, source: TokenSource, length: int, *, packed: bool, split_documents: bool = True) -> None:
-        self._source, self._length, self._packed = source, length, packed
+        self.source, self._length, self._packed = source, length, packed
         chunks = range(source.num_chunks)
         make_rows = partial(make_group, source, length=length, packed=packed, split_documents=split_documents)
         self._groups = [make_rows(np.array([chunk])) for chunk in chunks]
@@ -59,7 +59,7 @@ class TokenRows(Dataset[tuple[Tensor, ...]]):
 
     def limit_ids(self, vocab_size: int) -> None:
         """Raise DataError if a token id is not below `vocab_size`; reads all tokens if the vocabulary is unknown."""
-        size = getattr(self._source, "vocab_size", None)
+        size = getattr(self.source, "vocab_size", None)
         if size is not None and size > vocab_size:
             raise vocabulary_too_large(_TEST, size, vocab_size)
         if size is not None:
@@ -77,7 +77,7 @@ class TokenRows(Dataset[tuple[Tensor, ...]]):
         first = int(self._ends[number]) - group.num_rows
         place = index - first
         request = RowRequest(group.read_order(place, place + 1), np.zeros(1, dtype=np.int64))
-        sources, memory = [self._source], BatchMemory()
+        sources, memory = [self.source], BatchMemory()
         if self._packed:
             fields = read_packed(request, sources, self._length, memory, is_packed=np.ones(1, dtype=np.bool_))
         else:

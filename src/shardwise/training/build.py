@@ -46,7 +46,7 @@ from shardwise.plans.pipeline import split_layers
 from shardwise.plans.rules import accumulates_in_fp32, compiles_head, uses_ddp
 from shardwise.spec import local_path
 from shardwise.training.float8 import settle_float8
-from shardwise.training.loading import check_vocabulary, make_feed, token_shard, vocabulary_of
+from shardwise.training.loading import check_tokens, make_feed, token_shard, vocabulary_of
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
 from shardwise.training.step.captured import plain_step, sampled_batches
@@ -186,7 +186,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
         note_dtypes(meta_model.module, plan, context.note)
     meta_model, plan = settle_float8(meta_model, plan, world, context.note)
     step_context = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))
-    check_vocabulary(job, step_context.feed, vocabulary_of(meta_model.module))
+    check_tokens(job, step_context.feed, vocabulary_of(meta_model.module), world, context.note)
     make = for_model(job.optimizer, meta_model.module)  # the full model, which a pipeline splits
     split, model = _apply_plan(job, meta_model, plan, mesh_context)
     # Data-parallel ranks sample different dropout masks, independent of the model's initialization.

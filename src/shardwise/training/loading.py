@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,20 +17,25 @@ from shardwise.data.cursor import Slices
 from shardwise.data.feed import Feed, StreamPosition
 from shardwise.data.loaders import IndexLoader, dataset_length, dataset_of
 from shardwise.data.rows import TokenShard
+from shardwise.data.sources.source import FileSource
 from shardwise.data.streams import StreamLoader
 from shardwise.data.token_datasets import TokenRows
-from shardwise.errors import DataError, JobError
+from shardwise.errors import DataError, JobError, some_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch.distributed as dist
     from torch import nn
 
     from shardwise.data.feed import DataPosition, StepLoader
+    from shardwise.data.sources.source import TokenSource
     from shardwise.dist import World
     from shardwise.job import Job, Metric
     from shardwise.plans import Plan
+
+VERIFIED_BYTES = 2**29
+"""Bytes of corpora that are compared with their checksums at the start: a second at 500 MB/s, 0.1 s from memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,17 +185,52 @@ def make_feed(
     return feed, length
 
 
-def check_vocabulary(job: Job, feed: Feed, vocab_size: int | None) -> None:
-    """Raise DataError if token ids of a split may be outside of a model's vocabulary, now or when such an id is read.
+def check_tokens(
+    job: Job, feed: Feed, vocab_size: int | None, world: World, note: Callable[[str], None] = lambda _: None
+) -> None:
+    """Raise DataError if a split is a damaged corpus, or its token ids may be outside of a model's vocabulary.
 
-    `vocab_size` is that of the model, and None if it is unknown.
+    Ids of sources that do not know their vocabulary are checked when they are read. `vocab_size` is that of the model,
+    and None if it is unknown. Communicates over the world; call on every rank.
     """
+    if vocab_size is None and not feed.sources:
+        return
+    test = dataset_of(job, "test")
+    rows = [test] if isinstance(test, TokenRows) else []
+    check_checksums([*feed.sources.values(), *(each.source for each in rows)], world, note)
     if vocab_size is None:
         return
     feed.limit_ids(vocab_size)
-    test = dataset_of(job, "test")
-    if isinstance(test, TokenRows):
-        test.limit_ids(vocab_size)
+    for each in rows:
+        each.limit_ids(vocab_size)
+
+
+def check_checksums(sources: Iterable[TokenSource], world: World, note: Callable[[str], None] = lambda _: None) -> None:
+    """Raise DataError if a small corpus on disk differs from its checksums; `note` receives the names of larger ones.
+
+    One rank of each node reads them. Communicates over the world; call on every rank.
+    """
+    stored = [source.checksums for source in sources if isinstance(source, FileSource) and source.checksums]
+    stored.sort(key=lambda each: each.num_bytes)
+    if not stored or world.backend == "fake":
+        return
+    totals = accumulate(each.num_bytes for each in stored)
+    num_verified = sum(total <= VERIFIED_BYTES for total in totals)
+    failure: DataError | None = None
+    if world.local_rank == 0:
+        try:
+            for each in stored[:num_verified]:
+                each.check()
+        except DataError as error:
+            failure = error
+    failures: list[DataError | None] = world.gather(failure) if world.size > 1 else [failure]
+    for found in failures:
+        if found is not None:
+            raise found
+    large = [each.path for each in stored[num_verified:]]
+    if large:
+        command = f"`shardwise data inspect {large[0]} --verify`"
+        note(f"checksums are not compared at the start, because of the size of {some_of(large)}: {command} does it")
 
 
 def vocabulary_of(model: nn.Module) -> int | None:

@@ -40,6 +40,7 @@ from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import broadcast_values
 from shardwise.plans.pipeline import split_batch
 from shardwise.training.build import make_mesh_context
+from shardwise.training.loading import check_checksums
 from shardwise.training.preflight import check_own_loop, check_precision_of
 from shardwise.training.step.compiled import compilable
 from shardwise.training.step.plain import OptimizerStep
@@ -204,6 +205,7 @@ def dataloader(
         return ShardedLoader(dataset, options, rank)
     if not shuffle:
         raise _corpus_order_error()
+    check_checksums(dataset.sources.values(), world)
     return ShardedCorpusLoader(dataset, options, rank)
 
 

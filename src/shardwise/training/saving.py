@@ -36,6 +36,7 @@ from shardwise.training.state import (
     UPDATE,
     USER,
     check_same_job,
+    check_same_samples,
     join_state,
     load_targets,
     plain_states,
@@ -275,6 +276,7 @@ class Resuming:
         """
 
         def targets(manifest: Manifest) -> dict[str, Tensor]:
+            check_same_samples(manifest.facts, self._job)  # before the data compares its samples, whatever its form
             self._step = None  # free the step built for a damaged checkpoint before the next one is allocated
             position = saved_position(manifest.facts)
             self._step = build(StartPoint(step=manifest.step, position=position, facts=manifest.facts))

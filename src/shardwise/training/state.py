@@ -132,8 +132,8 @@ def restore_random(facts: Mapping[str, Any], plan: Plan, world: World, step: Ste
     return True
 
 
-def check_same_job(facts: Mapping[str, Any], job: Job, *, number: int, num_steps: int) -> None:
-    """Raise JobError if a resumed job would train on different samples; converted checkpoints may lack these facts."""
+def check_same_samples(facts: Mapping[str, Any], job: Job) -> None:
+    """Raise JobError if the order of samples would be another one; converted checkpoints may lack these facts."""
     for name, now in (("seed", job.seed), ("batch_size", job.batch_size)):
         if facts.get(name, now) != now:
             raise JobError(
@@ -141,6 +141,10 @@ def check_same_job(facts: Mapping[str, Any], job: Job, *, number: int, num_steps
                 code="checkpoint.samples-differ",
                 fix=f"pass --set {name}={facts.get(name)}, or --resume never",
             )
+
+
+def check_same_job(facts: Mapping[str, Any], job: Job, *, number: int, num_steps: int) -> None:
+    """Raise JobError if a checkpoint has adapters of another scale, or is from a step after the last one of the job."""
     saved = facts_of(facts)
     if saved is not None and job.lora is not None and saved.get("alpha") != job.lora.alpha:
         raise JobError(

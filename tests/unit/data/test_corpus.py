@@ -199,8 +199,10 @@ def test_windows_of_any_length_cover_the_group(length):
 # Training on a corpus: the same losses at any world size, with workers, and after a resume.
 
 
-def corpus_job(*, packed=False, **changes):
+def corpus_job(*, packed=False, stream=False, **changes):
     sources = [ListedSource(name, 6, first=0, seed=index, longest=30) for index, name in enumerate(("web", "code"))]
+    if stream:
+        sources = [ShardedIterable(name, open_shard, 40) for name in ("web", "code")]
     for source in sources:
         source.tokens = partial(small_tokens, source.tokens)
     corpus = corpus_of(*sources, shares=(3, 1), length=16, packed=("web", "code") if packed else ())
@@ -238,6 +240,13 @@ def test_corpus_trains_alike_on_any_ranks_and_after_a_resume(tmp_path):
     assert read_manifest(checkpoint).facts["data"]["row"] == 3 * 8
     rest = run_ranks(losses_of, 4, "ddp", tmp_path / "resumed", resume=str(checkpoint), num_workers=1)[0]
     assert rest == pytest.approx({step: whole[step] for step in range(3, 8)}, rel=1e-9)
+
+
+def test_a_stream_resumed_with_another_seed_is_refused_as_other_data_is(tmp_path):
+    """Another seed reads other shards first, which must not look like a stream that changed."""
+    run_ranks(partial(losses_of, stream=True), 1, "ddp", tmp_path, every=3)
+    with refuses("checkpoint.samples-differ", "seed", 0, 1):
+        run_ranks(partial(losses_of, stream=True, seed=1), 1, "ddp", tmp_path, resume=str(tmp_path / "step-00000003"))
 
 
 def test_loader_starts_at_the_stored_position_without_reading_what_came_before():

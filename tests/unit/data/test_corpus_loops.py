@@ -6,6 +6,7 @@ from itertools import chain, islice
 import pytest
 import torch
 from data.test_corpus import ListedSource, corpus_of
+from data.test_sources import make_documents, write_own
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
@@ -16,6 +17,7 @@ from shardwise.data.corpus_loader import ShardedCorpusLoader
 from shardwise.data.mixture import make_mixture
 from shardwise.data.sharded_loader import DataRank, ReadOptions
 from shardwise.testing import run_ranks
+from shardwise.training import loading
 
 VOCABULARY = 4096
 
@@ -124,6 +126,29 @@ def test_options_that_a_corpus_defines_are_refused():
             len(loader)
 
     run_ranks(body, 1)
+
+
+def test_every_rank_refuses_a_small_corpus_that_changed_and_a_note_names_a_large_one(tmp_path, monkeypatch):
+    write_own(tmp_path / "corpus", make_documents())
+    shard = tmp_path / "corpus" / "shard-00001.bin"
+    content = bytearray(shard.read_bytes())
+    content[2] ^= 1
+    shard.write_bytes(content)
+    corpus = sw.datasets.tokens(tmp_path / "corpus", length=8)("train")
+
+    def refused(world):
+        with refuses("data.checksum-mismatch", shard):
+            sw.dataloader(corpus, sw.Plan.preset("ddp", world.size), world, batch_size=4)
+
+    def noted(world):
+        notes = []
+        loading.check_checksums(corpus.sources.values(), world, notes.append)
+        return notes
+
+    run_ranks(refused, 2)
+    monkeypatch.setattr(loading, "VERIFIED_BYTES", 100)
+    ((note,),) = run_ranks(noted, 1)
+    assert f"shardwise data inspect {tmp_path / 'corpus'} --verify" in note
 
 
 # A loop of one's own that is killed.

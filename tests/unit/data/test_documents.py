@@ -95,6 +95,57 @@ def test_corpus_of_documents_continues_at_a_position_in_another_process(kind, tm
     assert torch.equal(torch.stack(found.read(rows)), torch.cat(expected, dim=1))
 
 
+@pytest.mark.parametrize("kind", ["parquet", "on disk", "map-style"])
+def test_shards_with_too_many_tokens_are_divided_by_rows(kind, tmp_path, monkeypatch):
+    """Long documents have fewer rows per shard; shards that earlier versions accepted stay the same."""
+    data = data_of(kind, tmp_path)
+    whole = sw.datasets.documents(data).open("web")
+    largest = max(chunk_tokens(whole))
+    monkeypatch.setattr(module, "_SHARD_TOKENS", 2 * largest)
+    assert sw.datasets.documents(data).open("web").identity == whole.identity
+    monkeypatch.setattr(module, "_SHARD_TOKENS", largest // 4)
+    monkeypatch.setattr(iterables, "MAX_SHARD_TOKENS", largest // 3)
+    source = sw.datasets.documents(data).open("web")
+    assert source.num_chunks > 3 * whole.num_chunks
+    assert sorted(texts_of(source)) == sorted(TEXTS)
+    assert sw.datasets.documents(data).open("web").identity == source.identity
+    monkeypatch.setattr(iterables, "MAX_SHARD_TOKENS", 20)
+    with refuses("data.shard-too-large", "rows 0 to" if kind == "map-style" else tmp_path, "web", 20):
+        source = sw.datasets.documents(data).open("web")
+        source.lengths(0)
+
+
+@pytest.mark.parametrize("form", ["pandas", "arrow", "numpy"])
+def test_formats_of_datasets_do_not_change_their_documents(form):
+    rows = datasets.Dataset.from_list(ROWS)
+    for data in (rows.with_format(form), rows.to_iterable_dataset(num_shards=3).with_format(form)):
+        assert texts_of(sw.datasets.documents(data).open("web")) == TEXTS
+    transformed = rows.with_transform(lambda batch: {"text": [text + "!" for text in batch["text"]]})
+    assert texts_of(sw.datasets.documents(transformed).open("web")) == [text + "!" for text in TEXTS]
+
+
+@pytest.mark.parametrize(("values", "kind"), [([0, 2], "int64"), ([False], "bool"), ([[]], "list<"), ([None], "null")])
+def test_columns_without_text_are_refused_by_their_type(values, kind, tmp_path):
+    parquet.write_table(pa.table({"text": values}), tmp_path / "rows.parquet")
+    with refuses("data.text-field-invalid", "text", kind, "row group 0"):
+        sw.datasets.documents(tmp_path / "rows.parquet").open("web").lengths(0)
+
+
+def test_null_is_refused_in_every_input(tmp_path):
+    rows = {"text": ["a", None]}
+    parquet.write_table(pa.table(rows), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": null}\n')
+    data = datasets.Dataset.from_dict(rows)
+    for given, code in (
+        (tmp_path / "rows.parquet", "data.text-field-invalid"),
+        (tmp_path / "rows.jsonl", "data.json-invalid"),
+        (data, "data.text-field-invalid"),
+        (data.to_iterable_dataset(), "data.text-field-invalid"),
+    ):
+        with refuses(code, "text"):
+            sw.datasets.documents(given).open("web").lengths(0)
+
+
 def test_datasets_of_token_ids_need_no_tokenizer():
     ids = [[1, 2, 3], [], [4, 5]]
     rows = datasets.Dataset.from_dict({"input_ids": ids})

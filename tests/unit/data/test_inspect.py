@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import tokenizers
+from data.test_sources import make_documents, write_llm_c
 
 import shardwise as sw
 from refusals import assert_refused, refuses
@@ -29,14 +30,34 @@ def test_counts_lengths_duplicates_and_samples_of_a_corpus(corpus):
     lengths = [len(text.encode()) + 1 for text in TEXTS if text]
     assert (report.num_documents, report.num_tokens) == (8, sum(lengths))
     assert report.num_duplicates == 3
-    assert report.largest_id == 256
+    assert (report.smallest_id, report.largest_id) == (27, 256)
     assert (report.length_percentiles["0"], report.length_percentiles["100"]) == (2, 301)
     assert sum(each.num_documents for each in report.histogram) == 8
     assert [sample.text for sample in report.samples] == [TEXTS[0], TEXTS[-1]]
     assert report.is_verified
+    assert report.verified == ("checksums", "vocabulary")
     assert json.loads(report.to_json())["num_duplicates"] == 3
     assert "\x1b" not in sw.data_inspect(corpus, samples=8).to_text()
     assert sw.data_inspect(corpus, duplicates=False, samples=0).num_duplicates is None
+
+
+def test_verify_claims_no_more_than_a_format_stores(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([7, 3, 5], np.uint16))
+    write_llm_c(tmp_path / "b.bin", make_documents())
+    arrays, llm_c = (sw.data_inspect(tmp_path / name, verify=True) for name in ("a.npy", "b.bin"))
+    assert (arrays.is_verified, arrays.verified, arrays.smallest_id, arrays.largest_id) == (True, (), 3, 7)
+    assert "neither checksums nor a vocabulary" in arrays.to_text()
+    assert llm_c.verified == ("vocabulary",)
+    assert "no checksums" in llm_c.to_text()
+
+
+def test_negative_ids_are_refused_by_verify_and_shown_without_it(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([1, 2, -3, 4], np.int32))
+    np.save(tmp_path / "b.npy", np.array([-3, -2], np.int16))
+    with refuses("data.id-outside-vocabulary", "a.npy", "-3"):
+        sw.data_inspect(tmp_path / "a.npy", verify=True)
+    report = sw.data_inspect(tmp_path / "b.npy", tokenizer="bytes")
+    assert (report.smallest_id, report.largest_id, report.is_verified) == (-3, -2, False)
 
 
 def test_percentiles_and_histogram_equal_those_of_a_list_of_lengths():

@@ -5,6 +5,9 @@ import pytest
 
 import shardwise as sw
 from refusals import refuses
+from shardwise.data.corpus import Corpus, CorpusRows, MixtureStage
+from shardwise.data.mixture import make_mixture
+from shardwise.data.sources.open import open_source
 
 
 @pytest.fixture
@@ -16,7 +19,7 @@ def paths(tmp_path):
 
 def test_proportions_become_rows_and_epochs(paths):
     report = sw.data_mix([f"web={paths['web']}:0.6", f"code={paths['code']}:0.4"], length=10, batch_size=5, steps=100)
-    assert (report.period, report.num_rows, report.num_tokens) == (5, 500, 5000)
+    assert (report.period, report.num_rows, report.num_tokens) == (5, 500, 3000 + 2 * 999)  # targets
     assert [(share.rows, share.epochs) for share in report.shares] == [(300, pytest.approx(1 / 3)), (200, 2.0)]
     assert "code" in report.to_text()
 
@@ -42,9 +45,40 @@ def test_packed_rows_count_padding_as_no_tokens_and_long_documents_as_such(tmp_p
     assert "9.09% of the documents of web are longer than a row" in report.to_text()
     assert "longer" not in sw.data_mix([web], length=100, packed=True, end_id=1).to_text()
     windows = sw.data_mix([web], length=40)
-    assert (windows.num_tokens, windows.shares[0].long_documents) == (400, None)
+    assert (windows.num_tokens, windows.shares[0].long_documents) == (399, None)
     # As the steps of a job with this number of tokens, which counts rows with their padding.
     assert sw.data_mix([web], length=40, packed=True, end_id=1, tokens=4000).num_rows == 100
+
+
+def test_a_source_of_less_than_a_row_has_one_row_per_epoch(tmp_path):
+    np.save(tmp_path / "web.npy", np.zeros(300, np.uint16))
+    report = sw.data_mix([f"web={tmp_path / 'web.npy'}"], length=2048, steps=5)
+    assert (report.shares[0].epochs, report.num_tokens) == (5.0, 5 * 299)
+    np.save(tmp_path / "one.npy", np.zeros(1, np.uint16))
+    with refuses("data.source-empty", "web"):
+        sw.data_mix([f"web={tmp_path / 'one.npy'}"])
+    report = sw.data_mix([f"web={tmp_path / 'web.npy'}:1", f"one={tmp_path / 'one.npy'}:0"], steps=5)
+    assert [share.epochs for share in report.shares] == [5.0, 0.0]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_epoch_has_the_rows_that_training_reads(packed, tmp_path):
+    """40 files are 40 chunks, three shuffle groups, each of which ends with a row that is not full."""
+    random = np.random.default_rng(0)
+    for number in range(40):
+        np.save(tmp_path / f"{number}.npy", random.integers(0, 9, random.integers(1, 90)).astype(np.uint16))
+    source = open_source(tmp_path, end_id=1)
+    mixture = MixtureStage(mixture=make_mixture({"web": 1}))
+    rows = CorpusRows(
+        Corpus(sources={"web": source}, stages=(mixture,), length=50, packed={"web"} if packed else set()), seed=0
+    )
+    num_rows = 0
+    while rows.position.sources[0].epoch == 0:
+        rows.take(np.zeros(1, dtype=np.int64))
+        num_rows += 1
+    report = sw.data_mix([f"web={tmp_path}"], length=50, steps=num_rows, packed=packed, end_id=1)
+    assert report.shares[0].epochs == 1.0
+    assert report.num_tokens == source.num_tokens - (0 if packed else 3)
 
 
 def test_invalid_sources_are_refused(paths):

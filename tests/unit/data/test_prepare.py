@@ -55,7 +55,7 @@ def write_gzip(path, texts):
 
 
 def write_parquet(path, texts):
-    table = pa.table({"id": range(len(texts)), "text": [text or None for text in texts]})
+    table = pa.table({"id": range(len(texts)), "text": texts})
     pyarrow.parquet.write_table(table, path, row_group_size=11)
     return path
 
@@ -144,6 +144,21 @@ def test_the_corpus_has_the_same_bytes_with_any_number_of_processes_and_inputs_i
         found.append(contents(out))
     assert found[0] == found[1] == found[2]
     assert read_corpus(tmp_path / "out-4") == as_bytes(make_texts(seed=1) + make_texts())
+
+
+def test_what_a_folder_has_besides_inputs_is_reported(tmp_path):
+    folder = tmp_path / "data"
+    (folder / "en").mkdir(parents=True)
+    for name in ("a.jsonl", "b.jsonl.zst", ".hidden", "en/web.jsonl"):
+        write_jsonl(folder / name, ["text"])
+    report = sw.data_prepare(folder, out=tmp_path / "out", processes=1)
+    assert report.num_documents == 1
+    assert report.ignored == (f"{folder}/b.jsonl.zst", f"{folder}/en/")
+    assert f"{folder}/en/" in report.to_text()
+    again = sw.data_prepare(folder, out=tmp_path / "out")
+    assert again.ignored == report.ignored
+    alone = sw.data_prepare(folder / "a.jsonl", out=tmp_path / "alone", processes=1)
+    assert (alone.ignored, "ignored" in alone.to_text()) == ((), False)
 
 
 def test_a_document_longer_than_a_shard_has_a_shard_of_its_own(tmp_path):

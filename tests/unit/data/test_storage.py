@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+import tokenizers
 from data.s3_server import BUCKET, SECRET, delete, put, s3_server, upload, web_server
 from data.test_sources import END, make_documents, write_llm_c, write_megatron, write_npy, write_own, write_raw
 
@@ -156,6 +157,17 @@ def test_documents_on_s3_make_the_same_corpus(s3, tmp_path, monkeypatch):
     put(s3, "documents/e.txt", b"another text")
     with refuses("data.output-other-corpus"):
         sw.data_prepare(url, out=tmp_path / "remote")
+
+
+def test_a_tokenizer_on_a_web_server_is_that_of_the_file(web, files, tmp_path):
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<eos>": 2}, unk_token="a"))
+    model.save(str(files / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("b")
+    source = sw.datasets.documents(tmp_path / "a.txt", tokenizer=f"{web.url}/tokenizer.json").open("web")
+    local = sw.datasets.documents(tmp_path / "a.txt", tokenizer=files / "tokenizer.json").open("web")
+    assert (source.tokens(0).tolist(), source.identity) == ([1, 2], local.identity)
+    sw.data_prepare(tmp_path / "a.txt", out=tmp_path / "out", tokenizer=f"{web.url}/tokenizer.json", processes=1)
+    assert open_source(tmp_path / "out").tokens(0).tolist() == [1, 2]
 
 
 # Ranges: no more than the blocks of a chunk, once per node, ahead of need.

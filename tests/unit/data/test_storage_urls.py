@@ -35,12 +35,24 @@ def test_urls_with_secrets_are_refused_without_their_secrets(url, tmp_path):
         lambda: sw.data_inspect(url),
         lambda: sw.data_mix([f"web={url}"]),
         lambda: sw.data_prepare(url, out=tmp_path / "out"),
+        lambda: sw.datasets.documents(url),
+        lambda: sw.datasets.documents("web.jsonl", tokenizer=url),
+        lambda: sw.datasets.webdataset(url + "/{3..1}.tar"),
     ]
     for call in calls:
         with refuses("data.url-credentials") as refused:
             call()
         assert "secret+that" not in str(refused.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_commands_are_refused_without_their_arguments():
+    command = f"pipe:curl -H 'Authorization: Bearer {SECRET}' https://host/{{3..1}}.tar"
+    for call in (sw.datasets.webdataset, sw.datasets.images, sw.datasets.documents, open_source):
+        with refuses("data.url-command", "pipe:") as refused:
+            call(command)
+        assert "secret+that" not in str(refused.value)
+        assert "curl" not in str(refused.value)
 
 
 def test_unknown_schemes_and_missing_packages_are_named(monkeypatch):

@@ -22,6 +22,7 @@ from shardwise.data.storage.files import (
     is_file,
     is_folder,
     list_files,
+    list_others,
     missing,
     open_stream,
     read_file,
@@ -72,6 +73,8 @@ class InputPiece(msgspec.Struct, frozen=True, kw_only=True):
     stop: int
     num_bytes: int
     """Bytes of the input file that the piece takes, for the progress bar."""
+    bytes_in_memory: int = 0
+    """Bytes of its rows after decompression; 0 for lines and texts."""
     data: bytes | None = None
     """Decompressed lines of a gzipped file."""
 
@@ -84,6 +87,12 @@ def find_inputs(paths: Iterable[Location]) -> list[InputFile]:
     if not files:
         raise DataError("there are no input files", code="data.no-input", fix="pass files or folders with documents")
     return [_describe(file) for file in files]
+
+
+def find_ignored(paths: Iterable[Location]) -> list[str]:
+    """Return the paths of files and subfolders in folders that are not inputs, such as those of other suffixes."""
+    folders = [path for path in paths if is_folder(path) and not is_file(path / DATASET_STATE)]
+    return [f"{folder}/{name}" for folder in folders for name in list_others(folder, tuple(_SUFFIXES))]
 
 
 def _files_of(path: Location) -> list[Location]:
@@ -177,7 +186,12 @@ def list_pieces(file: InputFile, path: Location) -> Iterator[InputPiece]:
     elif file.kind == "parquet":
         metadata = _open_parquet(path).metadata
         for group in range(metadata.num_row_groups):
-            yield InputPiece(start=group, stop=group + 1, num_bytes=file.size // metadata.num_row_groups)
+            yield InputPiece(
+                start=group,
+                stop=group + 1,
+                num_bytes=file.size // metadata.num_row_groups,
+                bytes_in_memory=metadata.row_group(group).total_byte_size,
+            )
     elif file.kind == "arrow":
         yield from _arrow_pieces(path)
     else:
@@ -212,10 +226,10 @@ def _arrow_pieces(path: Location) -> Iterator[InputPiece]:
     for number, batch in enumerate(_record_batches(path)):
         num_bytes += batch.nbytes
         if num_bytes >= PIECE_BYTES:
-            yield InputPiece(start=start, stop=number + 1, num_bytes=num_bytes)
+            yield InputPiece(start=start, stop=number + 1, num_bytes=num_bytes, bytes_in_memory=num_bytes)
             start, num_bytes = number + 1, 0
     if start <= number:
-        yield InputPiece(start=start, stop=number + 1, num_bytes=num_bytes)
+        yield InputPiece(start=start, stop=number + 1, num_bytes=num_bytes, bytes_in_memory=num_bytes)
 
 
 # The texts of a piece, read by a worker.
@@ -239,11 +253,12 @@ def read_texts(file: InputFile, path: Location, piece: InputPiece, text_field: s
     if file.kind == "parquet":
         parquet = _open_parquet(path)
         _check_column(path, parquet.schema_arrow, text_field)
-        return _column_texts(parquet.read_row_group(piece.start, columns=[text_field]).column(0), path, text_field)
+        column = parquet.read_row_group(piece.start, columns=[text_field]).column(0)
+        return _column_texts(column, f"row group {piece.start} of {path}", text_field)
     texts: list[str] = []
-    for batch in itertools.islice(_record_batches(path), piece.start, piece.stop):
+    for number, batch in enumerate(itertools.islice(_record_batches(path), piece.start, piece.stop), piece.start):
         _check_column(path, batch.schema, text_field)
-        texts += _column_texts(batch.column(text_field), path, text_field)
+        texts += _column_texts(batch.column(text_field), f"record batch {number} of {path}", text_field)
     return texts
 
 
@@ -370,13 +385,15 @@ def _check_column(path: Location, schema: Any, text_field: str) -> None:
         raise _field_missing(f"{path} (columns {', '.join(schema.names)})", text_field)
 
 
-def _column_texts(column: Any, path: Location, text_field: str) -> list[str]:
-    """Return the values of a column as texts; null counts as an empty document."""
-    texts = [value or "" for value in column.to_pylist()]
-    if not all(isinstance(text, str) for text in texts):
-        raise DataError(
-            f"column {text_field!r} of {path} contains {column.type}, not text",
-            code="data.text-field-invalid",
-            fix="pass the name of a column of strings as text_field (--text-field)",
-        )
+def _column_texts(column: Any, place: str, text_field: str) -> list[str]:
+    """Return the values of a column as texts; a null is refused, as in JSONL."""
+    texts: list[Any] = column.to_pylist()
+    for row, text in enumerate(texts):
+        if not isinstance(text, str):
+            found = "null" if text is None else f"{column.type}, not text,"
+            raise DataError(
+                f"column {text_field!r} contains {found} in row {row} of {place}",
+                code="data.text-field-invalid",
+                fix="pass the name of a column of strings as text_field (--text-field), and remove rows without text",
+            )
     return texts

@@ -11,11 +11,20 @@ import itertools
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardwise.data.prepare.inputs import PIECE_BYTES, InputFile, InputPiece, find_inputs, list_pieces, read_texts
+from shardwise.data.prepare.inputs import (
+    PIECE_BYTES,
+    InputFile,
+    InputPiece,
+    find_ignored,
+    find_inputs,
+    list_pieces,
+    read_texts,
+)
 from shardwise.data.prepare.journal import (
     CompleteShard,
     InputPosition,
@@ -64,6 +73,7 @@ def prepare_corpus(
     """Tokenize documents into a corpus; calls `on_progress` after each piece of the inputs."""
     started = time.monotonic()
     tokenizer = _load(spec)
+    inputs = locate_all(spec.inputs)
     header = JournalHeader(
         settings=Settings(
             tokenizer=tokenizer.name,
@@ -72,11 +82,12 @@ def prepare_corpus(
             shard_tokens=spec.shard_tokens,
             piece_bytes=PIECE_BYTES,
         ),
-        inputs=tuple(find_inputs(locate_all(spec.inputs))),
+        inputs=tuple(find_inputs(inputs)),
     )
+    report = partial(_report, spec.out, ignored=tuple(find_ignored(inputs)))
     if _is_complete(spec.out, header):
         index = open_corpus(spec.out).index
-        return _report(spec.out, index, num_kept=index.num_shards, num_new=0, seconds=time.monotonic() - started)
+        return report(index, num_kept=index.num_shards, num_new=0, seconds=time.monotonic() - started)
     is_new = _make_folder(spec.out)
     journal: PrepareJournal | None = None
     try:
@@ -99,7 +110,7 @@ def prepare_corpus(
                 if is_new:
                     spec.out.rmdir()
     seconds = time.monotonic() - started
-    return _report(spec.out, index, num_kept=num_kept, num_new=index.num_tokens - num_old, seconds=seconds)
+    return report(index, num_kept=num_kept, num_new=index.num_tokens - num_old, seconds=seconds)
 
 
 def _load(spec: DataPrepareSpec) -> Tokenizer:
@@ -276,13 +287,16 @@ class _Preparation:
         )
 
 
-def _report(folder: Path, index: CorpusIndex, *, num_kept: int, num_new: int, seconds: float) -> DataPrepareReport:
+def _report(
+    folder: Path, index: CorpusIndex, *, ignored: tuple[str, ...], num_kept: int, num_new: int, seconds: float
+) -> DataPrepareReport:
     return DataPrepareReport(
         path=folder,
         num_shards=index.num_shards,
         num_kept=num_kept,
         num_documents=index.num_documents,
         num_empty=index.num_empty,
+        ignored=ignored,
         num_tokens=index.num_tokens,
         vocab_size=index.vocab_size,
         end_id=index.end_id,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from shardwise.errors import some_of
 from shardwise.runs.console import counted
 from shardwise.spec import PositiveInt, Report, Spec, argument, option
 from shardwise.units import format_bytes_si, format_duration, format_rate
@@ -56,6 +57,8 @@ class DataPrepareReport(Report, frozen=True, kw_only=True):
     num_documents: int
     num_empty: int
     """Documents without tokens, which were dropped."""
+    ignored: tuple[str, ...]
+    """Subfolders of the input folders, and files in them that have no supported suffix."""
     num_tokens: int
     vocab_size: int
     end_id: int
@@ -78,6 +81,9 @@ class DataPrepareReport(Report, frozen=True, kw_only=True):
             f"vocabulary  {self.vocab_size:,} ids, end of document {self.end_id}",
             f"shards      {counted(self.num_shards, 'file')}{kept}",
         ]
+        if self.ignored:
+            entries = f"{len(self.ignored):,} subfolders or files without a supported suffix"
+            lines.append(f"ignored     {entries}: {some_of(self.ignored)}")
         if self.tokens_per_s is not None:
             lines.append(f"time        {format_duration(self.seconds)}, {format_rate(self.tokens_per_s)} tokens/s")
         return "\n".join(lines)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 MAX_SHARDS = 32
 """Shards that stay in memory: a group of 16 chunks, and the next one."""
-MAX_SHARD_TOKENS = 2**23
-"""Tokens of the largest shard: 32 shards of this size take 512 MiB, or 1 GiB if the vocabulary exceeds 65,536."""
+MAX_SHARD_TOKENS = 2**26
+"""Tokens of the largest shard: 128 MiB, or 256 MiB if the vocabulary exceeds 65,536."""
 
 
 class ShardedIterable:
@@ -39,10 +39,12 @@ class ShardedIterable:
         *,
         vocab_size: int | None = None,
         identity: str = "",
+        describe_shard: Callable[[int], str] = "shard {}".format,
     ) -> None:
         """Create a source of `num_shards` shards; `open_shard(number)` returns the documents of one, as token ids.
 
-        `identity` is a text that changes if documents do, such as sizes and checksums of files.
+        `identity` is a text that changes if documents do, such as sizes and checksums of files. `describe_shard`
+        returns the name of a shard in errors, such as a range of rows.
         """
         if num_shards < 1:
             raise DataError(
@@ -54,7 +56,7 @@ class ShardedIterable:
         self.identity = f"{num_shards} shards"
         if identity:
             self.identity += f", {identity}"
-        self._open_shard = open_shard
+        self._open_shard, self._describe_shard = open_shard, describe_shard
         self._shards: OrderedDict[int, tuple[NDArray[np.int64], NDArray[Any]]] = OrderedDict()
         self._digests: dict[int, int] = {}
 
@@ -99,9 +101,10 @@ class ShardedIterable:
             num_tokens += len(ids)
             if num_tokens > MAX_SHARD_TOKENS:
                 raise DataError(
-                    f"shard {shard} of source {self.name} has more than {MAX_SHARD_TOKENS} tokens, or no end",
+                    f"{self._place(shard)} has more than {MAX_SHARD_TOKENS} tokens, or no end",
                     code="data.shard-too-large",
-                    fix="split the data into more shards, or write a corpus with `shardwise data prepare`",
+                    fix="split the data into more shards, or long documents into several, or write a corpus with"
+                    " `shardwise data prepare`",
                 )
             if len(ids):
                 documents.append(ids)
@@ -115,7 +118,7 @@ class ShardedIterable:
             return np.empty(0, dtype=np.uint16)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise DataError(
-                f"shard {shard} of source {self.name} has a document of {ids.dtype} with shape {list(ids.shape)}",
+                f"{self._place(shard)} has a document of {ids.dtype} with shape {list(ids.shape)}",
                 code="data.document-invalid",
                 fix="return each document as one sequence of integers, its token ids",
             )
@@ -123,17 +126,20 @@ class ShardedIterable:
         limit = self.vocab_size or 2**32
         if lowest < 0 or highest >= limit:
             raise DataError(
-                f"shard {shard} of source {self.name} has the token id {lowest if lowest < 0 else highest}, which is"
-                f" outside of 0 to {limit - 1}",
+                f"{self._place(shard)} has the token id {lowest if lowest < 0 else highest}, which is outside of 0 to"
+                f" {limit - 1}",
                 code="data.token-outside-vocabulary",
                 fix="tokenize the documents with the tokenizer of the model, or correct vocab_size",
             )
         return ids.astype(np.uint16 if highest < 2**16 else np.uint32)
 
+    def _place(self, shard: int) -> str:
+        return f"{self._describe_shard(shard)} of source {self.name}"
+
     def _check_same(self, shard: int, digest: int) -> None:
         """Raise DataError if a shard differs from what was read before, also in the process that sent this object."""
         if self._digests.setdefault(shard, digest) != digest:
-            raise shard_changed(f"shard {shard} of source {self.name}", "when it was read before")
+            raise shard_changed(self._place(shard), "when it was read before")
 
 
 def shard_changed(what: str, when: str) -> DataError:

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from zlib_ng import zlib_ng
 
-from shardwise.data.sources.source import CHUNK_TOKENS, FileSource, MappedFile, StoredStarts
+from shardwise.data.sources.source import CHUNK_TOKENS, Checksums, FileSource, MappedFile, StoredStarts
 from shardwise.data.storage.files import (
     FileArray,
     in_memory,
@@ -127,6 +127,7 @@ class TokenShards:
 
     def source(self) -> FileSource:
         """Return the corpus as a TokenSource."""
+        is_local = isinstance(self.folder, Path)
         return FileSource(
             self.folder.name,
             self.columns["tokens"],
@@ -134,8 +135,15 @@ class TokenShards:
             vocab_size=self.index.vocab_size,
             chunk_tokens=self.index.chunk_tokens,
             checksum=zlib.crc32(np.ascontiguousarray(self.columns["tokens_crc32"]).tobytes()),
-            read_ahead=None if isinstance(self.folder, Path) else ReadAhead(),
+            checksums=Checksums(str(self.folder), self.num_bytes, self.check_checksums) if is_local else None,
+            read_ahead=None if is_local else ReadAhead(),
         )
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all shards."""
+        num_starts = self.index.num_documents + self.index.num_shards
+        return self.index.num_tokens * token_dtype(self.index.dtype).itemsize + num_starts * _STARTS_DTYPE.itemsize
 
     def check_sizes(self) -> None:
         """Raise DataError if a file of a shard is missing or has another size than the index specifies."""

@@ -92,6 +92,17 @@ class DocumentStarts(Protocol):
 
 
 @dataclass(frozen=True)
+class Checksums:
+    """The stored checksums of a source on disk."""
+
+    path: str
+    num_bytes: int
+    """Bytes that `check` reads."""
+    check: Callable[[], None]
+    """Raises DataError if the content differs."""
+
+
+@dataclass(frozen=True)
 class MappedFile:
     """A file of tokens, read on access, with the starts of its documents."""
 
@@ -113,17 +124,20 @@ class FileSource:
         checksum: int = 0,
         describe: Callable[[], str] | None = None,
         has_documents: bool = True,
+        checksums: Checksums | None = None,
         read_ahead: ReadAhead | None = None,
     ) -> None:
         """Create a source; `open_file` maps the file with a number from 0 to len(tokens_per_file) - 1.
 
         `checksum` is that of the content, if it is known without reading it; else `describe` returns a text that
         depends on the content, called when the identity is first needed. `has_documents` is False if every chunk is
-        one document. `read_ahead` downloads remote files, so `open_file` must be safe to call from its threads.
+        one document. `checksums` are those of a format that stores them. `read_ahead` downloads remote files, so
+        `open_file` must be safe to call from its threads.
         """
         self.name = name
         self.vocab_size = vocab_size
         self.has_documents = has_documents
+        self.checksums = checksums
         self.num_tokens = int(tokens_per_file.sum())
         self._chunk_tokens = chunk_tokens
         self._tokens_per_file = tokens_per_file
@@ -273,6 +287,15 @@ class EvenStarts:
     def first_from(self, position: int) -> int:
         """Return the first multiple of `length` from `position`."""
         return min(-(-position // self.length) * self.length, self.num_tokens)
+
+
+def without_rows(name: str) -> DataError:
+    """Return the error for a source of which no row has a target."""
+    return DataError(
+        f"source {name} has no document with at least two tokens",
+        code="data.source-empty",
+        fix="remove it from the mixture, or prepare it from text that is not empty",
+    )
 
 
 # Token ids that a model does not know.

@@ -148,6 +148,19 @@ def list_files(folder: Location, suffixes: tuple[str, ...]) -> dict[str, int]:
     return dict(sorted(sizes.items()))
 
 
+def list_others(folder: Location, suffixes: tuple[str, ...]) -> list[str]:
+    """Return the sorted names of what `list_files` leaves out, subfolders with a slash; hidden ones are left out."""
+    if isinstance(folder, Path):
+        is_folder_by_name = {entry.name: entry.is_dir() for entry in folder.iterdir()}
+    else:
+        is_folder_by_name = {name: facts.is_folder for name, facts in folder.store.list(folder).items()}
+    others = []
+    for name, is_subfolder in sorted(is_folder_by_name.items()):
+        if name and not name.startswith(".") and not name.endswith(suffixes):
+            others.append(f"{name}/" if is_subfolder else name)
+    return others
+
+
 def _open_remote(path: RemotePath) -> RemoteFile:
     facts = path.store.facts(path)
     if facts is None or facts.is_folder:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://(.*)", re.DOTALL)
+_COMMAND = "pipe:"
+"""Start of the locations of WebDataset that are commands of a shell."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,12 @@ def _not_remote(text: str) -> DataError:
 
 
 def locate(text: str | Path) -> Location:
-    """Return the location of a path or a URL; raises DataError for URLs of unknown schemes or with credentials."""
+    """Return the location of a path or a URL; raises DataError for unknown schemes, credentials and commands."""
     return locate_all([text])[0]
 
 
 def locate_all(texts: Iterable[str | Path]) -> list[Location]:
-    """Return the locations of paths and URLs; those of one scheme share their connections."""
+    """Return the locations of paths and URLs, which share the connections of their scheme; raises as `locate` does."""
     stores: dict[str, ObjectStore] = {}
     return [_locate(text, stores) for text in texts]
 
@@ -124,6 +126,12 @@ def locate_all(texts: Iterable[str | Path]) -> list[Location]:
 def _locate(text: str | Path, stores: dict[str, ObjectStore]) -> Location:
     if isinstance(text, Path):
         return text
+    if text.startswith(_COMMAND):
+        raise DataError(
+            f"a location starts with {_COMMAND}, but commands are not run",  # the command may contain a secret
+            code="data.url-command",
+            fix="pass the path or URL of the file that the command prints, such as s3://BUCKET/PATH",
+        )
     found = _URL.fullmatch(text)
     if found is None:
         return Path(text)

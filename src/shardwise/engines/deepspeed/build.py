@@ -27,7 +27,7 @@ from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
 from shardwise.parallel.sharded import LOWER
 from shardwise.parallel.weights import fill_buffers, fill_parameters
 from shardwise.training.build import make_mesh_context, prepare_meta_model
-from shardwise.training.loading import check_vocabulary, vocabulary_of
+from shardwise.training.loading import check_tokens, vocabulary_of
 from shardwise.training.step.document_probe import DocumentProbe, ProbedModel
 from shardwise.training.step.step import Autocast, StepParts
 
@@ -48,7 +48,7 @@ def build_deepspeed_step(job: Job, plan: Plan, world: World, context: BuildConte
     place = make_mesh_context(plan, world)
     meta_model = prepare_meta_model(job, plan, world)
     around = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))
-    check_vocabulary(job, around.feed, vocabulary_of(meta_model.module))
+    check_tokens(job, around.feed, vocabulary_of(meta_model.module), world, context.note)
     step = _build(job, plan, place, meta_model, around, local_rank=world.local_rank)
     seed_generators(job.seed + 1 + plan.layout.draw_index(world.rank))
     return step

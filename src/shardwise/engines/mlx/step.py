@@ -27,7 +27,7 @@ from shardwise.engines.mlx.weights import make_groups, read_weights, set_rates, 
 from shardwise.errors import JobError, some_of
 from shardwise.job.generators import seed_generators
 from shardwise.runs.calls import GroupKey, Operation, pack
-from shardwise.training.loading import check_vocabulary, config_vocabulary
+from shardwise.training.loading import check_tokens, config_vocabulary
 from shardwise.training.step.first_step_checks import check_counted
 from shardwise.training.step.step import StepReport
 
@@ -53,7 +53,7 @@ def build_mlx_step(job: Job, plan: Plan, world: World, context: BuildContext) ->
     note = context.note
     group = join_group(world, note=note)
     model = _make_model(job, plan)
-    check_vocabulary(job, around.feed, _vocabulary_of(model))
+    check_tokens(job, around.feed, _vocabulary_of(model), world, note)
     norms = _synchronize_batch_norms(model, group if plan.batch_norm == "sync" else None)
     form = form_of(model)
     origin = read_weights(Path(job.weights), model, form) if job.weights is not None else share_weights(model, form)
