@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwise.parallel.batch_norm import batch_norms
 from shardwise.parallel.counter_dropout import BlockDropout
+from shardwise.torch_private.dynamo import omit_checkpoint_warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -37,20 +37,12 @@ _KEPT = (
 """Expensive operators, whose results "selective" saves; norms, activations and sums are recomputed."""
 
 
-_CHECKPOINT_LOGGER = logging.getLogger("torch._higher_order_ops.wrap")
-
-
-def _is_of_use(record: logging.LogRecord) -> bool:
-    """Return False for torch's warning of in-place operators, with which compiled blocks have the same gradients."""
-    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
-
-
 def recompute_block(block: nn.Module, *, selective: bool) -> None:
     """Apply activation checkpointing to `block`; `selective` saves the results of expensive operators."""
     forward = block.forward
     masks, norms = BlockDropout(block), list(batch_norms(block))
     eager_contexts = partial(_contexts, masks, norms, selective=selective)
-    _CHECKPOINT_LOGGER.addFilter(_is_of_use)
+    omit_checkpoint_warning()  # gradients are right with in-place operators, too
     graph_contexts = partial(create_selective_checkpoint_contexts, _policy)
     has_state = bool(norms) or masks.is_needed
 

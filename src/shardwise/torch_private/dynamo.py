@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.torch_private.distributed import required
@@ -72,6 +73,15 @@ def has_compiler(device_type: str) -> bool:
     except error:
         return False
     return True
+
+
+def omit_checkpoint_warning() -> None:
+    """Omit torch's warning of in-place operators in compiled blocks with selective recompute, on every rank."""
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_checkpoint_warning)
+
+
+def _is_no_checkpoint_warning(record: logging.LogRecord) -> bool:
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def disable_autograd_cache() -> None:
