@@ -53,10 +53,57 @@ def test_the_recommended_plan_is_recognized():
     assert "recommended plan" in json.loads(report.to_json())["asked"]["verdict"]
 
 
-def test_settings_without_a_plan_change_the_recommended_one():
-    report = asked("auto", "recompute=full", compile="blocks")
-    expected = dataclasses.replace(report.answer.best.plan, recompute="full", recompute_blocks=0, compile="blocks")
-    assert report.asked.plan == expected
+def test_settings_without_a_plan_are_fixed_before_the_search():
+    report = asked("auto", "recompute=full", "communication.bucket_mb=50", compile="blocks")
+    assert report.asked.fits
+    mine = report.asked.plan
+    assert (mine.recompute, mine.recompute_blocks, mine.compile) == ("full", 0, "blocks")
+    assert mine.communication.bucket_mb == 50
+    for candidate in report.candidates:
+        if (candidate.family, candidate.plan.recompute) == (report.asked.candidate.family, "full"):
+            assert report.asked.candidate.time.seconds <= 1.01 * candidate.time.seconds
+    assert report.best.recompute == "none"  # the recommended plan is searched without recompute and bucket_mb
+
+
+def test_states_of_eight_bits_are_searched_where_only_they_fit_without_offload():
+    report = sw.plan("llama3-8b", cluster="4xA100-40GB", batch_size=64, set=["precision.optimizer=int8"])
+    assert (report.exit_code, report.asked.candidate.family) == (0, "zero3")
+    assert report.asked.plan.precision.optimizer == "int8"
+    assert report.asked.plan == report.best
+    free = sw.plan("llama3-8b", cluster="4xA100-40GB", batch_size=64).answer.best
+    assert free.family == "offload"
+    assert report.asked.candidate.time.seconds < free.time.seconds
+
+
+def test_states_of_eight_bits_are_searched_without_their_library(monkeypatch):
+    monkeypatch.setattr("shardwise.parallel.support.find_spec", lambda _: None)
+    report = sw.plan("llama3-8b", cluster="4xA100-40GB", batch_size=64, set=["precision.optimizer=int8"])
+    assert (report.exit_code, report.best.precision.optimizer) == (0, "int8")
+    refused = [reason for reason in report.rejected.values() if "torchao" in reason]
+    assert refused == []
+
+
+def test_bf16_parameters_are_searched_with_the_rules_for_their_gradients():
+    report = sw.plan("llama-7b", cluster="8xA100-40GB", set=["precision.parameter=bf16"])
+    assert (report.exit_code, report.best.precision.parameter) == (0, "bf16")
+    assert report.asked.plan == report.best
+
+
+def test_compiled_plans_are_searched_compiled():
+    options = {"cluster": "8xA100-40GB", "batch_size": 64}
+    report = sw.plan("llama-7b", compile="blocks", **options)
+    whole = sw.plan("llama-7b", compile="blocks", set=["recompute=none"], **options)
+    assert report.asked.plan == report.best
+    assert report.asked.candidate.time.seconds <= whole.asked.candidate.time.seconds
+    assert {candidate.plan.compile for candidate in report.candidates} == {"blocks"}
+    assert json.loads(report.to_json())["best"]["plan"]["compile"] == "blocks"
+    compared = sw.plan("llama-7b", plan="fsdp", set=["micro_batch=1"], compile="blocks", **options)
+    assert compared.answer.best == report.answer.best  # compiled, as the user's own plan
+
+
+def test_a_compute_dtype_and_the_dtype_of_states_are_both_used():
+    precision = asked("auto", "precision.optimizer=bf16", precision="fp32").asked.plan.precision
+    assert (precision.compute, precision.optimizer) == ("fp32", "bf16")
 
 
 @pytest.mark.parametrize(

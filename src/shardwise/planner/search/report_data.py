@@ -134,7 +134,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
-    return {
+    data: dict[str, Any] = {
         "layout": str(plan.layout),
         "zero": plan.zero,
         "micro_batch": plan.micro_batch,
@@ -149,6 +149,9 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "offload": {"parameters": plan.offload.parameters, "optimizer": plan.offload.optimizer},
         "compute": plan.precision.compute,
     }
+    if plan.compile != "none":
+        data["compile"] = plan.compile
+    return data
 
 
 def _memory(memory: Memory) -> dict[str, Any]:

@@ -58,8 +58,12 @@ class Subject:
             return str(self.precision)
         return f"frozen weights {self.precision.activations} · trained {self.precision}"
 
-    def question(self, cluster: Cluster, max_bytes: float = math.inf) -> Question:
-        """Return the input of the search for the best plans on a cluster, with at most `max_bytes` per device."""
+    def question(self, cluster: Cluster, max_bytes: float = math.inf, fixed: FixedFields | None = None) -> Question:
+        """Return the input of the search for the best plans on a cluster, with at most `max_bytes` per device.
+
+        The caller passes the fixed precision to `in_precision`.
+        """
+        fixed = fixed or FixedFields()
         return Question(
             model=self.model,
             cluster=cluster,
@@ -67,6 +71,8 @@ class Subject:
             batch_size=self.batch_size,
             precision=self.precision,
             optimizer=self.optimizer,
+            compile="blocks" if fixed.has("compile") and fixed.plan.compile != "none" else "none",
+            fixed=fixed,
             accepts=self.accepts,
             max_bytes=max_bytes,
         )
@@ -249,10 +255,7 @@ def job_question(job: Job, world_size: int, fixed: FixedFields | None = None) ->
     subject, fixed = job_subject(job, cluster), fixed or FixedFields()
     if fixed.has("precision"):
         subject = subject.in_precision(fixed.plan.precision)
-    question = dataclasses.replace(subject.question(cluster), fixed=fixed)
-    if fixed.has("compile") and fixed.plan.compile != "none":
-        question = dataclasses.replace(question, compile="blocks")
-    return subject, question
+    return subject, subject.question(cluster, fixed=fixed)
 
 
 def search_plan(job: Job, fixed: FixedFields, world_size: int) -> tuple[Plan | None, str]:
