@@ -152,7 +152,8 @@ class PlanReport(Report, frozen=True, kw_only=True):
     def note(self) -> str:
         """Return the advice if no plan fits, why the user's own plan cannot be used, and damage of the history."""
         notes = []
-        if self.advice:
+        is_refused = self.asked is not None and self.asked.candidate is None
+        if self.advice and not is_refused:
             notes.append(f"shardwise: {self.advice}")
         elif self.asked is not None and not self.asked.fits:
             verdict = asked_verdict(self.asked, self.answer)

@@ -7,11 +7,13 @@ import pytest
 
 import shardwise as sw
 from refusals import refuses
+from shardwise.errors import InputError
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.planner.asked import predict_asked
 from shardwise.planner.next_step import plan_options
+from shardwise.planner.search.subject import job_rules, published_subject
 from shardwise.planner.settle import LocalDevice, settle
-from shardwise.plans import Plan
+from shardwise.plans import Plan, Precision
 
 LLAMA = {"cluster": "8xH100", "batch_size": 64, "length": 1024}
 
@@ -123,6 +125,42 @@ def test_a_plan_that_train_refuses_names_the_rule(plan, settings, code):
     assert report.asked.code == code
     assert report.best is not None
     assert report.asked.refusal in report.to_text()
+    assert report.asked.refusal in report.note()
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "micro_batch"),
+    [("gpt2", "ddp", 16), ("gpt2-medium", "ddp", 16), ("gpt2-medium", "shard4.tp2", 16), ("llama-tiny", "ddp", 16)],
+)
+def test_published_models_in_float8_follow_the_rules_of_a_job_with_the_same_model(model, layout, micro_batch):
+    cluster = parse_cluster("8xH100")
+    plan = dataclasses.replace(Plan.preset(layout, 8), micro_batch=micro_batch, precision=Precision(compute="float8"))
+    job = sw.Job(
+        model=lambda: sw.models.decoder(model),
+        data=sw.datasets.text(length=64),
+        loss=sw.losses.token_cross_entropy,
+        optimizer=sw.adamw(lr=1e-3),
+        batch_size=8 * micro_batch,
+        steps=1,
+    )
+    refusals = []
+    for accepts in (published_subject(model, cluster).accepts, job_rules(job)):
+        try:
+            accepts(plan)
+            refusals.append(("", ""))
+        except InputError as error:
+            refusals.append((error.code, error.fact))
+    assert refusals[0] == refusals[1]
+
+
+def test_float8_products_of_published_models_require_a_multiple_of_16_tokens():
+    report = asked("ddp", "micro_batch=1", "precision=float8", model="gpt2-xl", length=1000)
+    assert report.asked.code == "support.float8-tokens"
+
+
+def test_a_refused_plan_names_its_rule_although_no_plan_fits():
+    report = asked("ddp", "precision=float8", model="gpt2")
+    assert (report.exit_code, report.asked.code) == (3, "support.float8-no-layer")
     assert report.asked.refusal in report.note()
 
 
