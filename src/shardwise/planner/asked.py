@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError, MissingExtraError, PlanError
 from shardwise.planner.next_step import plan_changes, written
 from shardwise.planner.search.choices import PlanVariant, divisors, groups_of_layout, leaner, make_plan
@@ -67,7 +68,7 @@ def predict_asked(plan: Plan, question: Question, *, batch_is_given: bool = True
     asked = Asked(plan=plan, question=question, candidate=_candidate(plan, question))
     if not asked.fits and not batch_is_given:
         asked = _with_micro_batch(asked)
-    if asked.fits:
+    if asked.fits or not engine_named(plan.engine).uses_fsdp:  # the forms of a plan are those of engine torch
         return asked
     found = _leaner(asked.plan, question)
     settings = () if found is None else tuple(_settings(asked.plan, found.plan))
@@ -75,8 +76,9 @@ def predict_asked(plan: Plan, question: Question, *, batch_is_given: bool = True
 
 
 def _candidate(plan: Plan, question: Question) -> Candidate:
-    time = question.time_model().predict(question.model.for_plan(plan), plan)
-    return Candidate(plan=plan, memory=question.memory_of(plan), time=time)
+    engine = engine_named(plan.engine)
+    memory, time = engine.predict_memory(question, plan), engine.predict_time(question, plan)
+    return Candidate(plan=plan, memory=memory, time=time)
 
 
 def _with_micro_batch(asked: Asked) -> Asked:
@@ -167,11 +169,11 @@ def check_shape(shape: ModelShape, plan: Plan) -> None:
             code="support.fused-loss-no-head",
             fix="set fused_loss = false",
         )
-    if plan.engine != "torch":
+    if not engine_named(plan.engine).is_predicted:
         raise PlanError(
-            f"the plan has engine {plan.engine}, but plan predicts plans of engine torch",
+            f"the plan has engine {plan.engine}, which plan does not predict",
             code="plan.engine-not-predicted",
-            fix="remove engine from the plan, or use --engine deepspeed without --plan",
+            fix="remove engine from the plan",
         )
 
 

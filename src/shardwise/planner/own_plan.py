@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError, PlanError, nearest
 from shardwise.job import Job
 from shardwise.job.load import parse_overrides
@@ -67,10 +68,18 @@ class OwnOptions:
     def conditions(self, cluster: Cluster) -> FixedFields:
         """Return the precision and compilation that the options give, which apply to every plan of the comparison."""
         if self.is_named:
-            return FixedFields(plan=self.resolve(cluster), names=CONDITIONS)
-        fixed = fixed_fields(_local(cluster), self.overrides)
-        plan = Plan(precision=fixed.plan.precision, compile=fixed.plan.compile)
-        return FixedFields(plan=plan, names=fixed.names & CONDITIONS)
+            own, names = self.resolve(cluster), CONDITIONS
+        else:
+            fixed = fixed_fields(_local(cluster), self.overrides)
+            own, names = fixed.plan, fixed.names & CONDITIONS
+        plan = Plan(precision=own.precision, float8=own.float8, compile=own.compile)
+        return FixedFields(plan=plan, names=names)
+
+    def compares_natively(self, cluster: Cluster, searched: str) -> bool:
+        """Whether the plan and the searched engine use torch's own wrappers, of which own runs are recorded."""
+        given: Any = self.settings.get("engine", Plan.engine)
+        own = self.resolve(cluster) if self.is_named else Plan(engine=given)
+        return all(engine_named(name).uses_fsdp for name in (own.engine, searched))
 
     def resolve(self, cluster: Cluster, choose: Chooser | None = None) -> Plan:
         """Return the plan for a cluster, by the rules of `train --plan`; `choose` searches "auto"."""

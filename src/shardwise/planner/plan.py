@@ -35,7 +35,14 @@ from shardwise.planner.search.report_data import ReportContent, to_data
 from shardwise.planner.search.search import Rejected, anything_fits, choose_form, search
 from shardwise.planner.search.subject import job_subject, published_subject
 from shardwise.planner.settle import split_settings
-from shardwise.planner.spec import PlanSpec, check_batch, check_length, check_options, of_plan_file
+from shardwise.planner.spec import (
+    PlanSpec,
+    check_batch,
+    check_engine_settings,
+    check_length,
+    check_options,
+    of_plan_file,
+)
 from shardwise.plans.toml import read_plan
 from shardwise.runs.console import CHECK_FAILED
 from shardwise.spec import Report, signature_of
@@ -200,6 +207,7 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
     cluster = parse_cluster(spec.cluster, spec.catalogue)
     max_bytes = check_options(spec, cluster, is_job=job is not None or spec.is_job)
     settings, job, job_settings = _settings(spec, job)
+    check_engine_settings(spec, settings)
     subject = _subject(spec, job, cluster)
     check_batch(subject.batch_size)
     check_length(spec, subject.model.plain.tokens_per_sample, subject.num_steps)
@@ -209,8 +217,8 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
     if conditions.has("precision"):
         subject = subject.in_precision(conditions.plan.precision)
     history = read_history(cluster) if spec.history else MachineHistory()
-    if spec.max_gpus is not None:  # the history is of all devices of the machine
-        history = MachineHistory(num_damaged=history.num_damaged)
+    if spec.max_gpus is not None or not own.compares_natively(cluster, spec.engine):
+        history = MachineHistory(num_damaged=history.num_damaged)  # it is of all devices, and of engine torch
     question = with_memory_margin(subject.question(cluster, max_bytes, conditions), history)
     answer, sizes = _searched(question, spec.max_gpus)
     answer = corrected(answer, history)

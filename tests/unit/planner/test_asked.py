@@ -116,7 +116,8 @@ def test_a_compute_dtype_and_the_dtype_of_states_are_both_used():
         ("cp", [], "plan.cp-heads-not-divisible"),
         ("pp2.shard24", ["pipeline.schedule=zbv"], "support.split-backward-sharded"),
         ("ddp", ["offload.parameters=cpu"], "support.offload-whole-parameters"),
-        ("zero3", ["engine=deepspeed", "micro_batch=1"], "plan.engine-not-predicted"),
+        ("tp2.shard24", ["engine=deepspeed", "micro_batch=1"], "support.deepspeed-axis"),
+        ("zero3", ["engine=deepspeed", "fused_loss=true"], "support.deepspeed-option"),
     ],
 )
 def test_a_plan_that_train_refuses_names_the_rule(plan, settings, code):
@@ -266,6 +267,39 @@ def test_a_plan_file_is_predicted_again_by_its_name(tmp_path, fsdp):
         sw.plan(str(path), cluster="4xH100")
     with refuses("cli.options-conflict", "fp32", "bf16"):
         sw.plan("llama-7b", cluster="8xH100", plan=str(path), precision="fp32")
+
+
+@pytest.fixture(scope="module")
+def deepspeed():
+    return sw.plan("llama-7b", cluster="8xH100", batch_size=64, engine="deepspeed")
+
+
+def test_a_plan_for_deepspeed_is_predicted_again_from_its_file(tmp_path, deepspeed):
+    path = tmp_path / "plan.toml"
+    path.write_text(deepspeed.to_toml())
+    again = sw.plan(str(path))
+    form = next(form for form in deepspeed.forms if form.best is not None and form.best.plan == deepspeed.best)
+    assert again.asked.plan.engine == "deepspeed"
+    assert again.asked.candidate == form.best
+    assert again.exit_code == 0
+    assert json.loads(again.to_json())["asked"]["plan"]["engine"] == "deepspeed"
+    assert "deepspeed" in again.to_html()
+    large = sw.plan(str(path), set=["micro_batch=8", "accumulation=1", "zero=1"], max_memory="20GB")
+    assert (large.asked.fits, large.asked.leaner, large.exit_code) == (False, None, 3)
+    with refuses("plan.unknown-choice"):
+        asked("auto", "engine=horovod")
+
+
+def test_the_report_for_deepspeed_describes_the_plan_that_it_writes(deepspeed):
+    chosen = [line for line in deepspeed.to_text().splitlines() if line.startswith("chosen ")]
+    assert len(chosen) == 1
+    assert all(text in chosen[0] for text in ("deepspeed zero2", "shard8", "engine deepspeed"))
+    assert f"{deepspeed.best.micro_batch} x {deepspeed.best.accumulation}" in chosen[0]
+    data = json.loads(deepspeed.to_json())["chosen"]
+    assert (data["plan"]["engine"], data["plan"]["zero"]) == ("deepspeed", deepspeed.best.zero)
+    assert "deepspeed zero2 (chosen)" in deepspeed.to_html()
+    with refuses("cli.options-conflict", "--engine deepspeed", "compile"):
+        asked("auto", engine="deepspeed", compile="blocks")
 
 
 def test_a_batch_below_the_devices_names_the_options_of_plan():
