@@ -150,7 +150,7 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        _, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
         grad_x = torch.mm(gradients[0], weight[0].t()) if needs_x else None
         return grad_x, torch.empty_like(weight) if needs_weight else None
