@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from shardwise.dist import World
     from shardwise.engines.deepspeed.from_json import ConfigReading
     from shardwise.job import Job
+    from shardwise.planner.cost.memory import Memory
+    from shardwise.planner.cost.time import Time
     from shardwise.planner.search.question import Question
     from shardwise.planner.search.search import EngineForm
     from shardwise.planner.settle import LocalDevice
@@ -62,6 +64,8 @@ class Engine:
     """Whether its first step compiles or imports modules and takes much longer than later steps."""
     has_fp64: ClassVar[bool] = True
     """Whether `verify` can compare it in fp64."""
+    is_predicted: ClassVar[bool] = True
+    """Whether `plan` predicts the memory and time of its plans."""
     has_plain_reference: ClassVar[bool] = True
     """Whether `verify` compares it with a loop in plain PyTorch; if not, with the engine itself in one process."""
 
@@ -105,6 +109,14 @@ class Engine:
     def plan_forms(self, question: Question) -> tuple[EngineForm, ...]:  # noqa: ARG002 - other engines use it
         """Return the engine's own configurations for the model of a search, each with its memory and time."""
         return ()
+
+    def predict_memory(self, question: Question, plan: Plan) -> Memory:
+        """Return the predicted memory of one rank under a plan of this engine."""
+        return question.memory_of(plan)
+
+    def predict_time(self, question: Question, plan: Plan) -> Time:
+        """Return the predicted time of one step under a plan of this engine."""
+        return question.time_model().predict(question.model.for_plan(plan), plan)
 
     def read_config(
         self, path: Path, *, num_ranks: int | None, batch_size: int | None, precision: DType | None

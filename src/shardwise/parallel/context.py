@@ -309,6 +309,12 @@ def check_context(module: nn.Module, layout: Layout, *, own_loss: bool) -> None:
         )
 
 
+def config_heads(module: nn.Module) -> int:
+    """Return the greatest common divisor of the attention heads that the configs of a model name; 0 without any."""
+    named = [getattr(config, attribute, None) for _, config in _configs(module) for attribute in _HEADS]
+    return math.gcd(*(heads for heads in named if isinstance(heads, int)))
+
+
 def _configs(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield each distinct config of a module and its submodules, with the class name of its owner."""
     seen: set[int] = set()

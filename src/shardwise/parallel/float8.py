@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import JobError, MissingExtraError, some_of
 from shardwise.parallel.recompute import block_of, find_blocks
+from shardwise.parallel.support import no_float8_layer
 from shardwise.parallel.tensor_rules import split_dim, styles_by_name
 from shardwise.plans.rules import (
     FLOAT8_LEAST_WIDTH,
@@ -156,18 +157,8 @@ def select_linears(
     aligned = {name for name in wanted if is_aligned(linears[name])}
     chosen = {name for name in aligned if gains_from_float8(*sizes[name], least)}
     if not chosen:
-        raise _no_layer([sizes[name] for name in wanted], max(least, FLOAT8_MULTIPLE))
+        raise no_float8_layer([sizes[name] for name in wanted], max(least, FLOAT8_MULTIPLE))
     return Float8Layers(frozenset(chosen), tuple(sorted(name for name in aligned if not is_float8_size(*sizes[name]))))
-
-
-def _no_layer(sizes: Collection[tuple[int, int]], least: int) -> JobError:
-    smallest = min((min(size) for size in sizes), default=0)
-    return JobError(
-        f"float8 needs linear layers whose shards have at least {least} rows and columns, multiples of"
-        f" {FLOAT8_MULTIPLE}, but the narrowest of {len(sizes)} has {smallest}",
-        code="support.float8-no-layer",
-        fix="pass --set precision=bf16, name layers in float8.modules, or use a plan with less tp",
-    )
 
 
 def _shard_size(linear: nn.Linear, style: str | None, tp: int) -> tuple[int, int]:

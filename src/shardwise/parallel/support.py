@@ -5,12 +5,14 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwise.errors import MissingExtraError, PlanError
+from shardwise.errors import JobError, MissingExtraError, PlanError
 from shardwise.hardware.probe import BF16_CAPABILITY, FLOAT8_CAPABILITY, package_version
 from shardwise.plans.pipeline import check_pipeline
-from shardwise.plans.rules import accumulates_in_fp32, uses_ddp
+from shardwise.plans.rules import FLOAT8_MULTIPLE, accumulates_in_fp32, is_float8_size, uses_ddp
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from shardwise.plans import Plan
 
 
@@ -18,13 +20,13 @@ def check_native(plan: Plan) -> None:
     """Raise PlanError if engine torch does not support the plan."""
     _check_nvme(plan)
     _check_precision(plan)
-    _check_float8(plan)
     _check_sharding(plan)
     _check_communication(plan)
     _check_forms(plan)
     _check_compile(plan)
     check_rounds(plan)
     check_pipeline(plan)
+    _check_float8(plan)  # last: plan ignores that a library is missing on this machine, but no rule
 
 
 def check_device(plan: Plan, name: str, capability: tuple[int, ...]) -> None:
@@ -142,6 +144,28 @@ def _check_float8(plan: Plan) -> None:
     for name, dtype in options.items():
         if dtype in {"float8", "int8"} and find_spec("torchao") is None:
             raise MissingExtraError.of(f"precision.{name}", "float8")
+
+
+def no_float8_layer(sizes: Collection[tuple[int, int]], least: int) -> JobError:
+    """Return the error for a model whose linear layers, with shards of these sizes, gain nothing from float8."""
+    smallest = min((min(size) for size in sizes), default=0)
+    return JobError(
+        f"float8 needs linear layers whose shards have at least {least} rows and columns, multiples of"
+        f" {FLOAT8_MULTIPLE}, but the narrowest of {len(sizes)} has {smallest}",
+        code="support.float8-no-layer",
+        fix="pass --set precision=bf16, name layers in float8.modules, or use a plan with less tp",
+    )
+
+
+def check_float8_tokens(plan: Plan, name: str, number: int) -> None:
+    """Raise PlanError if float8 kernels do not support the tokens that a layer receives in a micro-batch."""
+    if not is_float8_size(number // plan.layout.cp):
+        raise PlanError(
+            f"float8 requires a multiple of {FLOAT8_MULTIPLE} tokens per micro-batch, but {name} receives"
+            f" {number // plan.layout.cp} with micro_batch = {plan.micro_batch}",
+            code="support.float8-tokens",
+            fix="change micro_batch, pad sequences to a multiple of 16, or pass --set precision=bf16",
+        )
 
 
 def _check_sharding(plan: Plan) -> None:

@@ -9,30 +9,23 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.errors import InputError, MissingExtraError, PlanError, nearest
-from shardwise.job import Job
-from shardwise.job.load import parse_overrides
-from shardwise.layout import AXES
-from shardwise.parallel.support import check_device
+from shardwise.engines.engine import engine_named
+from shardwise.errors import InputError, MissingExtraError, PlanError
 from shardwise.planner.next_step import plan_changes, written
 from shardwise.planner.search.choices import PlanVariant, divisors, groups_of_layout, leaner, make_plan
 from shardwise.planner.search.search import TIE, Candidate, refused_by_rule
-from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans.pipeline import check_pipeline
-from shardwise.plans.plan import Plan
 from shardwise.plans.toml import plan_to_toml, read_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
+    from pathlib import Path
 
-    from shardwise.hardware.machine import Cluster
     from shardwise.planner.model.shape import ModelShape
     from shardwise.planner.search.question import Question
-    from shardwise.planner.settle import Chooser
-    from shardwise.plans.sections import Precision
+    from shardwise.plans.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +68,7 @@ def predict_asked(plan: Plan, question: Question, *, batch_is_given: bool = True
     asked = Asked(plan=plan, question=question, candidate=_candidate(plan, question))
     if not asked.fits and not batch_is_given:
         asked = _with_micro_batch(asked)
-    if asked.fits:
+    if asked.fits or not engine_named(plan.engine).uses_fsdp:  # the forms of a plan are those of engine torch
         return asked
     found = _leaner(asked.plan, question)
     settings = () if found is None else tuple(_settings(asked.plan, found.plan))
@@ -83,8 +76,9 @@ def predict_asked(plan: Plan, question: Question, *, batch_is_given: bool = True
 
 
 def _candidate(plan: Plan, question: Question) -> Candidate:
-    time = question.time_model().predict(question.model.for_plan(plan), plan)
-    return Candidate(plan=plan, memory=question.memory_of(plan), time=time)
+    engine = engine_named(plan.engine)
+    memory, time = engine.predict_memory(question, plan), engine.predict_time(question, plan)
+    return Candidate(plan=plan, memory=memory, time=time)
 
 
 def _with_micro_batch(asked: Asked) -> Asked:
@@ -175,101 +169,12 @@ def check_shape(shape: ModelShape, plan: Plan) -> None:
             code="support.fused-loss-no-head",
             fix="set fused_loss = false",
         )
-    if plan.engine != "torch":
+    if not engine_named(plan.engine).is_predicted:
         raise PlanError(
-            f"the plan has engine {plan.engine}, but plan predicts plans of engine torch",
+            f"the plan has engine {plan.engine}, which plan does not predict",
             code="plan.engine-not-predicted",
-            fix="remove engine from the plan, or use --engine deepspeed without --plan",
+            fix="remove engine from the plan",
         )
-
-
-def settle_asked(
-    name: str,
-    cluster: Cluster,
-    *,
-    batch_size: int,
-    precision: Precision | None,
-    overrides: Mapping[str, str],
-    choose: Chooser | None = None,
-) -> Plan:
-    """Resolve "auto", a preset, a product of degrees or a .toml path for a cluster, by the rules of `train --plan`.
-
-    `precision` is that of --precision, which a plan file must not contradict; None is the default of the device.
-    """
-    device = cluster.device
-    if name.endswith(".toml"):
-        _check_file(name, cluster, precision)
-    local = LocalDevice(kind="cpu" if device.kind == "cpu" else "cuda", has_bf16=device.has_bf16, name=device.name)
-    size = cluster.num_devices
-    try:
-        plan = settle(name, batch_size=batch_size, world_size=size, device=local, overrides=overrides, choose=choose)
-    except PlanError as error:
-        if error.code != "plan.batch-too-small":
-            raise
-        fix = f"use --batch-size {size} or more, or a --cluster of at most {batch_size} devices"
-        raise PlanError(error.fact, code=error.code, fix=fix) from None
-    is_given = any(key.partition(".")[0] == "precision" for key in overrides)
-    if precision is not None and not is_given and not name.endswith(".toml"):
-        plan = dataclasses.replace(plan, precision=precision, sources={**plan.sources, "precision": "--precision"})
-    if device.capability:
-        check_device(plan, device.name, device.capability)
-    return plan
-
-
-def _check_file(name: str, cluster: Cluster, precision: Precision | None) -> None:
-    plan = read_plan(Path(name))
-    if plan.layout.world_size != cluster.num_devices:
-        size = plan.layout.world_size
-        raise PlanError(
-            f"{name} is for {size} ranks ({plan.layout}), but the cluster has {cluster.num_devices} devices",
-            code="plan.world-size-mismatch",
-            fix=f"use --cluster {size}x{cluster.device.name}, or a preset such as --plan fsdp",
-        )
-    if precision is not None and plan.precision.compute != precision.compute:
-        raise PlanError(
-            f"--precision {precision.compute} contradicts {name}, which computes in {plan.precision.compute}",
-            code="cli.options-conflict",
-            fix="remove --precision, or use --set precision.compute=VALUE",
-        )
-
-
-# The options --set and --compile.
-
-
-def plan_settings(settings: Sequence[str], compile_option: str | None) -> dict[str, str]:
-    """Return the fields of the Plan that --set and --compile change; raises InputError for fields of a Job."""
-    fields = {field.name for field in dataclasses.fields(Plan)} - {"version", "sources"}
-    job_fields = {field.name for field in dataclasses.fields(Job)}
-    overrides = parse_overrides(tuple(settings))
-    for key in overrides:
-        name = key.partition(".")[0]
-        if name == "batch_size":
-            raise InputError(
-                "--set batch_size is a field of a job, but this model has none",
-                code="cli.set-unknown-key",
-                fix=f"use --batch-size {overrides[key]}",
-            )
-        if name not in fields:
-            fix = nearest(name, fields - {"layout"})
-            if name in AXES:
-                fix = f"use --plan, such as --plan {name}{overrides[key]}"
-            elif name in job_fields:
-                fix = "change the job"
-            raise InputError(f"--set {key} is not a field of a plan", code="cli.set-unknown-key", fix=fix)
-    return with_compile(overrides, compile_option)
-
-
-def with_compile(overrides: Mapping[str, str], compile_option: str | None) -> dict[str, str]:
-    """Return the overrides with those of --compile; raises InputError if --set contradicts it."""
-    if compile_option is None:
-        return dict(overrides)
-    if overrides.get("compile", compile_option) != compile_option:
-        raise InputError(
-            f"--compile {compile_option} contradicts --set compile={overrides['compile']}",
-            code="cli.options-conflict",
-            fix="remove one of the two",
-        )
-    return {**overrides, "compile": compile_option}
 
 
 # The comments of a plan file that name its model and cluster.

@@ -10,6 +10,7 @@ whole, and damaged ones are skipped, so that concurrent runs cannot spoil the fi
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import statistics
@@ -22,6 +23,7 @@ import msgspec
 
 from shardwise.environment import cache_directory
 from shardwise.hardware.probe import package_version
+from shardwise.planner.cost.time import KNOWN
 from shardwise.planner.search.choices import family_of
 from shardwise.planner.search.search import Candidate, choose
 from shardwise.planner.search.subject import describe_job, job_question
@@ -37,6 +39,11 @@ if TYPE_CHECKING:
     from shardwise.planner.search.search import Answer, Rejected
     from shardwise.plans.plan import Plan
 
+STUDENT = (
+    *(2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81),
+    *(1.80, 1.78, 1.77, 1.76, 1.75, 1.75, 1.74, 1.73, 1.73),
+)
+"""Quantile 0.95 of Student's t distribution for LEAST_RUNS to NEWEST runs: few runs do not show their whole spread."""
 LEAST_RUNS = 3
 """Runs from which a median is robust against one disturbed run."""
 NEWEST = 20
@@ -164,8 +171,8 @@ class Ratio:
     """The median ratio of measured to predicted over some runs, within bounds."""
 
     value: float
-    spread: float
-    """Median absolute deviation of the ratios, as a fraction of their median."""
+    interval: tuple[float, float]
+    """Interval of the ratio of a further run at the quantiles 0.05 and 0.95, as multiples of `value`."""
     num_runs: int
 
 
@@ -178,10 +185,13 @@ class MachineHistory:
     """Lines of the file that could not be read."""
 
     def time_ratio(self, plan: Plan) -> Ratio | None:
-        """Return the ratio of step times of the plan's family, else of all families; None with too few runs."""
-        alike = [
-            each for each in self.records if (each.compute, each.compile) == (plan.precision.compute, plan.compile)
-        ]
+        """Return the ratio of step times of the plan's family, else of all families; None with too few runs.
+
+        It is of eager or of compiled runs, as the plan is. All plans that a report compares are of one kind, so that
+        either all of them are corrected or none.
+        """
+        kind = (plan.precision.compute, plan.compile != "none")
+        alike = [each for each in self.records if (each.compute, each.compile != "none") == kind]
         own = [each for each in alike if each.family == family_of(plan)]
         for records in (own, alike):
             ratios = [each.measured_step_s / each.predicted_step_s for each in records]
@@ -189,6 +199,12 @@ class MachineHistory:
             if found is not None:
                 return found
         return None
+
+    def has_other_kind(self, plan: Plan) -> bool:
+        """Whether enough runs in the plan's compute dtype are compiled and the plan is eager, or vice versa."""
+        same = [each for each in self.records if each.compute == plan.precision.compute]
+        other = [each for each in same if (each.compile != "none") != (plan.compile != "none")]
+        return len(other) >= LEAST_RUNS
 
     def memory_ratio(self) -> Ratio | None:
         """Return the ratio of peak memory over all runs; None with too few runs."""
@@ -208,8 +224,17 @@ def median_ratio(ratios: Sequence[float], bounds: tuple[float, float]) -> Ratio 
     if len(newest) < LEAST_RUNS:
         return None
     middle = statistics.median(newest)
-    spread = statistics.median(abs(ratio - middle) for ratio in newest) / middle
-    return Ratio(value=min(max(middle, bounds[0]), bounds[1]), spread=spread, num_runs=len(newest))
+    value = min(max(middle, bounds[0]), bounds[1])
+    low, high = _interval(newest, middle)
+    interval = min(1.0, low * middle / value), max(1.0, high * middle / value)  # of a bounded value, one end is at 1
+    return Ratio(value=value, interval=interval, num_runs=len(newest))
+
+
+def _interval(ratios: Sequence[float], middle: float) -> tuple[float, float]:
+    """Return the interval of a further ratio as multiples of the median, at least that of a measured machine."""
+    logs = [math.log(ratio / middle) for ratio in ratios]
+    half = STUDENT[len(logs) - LEAST_RUNS] * statistics.stdev(logs) * math.sqrt(1 + 1 / len(logs))
+    return min(math.exp(-half), 1 - KNOWN), max(math.exp(half), 1 + KNOWN)
 
 
 def with_memory_margin(question: Question, history: MachineHistory) -> Question:
@@ -248,6 +273,9 @@ def corrected_candidate(
     """Return a candidate with its time multiplied, and with `notes` and the factor in the basis of its time."""
     found, before = history.time_ratio(candidate.plan), candidate.time
     if found is None:
+        kind = "eager" if candidate.plan.compile != "none" else "compiled"
+        if history.has_other_kind(candidate.plan):
+            notes = {"step": f"not corrected, since own runs are {kind}", **notes}
         return dataclasses.replace(candidate, time=dataclasses.replace(before, basis={**before.basis, **notes}))
     factor, tokens = found.value, before.tokens_per_second_per_device
     after = dataclasses.replace(
@@ -257,8 +285,9 @@ def corrected_candidate(
         samples_per_second=before.samples_per_second / factor,
         tokens_per_second_per_device=None if tokens is None else tokens / factor,
         mfu=before.mfu / factor,
-        uncertainty=max(before.uncertainty, found.spread),
-        interval=(min(before.interval[0], 1 - found.spread), max(before.interval[1], 1 + found.spread)),
+        uncertainty=(found.interval[1] - found.interval[0]) / 2,
+        interval=found.interval,
+        interval_from="own_runs",
         basis={**before.basis, "step": f"corrected by {factor:.2f} from {found.num_runs} own runs", **notes},
     )
     return dataclasses.replace(candidate, time=after)

@@ -21,18 +21,11 @@ from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.job import load_job
-from shardwise.planner.asked import (
-    HEADER,
-    Asked,
-    plan_settings,
-    predict_asked,
-    settle_asked,
-    to_plan_file,
-    with_compile,
-)
+from shardwise.planner.asked import HEADER, Asked, predict_asked, to_plan_file
 from shardwise.planner.cost.time import timeline
 from shardwise.planner.history import MachineHistory, corrected, corrected_candidate, read_history, with_memory_margin
 from shardwise.planner.next_step import Budget, budget_of, read_tokens, train_command
+from shardwise.planner.own_plan import OwnOptions, is_searched_again, plan_settings, with_compile
 from shardwise.planner.search.advice import Hint, best_size, cluster_option, hints, leave_idle, smallest_cluster
 from shardwise.planner.search.capacity import capacity_text
 from shardwise.planner.search.explain import asked_verdict, reason
@@ -41,8 +34,15 @@ from shardwise.planner.search.report import to_text
 from shardwise.planner.search.report_data import ReportContent, to_data
 from shardwise.planner.search.search import Rejected, anything_fits, choose_form, search
 from shardwise.planner.search.subject import job_subject, published_subject
-from shardwise.planner.settle import BATCH_KEYS, split_settings
-from shardwise.planner.spec import PlanSpec, check_batch, check_length, check_options, of_plan_file
+from shardwise.planner.settle import split_settings
+from shardwise.planner.spec import (
+    PlanSpec,
+    check_batch,
+    check_engine_settings,
+    check_length,
+    check_options,
+    of_plan_file,
+)
 from shardwise.plans.toml import read_plan
 from shardwise.runs.console import CHECK_FAILED
 from shardwise.spec import Report, signature_of
@@ -50,7 +50,7 @@ from shardwise.spec import Report, signature_of
 if TYPE_CHECKING:
     from shardwise.hardware.machine import Cluster
     from shardwise.job import Job
-    from shardwise.planner.search.question import Question
+    from shardwise.planner.search.question import FixedFields, Question
     from shardwise.planner.search.search import Answer, Candidate, EngineForm
     from shardwise.planner.search.subject import Subject
     from shardwise.plans.plan import Plan
@@ -159,7 +159,8 @@ class PlanReport(Report, frozen=True, kw_only=True):
     def note(self) -> str:
         """Return the advice if no plan fits, why the user's own plan cannot be used, and damage of the history."""
         notes = []
-        if self.advice:
+        is_refused = self.asked is not None and self.asked.candidate is None
+        if self.advice and not is_refused:
             notes.append(f"shardwise: {self.advice}")
         elif self.asked is not None and not self.asked.fits:
             verdict = asked_verdict(self.asked, self.answer)
@@ -205,35 +206,25 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
         spec = of_plan_file(spec)
     cluster = parse_cluster(spec.cluster, spec.catalogue)
     max_bytes = check_options(spec, cluster, is_job=job is not None or spec.is_job)
-    overrides, job, job_settings = _settings(spec, job)
+    settings, job, job_settings = _settings(spec, job)
+    check_engine_settings(spec, settings)
     subject = _subject(spec, job, cluster)
     check_batch(subject.batch_size)
     check_length(spec, subject.model.plain.tokens_per_sample, subject.num_steps)
-    resolve = functools.partial(
-        settle_asked,
-        spec.plan,
-        batch_size=subject.batch_size,
-        precision=None if spec.precision is None else subject.precision,
-        overrides=overrides,
-    )
-    own = None
-    if spec.plan != "auto":  # first, because the search is for the same precision
-        own = resolve(cluster)
-        subject = subject.in_precision(own.precision)
+    precision = None if spec.precision is None else subject.precision
+    own = OwnOptions(name=spec.plan, batch_size=subject.batch_size, precision=precision, settings=settings)
+    conditions = own.conditions(cluster)
+    if conditions.has("precision"):
+        subject = subject.in_precision(conditions.plan.precision)
     history = read_history(cluster) if spec.history else MachineHistory()
-    if spec.max_gpus is not None:  # the history is of all devices of the machine
-        history = MachineHistory(num_damaged=history.num_damaged)
-    answer, sizes = _searched(with_memory_margin(subject.question(cluster, max_bytes), history), spec.max_gpus)
+    if spec.max_gpus is not None or not own.compares_natively(cluster, spec.engine):
+        history = MachineHistory(num_damaged=history.num_damaged)  # it is of all devices, and of engine torch
+    question = with_memory_margin(subject.question(cluster, max_bytes, conditions), history)
+    answer, sizes = _searched(question, spec.max_gpus)
     answer = corrected(answer, history)
-    if spec.plan == "auto" and overrides:
-        own = resolve(answer.question.cluster, choose=lambda _, __: _best_of(answer))
     asked = None
-    if own is not None:
-        question = subject.in_precision(own.precision).question(answer.question.cluster, max_bytes)
-        question = with_memory_margin(question, history)
-        is_whole = spec.plan == "auto" or spec.plan.endswith(".toml")
-        batch_is_given = is_whole or not overrides.keys().isdisjoint(BATCH_KEYS)
-        asked = _corrected_asked(predict_asked(own, question, batch_is_given=batch_is_given), history)
+    if own.is_named or settings:  # devices may be idle under the recommended plan only
+        asked = _asked(own, subject, answer, history, cluster if own.is_named else answer.question.cluster)
     report = PlanReport(
         spec=spec,
         subject=subject,
@@ -246,6 +237,14 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
         num_damaged=history.num_damaged,
     )
     return _with_verdict(report, batch_is_fixed=spec.batch_size is not None or job is not None)
+
+
+def _asked(own: OwnOptions, subject: Subject, answer: Answer, history: MachineHistory, cluster: Cluster) -> Asked:
+    """Return the user's own plan with its prediction, corrected as those of the search are."""
+    plan = own.resolve(cluster, functools.partial(_best_with, answer, history))
+    question = subject.in_precision(plan.precision).question(cluster, answer.question.max_bytes)
+    question = with_memory_margin(question, history)
+    return _corrected_asked(predict_asked(plan, question, batch_is_given=own.batch_is_given), history)
 
 
 def _corrected_asked(asked: Asked, history: MachineHistory) -> Asked:
@@ -268,11 +267,18 @@ def _searched(question: Question, max_gpus: int | None) -> tuple[Answer, list[An
     return best_size(question, max_gpus)
 
 
-def _best_of(answer: Answer) -> tuple[Plan | None, str]:
-    """Return the best plan for `settle`, or None and the reason."""
-    if answer.best is None:
+def _best_with(answer: Answer, history: MachineHistory, fixed: FixedFields, _: int) -> tuple[Plan | None, str]:
+    """Return the best plan with the fixed fields, else the recommended one, in which they replace others, for `settle`.
+
+    None and the reason if no plan fits.
+    """
+    found = answer
+    if is_searched_again(fixed):
+        found = corrected(search(dataclasses.replace(answer.question, fixed=fixed)), history)
+    best = found.best or answer.best
+    if best is None:
         return None, "that fits was not found"
-    return answer.best.plan, ""
+    return best.plan, ""
 
 
 def _with_verdict(report: PlanReport, *, batch_is_fixed: bool) -> PlanReport:

@@ -96,7 +96,7 @@ def settle(
     """
     overrides = dict(overrides or {})
     batch = _requested_batch(overrides)
-    fixed = functools.partial(_fixed_fields, device, overrides, batch)
+    fixed = functools.partial(fixed_fields, device, overrides)
     plan, searched = _named(spec, world_size, device, choose, fixed)
     plan = _apply_overrides(plan, {key: value for key, value in overrides.items() if key not in BATCH_KEYS})
     plan = with_engine(plan, device.engine)
@@ -141,13 +141,13 @@ def _preset(name: str, source: str, world_size: int, device: LocalDevice) -> Pla
     )
 
 
-def _fixed_fields(device: LocalDevice, overrides: Mapping[str, str], batch: Mapping[str, int]) -> FixedFields:
+def fixed_fields(device: LocalDevice, overrides: Mapping[str, str]) -> FixedFields:
     """Return the fields that --set gives, with their values, for the search."""
     searched = {key: text for key, text in overrides.items() if key not in (*BATCH_KEYS, *NOT_SEARCHED)}
     plan = _apply_overrides(_preset("ddp", "", 1, device), searched)
     names = {key.partition(".")[0] for key in searched}
-    given: dict[str, Any] = dict(batch)
-    return FixedFields(plan=dataclasses.replace(plan, **given), names=frozenset({*names, *searched, *batch}))
+    given: dict[str, Any] = dict(_requested_batch(overrides))
+    return FixedFields(plan=dataclasses.replace(plan, **given), names=frozenset({*names, *searched, *given}))
 
 
 def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:

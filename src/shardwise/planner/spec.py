@@ -16,6 +16,8 @@ from shardwise.spec import Option, PositiveInt, Spec, argument, option
 from shardwise.units import MIB, format_gb, read_size
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardwise.hardware.machine import Cluster
 
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
@@ -122,6 +124,16 @@ def check_options(spec: PlanSpec, cluster: Cluster, *, is_job: bool) -> float:
     if spec.max_memory is None:
         return float("inf")
     return _max_bytes(spec.max_memory, cluster)
+
+
+def check_engine_settings(spec: PlanSpec, settings: Mapping[str, str]) -> None:
+    """Raise InputError if fields of a plan are set for an engine whose own configurations are searched."""
+    if spec.engine != PlanSpec().engine and settings:
+        raise InputError(
+            f"--engine {spec.engine} searches configurations of its own, without --set {next(iter(settings))}",
+            code="cli.options-conflict",
+            fix=f"use --plan NAME --set engine={spec.engine}, or --plan with a file that --out wrote",
+        )
 
 
 def check_batch(batch_size: int) -> None:

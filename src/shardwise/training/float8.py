@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.errors import PlanError
 from shardwise.hardware import probe_gpus
 from shardwise.hardware.calibration import calibration_for
 from shardwise.hardware.cluster import this_machine
 from shardwise.parallel.float8 import float8_note, select_linears
+from shardwise.parallel.support import check_float8_tokens
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.planner.cost.compute import float8_least_width
-from shardwise.plans.rules import FLOAT8_MULTIPLE, is_float8_size
 from shardwise.training.step.captured import sampled_meta_batch
 
 if TYPE_CHECKING:
@@ -87,13 +86,7 @@ class Float8Rules:
         if key not in self._tokens:
             self._tokens[key] = self._tokens_of(*key)
         for name, number in self._tokens[key].items():
-            if not is_float8_size(number // plan.layout.cp):
-                raise PlanError(
-                    f"float8 requires a multiple of {FLOAT8_MULTIPLE} tokens per micro-batch, but {name} receives"
-                    f" {number // plan.layout.cp} with micro_batch = {plan.micro_batch}",
-                    code="support.float8-tokens",
-                    fix="change micro_batch, pad sequences to a multiple of 16, or pass --set precision=bf16",
-                )
+            check_float8_tokens(plan, name, number)
 
     def _tokens_of(self, rows: int, names: Collection[str]) -> dict[str, int]:
         """Return the tokens that each layer receives of `rows` samples; empty if a sample or meta tensors fail."""

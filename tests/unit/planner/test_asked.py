@@ -7,11 +7,13 @@ import pytest
 
 import shardwise as sw
 from refusals import refuses
+from shardwise.errors import InputError
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.planner.asked import predict_asked
 from shardwise.planner.next_step import plan_options
+from shardwise.planner.search.subject import job_rules, published_subject
 from shardwise.planner.settle import LocalDevice, settle
-from shardwise.plans import Plan
+from shardwise.plans import Plan, Precision
 
 LLAMA = {"cluster": "8xH100", "batch_size": 64, "length": 1024}
 
@@ -53,10 +55,57 @@ def test_the_recommended_plan_is_recognized():
     assert "recommended plan" in json.loads(report.to_json())["asked"]["verdict"]
 
 
-def test_settings_without_a_plan_change_the_recommended_one():
-    report = asked("auto", "recompute=full", compile="blocks")
-    expected = dataclasses.replace(report.answer.best.plan, recompute="full", recompute_blocks=0, compile="blocks")
-    assert report.asked.plan == expected
+def test_settings_without_a_plan_are_fixed_before_the_search():
+    report = asked("auto", "recompute=full", "communication.bucket_mb=50", compile="blocks")
+    assert report.asked.fits
+    mine = report.asked.plan
+    assert (mine.recompute, mine.recompute_blocks, mine.compile) == ("full", 0, "blocks")
+    assert mine.communication.bucket_mb == 50
+    for candidate in report.candidates:
+        if (candidate.family, candidate.plan.recompute) == (report.asked.candidate.family, "full"):
+            assert report.asked.candidate.time.seconds <= 1.01 * candidate.time.seconds
+    assert report.best.recompute == "none"  # the recommended plan is searched without recompute and bucket_mb
+
+
+def test_states_of_eight_bits_are_searched_where_only_they_fit_without_offload():
+    report = sw.plan("llama3-8b", cluster="4xA100-40GB", batch_size=64, set=["precision.optimizer=int8"])
+    assert (report.exit_code, report.asked.candidate.family) == (0, "zero3")
+    assert report.asked.plan.precision.optimizer == "int8"
+    assert report.asked.plan == report.best
+    free = sw.plan("llama3-8b", cluster="4xA100-40GB", batch_size=64).answer.best
+    assert free.family == "offload"
+    assert report.asked.candidate.time.seconds < free.time.seconds
+
+
+def test_states_of_eight_bits_are_searched_without_their_library(monkeypatch):
+    monkeypatch.setattr("shardwise.parallel.support.find_spec", lambda _: None)
+    report = sw.plan("llama3-8b", cluster="4xA100-40GB", batch_size=64, set=["precision.optimizer=int8"])
+    assert (report.exit_code, report.best.precision.optimizer) == (0, "int8")
+    refused = [reason for reason in report.rejected.values() if "torchao" in reason]
+    assert refused == []
+
+
+def test_bf16_parameters_are_searched_with_the_rules_for_their_gradients():
+    report = sw.plan("llama-7b", cluster="8xA100-40GB", set=["precision.parameter=bf16"])
+    assert (report.exit_code, report.best.precision.parameter) == (0, "bf16")
+    assert report.asked.plan == report.best
+
+
+def test_compiled_plans_are_searched_compiled():
+    options = {"cluster": "8xA100-40GB", "batch_size": 64}
+    report = sw.plan("llama-7b", compile="blocks", **options)
+    whole = sw.plan("llama-7b", compile="blocks", set=["recompute=none"], **options)
+    assert report.asked.plan == report.best
+    assert report.asked.candidate.time.seconds <= whole.asked.candidate.time.seconds
+    assert {candidate.plan.compile for candidate in report.candidates} == {"blocks"}
+    assert json.loads(report.to_json())["best"]["plan"]["compile"] == "blocks"
+    compared = sw.plan("llama-7b", plan="fsdp", set=["micro_batch=1"], compile="blocks", **options)
+    assert compared.answer.best == report.answer.best  # compiled, as the user's own plan
+
+
+def test_a_compute_dtype_and_the_dtype_of_states_are_both_used():
+    precision = asked("auto", "precision.optimizer=bf16", precision="fp32").asked.plan.precision
+    assert (precision.compute, precision.optimizer) == ("fp32", "bf16")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +116,8 @@ def test_settings_without_a_plan_change_the_recommended_one():
         ("cp", [], "plan.cp-heads-not-divisible"),
         ("pp2.shard24", ["pipeline.schedule=zbv"], "support.split-backward-sharded"),
         ("ddp", ["offload.parameters=cpu"], "support.offload-whole-parameters"),
-        ("zero3", ["engine=deepspeed", "micro_batch=1"], "plan.engine-not-predicted"),
+        ("tp2.shard24", ["engine=deepspeed", "micro_batch=1"], "support.deepspeed-axis"),
+        ("zero3", ["engine=deepspeed", "fused_loss=true"], "support.deepspeed-option"),
     ],
 )
 def test_a_plan_that_train_refuses_names_the_rule(plan, settings, code):
@@ -76,6 +126,42 @@ def test_a_plan_that_train_refuses_names_the_rule(plan, settings, code):
     assert report.asked.code == code
     assert report.best is not None
     assert report.asked.refusal in report.to_text()
+    assert report.asked.refusal in report.note()
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "micro_batch"),
+    [("gpt2", "ddp", 16), ("gpt2-medium", "ddp", 16), ("gpt2-medium", "shard4.tp2", 16), ("llama-tiny", "ddp", 16)],
+)
+def test_published_models_in_float8_follow_the_rules_of_a_job_with_the_same_model(model, layout, micro_batch):
+    cluster = parse_cluster("8xH100")
+    plan = dataclasses.replace(Plan.preset(layout, 8), micro_batch=micro_batch, precision=Precision(compute="float8"))
+    job = sw.Job(
+        model=lambda: sw.models.decoder(model),
+        data=sw.datasets.text(length=64),
+        loss=sw.losses.token_cross_entropy,
+        optimizer=sw.adamw(lr=1e-3),
+        batch_size=8 * micro_batch,
+        steps=1,
+    )
+    refusals = []
+    for accepts in (published_subject(model, cluster).accepts, job_rules(job)):
+        try:
+            accepts(plan)
+            refusals.append(("", ""))
+        except InputError as error:
+            refusals.append((error.code, error.fact))
+    assert refusals[0] == refusals[1]
+
+
+def test_float8_products_of_published_models_require_a_multiple_of_16_tokens():
+    report = asked("ddp", "micro_batch=1", "precision=float8", model="gpt2-xl", length=1000)
+    assert report.asked.code == "support.float8-tokens"
+
+
+def test_a_refused_plan_names_its_rule_although_no_plan_fits():
+    report = asked("ddp", "precision=float8", model="gpt2")
+    assert (report.exit_code, report.asked.code) == (3, "support.float8-no-layer")
     assert report.asked.refusal in report.note()
 
 
@@ -181,6 +267,39 @@ def test_a_plan_file_is_predicted_again_by_its_name(tmp_path, fsdp):
         sw.plan(str(path), cluster="4xH100")
     with refuses("cli.options-conflict", "fp32", "bf16"):
         sw.plan("llama-7b", cluster="8xH100", plan=str(path), precision="fp32")
+
+
+@pytest.fixture(scope="module")
+def deepspeed():
+    return sw.plan("llama-7b", cluster="8xH100", batch_size=64, engine="deepspeed")
+
+
+def test_a_plan_for_deepspeed_is_predicted_again_from_its_file(tmp_path, deepspeed):
+    path = tmp_path / "plan.toml"
+    path.write_text(deepspeed.to_toml())
+    again = sw.plan(str(path))
+    form = next(form for form in deepspeed.forms if form.best is not None and form.best.plan == deepspeed.best)
+    assert again.asked.plan.engine == "deepspeed"
+    assert again.asked.candidate == form.best
+    assert again.exit_code == 0
+    assert json.loads(again.to_json())["asked"]["plan"]["engine"] == "deepspeed"
+    assert "deepspeed" in again.to_html()
+    large = sw.plan(str(path), set=["micro_batch=8", "accumulation=1", "zero=1"], max_memory="20GB")
+    assert (large.asked.fits, large.asked.leaner, large.exit_code) == (False, None, 3)
+    with refuses("plan.unknown-choice"):
+        asked("auto", "engine=horovod")
+
+
+def test_the_report_for_deepspeed_describes_the_plan_that_it_writes(deepspeed):
+    chosen = [line for line in deepspeed.to_text().splitlines() if line.startswith("chosen ")]
+    assert len(chosen) == 1
+    assert all(text in chosen[0] for text in ("deepspeed zero2", "shard8", "engine deepspeed"))
+    assert f"{deepspeed.best.micro_batch} x {deepspeed.best.accumulation}" in chosen[0]
+    data = json.loads(deepspeed.to_json())["chosen"]
+    assert (data["plan"]["engine"], data["plan"]["zero"]) == ("deepspeed", deepspeed.best.zero)
+    assert "deepspeed zero2 (chosen)" in deepspeed.to_html()
+    with refuses("cli.options-conflict", "--engine deepspeed", "compile"):
+        asked("auto", engine="deepspeed", compile="blocks")
 
 
 def test_a_batch_below_the_devices_names_the_options_of_plan():

@@ -10,6 +10,7 @@ import pytest
 from jobs import sentences_job
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.hardware.probe import package_version
+from shardwise.planner.cost.time import KNOWN
 from shardwise.planner.history import (
     LEAST_RUNS,
     MachineHistory,
@@ -94,8 +95,47 @@ def test_corrections_are_bounded_and_need_several_runs_of_the_same_kind(report):
     assert median_ratio(ratios, (0.5, 2.0)).value == 2.0
     assert median_ratio(ratios[: LEAST_RUNS - 1], (0.5, 2.0)) is None
     compiled = MachineHistory(records=(a_record(compile="blocks"),) * 5)
-    assert corrected(report.answer, compiled).best.time == report.answer.best.time
+    after = corrected(report.answer, compiled).best.time
+    assert after.seconds == report.answer.best.time.seconds
+    assert after.basis["step"] == "not corrected, since own runs are compiled"
     assert corrected(report.answer, MachineHistory()) is report.answer
+
+
+def stored(tmp_path, monkeypatch, *records):
+    monkeypatch.setattr("shardwise.planner.history.cache_directory", lambda: tmp_path)
+    for record in records:
+        append_record(record)
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("none", 1.0), ("blocks", 1.3), ("model", 1.3)])
+@pytest.mark.parametrize("options", [{"compile": "blocks"}, {"plan": "ddp", "compile": "blocks"}])
+def test_the_plans_of_a_report_are_corrected_by_runs_of_one_kind(tmp_path, monkeypatch, kind, factor, options):
+    gpt2 = {"cluster": "8xH100", "batch_size": 256, **options}
+    plain = plan("gpt2", history=False, **gpt2)
+    runs = [a_record(1.3, device="H100", compile=kind, family=plain.answer.best.family)] * 5
+    stored(tmp_path, monkeypatch, *runs)
+    report = plan("gpt2", **gpt2)
+    for after, before in ((report.asked.candidate, plain.asked.candidate), (report.answer.best, plain.answer.best)):
+        assert after.time.seconds == pytest.approx(factor * before.time.seconds)
+
+
+def test_the_interval_of_a_corrected_time_is_the_spread_of_own_runs():
+    measured = (57.0, 61.0, 69.0)
+    before = plan("llama-tiny", cluster="2xcpu", batch_size=8, history=False).answer
+    machine = {"device": before.question.cluster.device.name, "num_devices": 2, "compute": "fp32", "family": "ddp"}
+    few = MachineHistory(records=tuple(a_record(each / 91.7, **machine) for each in measured))
+    many = MachineHistory(records=few.records * 6)
+    widths = []
+    for history in (few, many):
+        time = corrected(before, history).families["ddp"].time
+        assert time.interval_from == "own_runs"
+        assert all(time.low_s <= each / 91.7 * before.families["ddp"].time.seconds <= time.high_s for each in measured)
+        widths.append(time.interval[1] - time.interval[0])
+    assert widths[1] < widths[0] / 1.5  # three runs show their spread less surely than eighteen
+    equal = corrected(before, MachineHistory(records=(a_record(0.7, **machine),) * 9)).families["ddp"].time
+    assert equal.interval == (1 - KNOWN, 1 + KNOWN)
+    beyond = corrected(before, MachineHistory(records=(a_record(0.2, **machine),) * 9)).families["ddp"].time
+    assert beyond.low_s < 0.2 * before.families["ddp"].time.seconds < beyond.high_s
 
 
 def test_memory_that_runs_needed_beyond_the_prediction_lowers_the_capacity(report):

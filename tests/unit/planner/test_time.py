@@ -9,7 +9,7 @@ from shardwise.planner.cost.compute import Assumptions
 from shardwise.planner.cost.events import WorkUnit, backward_tasks, bucket_reduces, forward_tasks, run_pass
 from shardwise.planner.cost.memory import ADAMW, predict_memory
 from shardwise.planner.cost.stages import RankState, stages_of_plan
-from shardwise.planner.cost.time import KNOWN, RUNS, TimeModel, predict_time
+from shardwise.planner.cost.time import HOST_RUNS, KNOWN, RUNS, TimeModel, predict_time
 from shardwise.planner.cost.update import PAGEABLE
 from shardwise.planner.model.decoder_parts import decoder_shape, published
 from shardwise.planner.model.forms import Model
@@ -279,6 +279,13 @@ def test_several_ranks_are_known_only_if_their_collectives_were_measured():
     where, plan = parse_cluster("8xH200"), Plan(precision=BF16, layout=Layout(replicate=8))
     known = calibrated(where.node, memory_bandwidth=4.2e12, optimizer_bandwidth=3.6e12)
     assert predict_time(model().plain, plan, where, known).interval_from == "published"
+
+
+def test_a_cpu_that_was_not_measured_has_an_assumed_interval():
+    where, plan = parse_cluster("2xcpu"), Plan.preset("ddp", 2, batch_size=8)
+    time = predict_time(model().plain, plan, where, default_calibration(where.node))
+    assert (time.interval, time.interval_from) == (HOST_RUNS, "assumed")
+    assert "--calibrate" in time.interval_text()
 
 
 def test_rates_of_an_assumed_device_have_a_wider_interval():

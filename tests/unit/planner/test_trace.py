@@ -52,6 +52,12 @@ def test_parameters_and_blocks_are_counted_once():
     assert shape.tp_degrees == (1, 2, 4)
 
 
+@pytest.mark.parametrize("compute", ["bf16", "fp32", "fp64"])
+def test_sequences_are_split_by_heads_whose_attention_has_no_fused_kernel(compute):
+    shape = trace(decoder_job("llama-tiny", num_kv_heads=2), compute=compute, gathered=False)
+    assert shape.cp_degrees == (1, 2, 4)
+
+
 def test_work_is_what_torch_counts():
     shape = trace(decoder_job("llama-tiny", mlp_width=256, num_kv_heads=4), compute="bf16", gathered=False)
     model = sw.models.decoder("llama-tiny", **{**GPT, "mlp_width": 256, "num_kv_heads": 4})

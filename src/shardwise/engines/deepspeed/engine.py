@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.engines.deepspeed.config import best_expressible, write_config
 from shardwise.engines.deepspeed.from_json import read_json
-from shardwise.engines.deepspeed.planning import deepspeed_forms
+from shardwise.engines.deepspeed.planning import deepspeed_forms, deepspeed_memory, deepspeed_time
 from shardwise.engines.engine import Engine
 from shardwise.environment import adopt, variables
 from shardwise.errors import InputError, PlanError
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from shardwise.dist import World
     from shardwise.engines.deepspeed.from_json import ConfigReading
     from shardwise.job import Job
+    from shardwise.planner.cost.memory import Memory
+    from shardwise.planner.cost.time import Time
     from shardwise.planner.search.question import Question
     from shardwise.planner.search.search import EngineForm
     from shardwise.plans import Plan
@@ -69,6 +71,16 @@ class DeepSpeedEngine(Engine):
     def plan_forms(self, question: Question) -> tuple[EngineForm, ...]:
         """Return the ZeRO stages and offload options with which DeepSpeed can train the model."""
         return deepspeed_forms(question)
+
+    def predict_memory(self, question: Question, plan: Plan) -> Memory:
+        """Return the predicted memory of one rank under DeepSpeed."""
+        return deepspeed_memory(
+            question.model.for_plan(plan), plan, optimizer=question.optimizer, context=question.context
+        )
+
+    def predict_time(self, question: Question, plan: Plan) -> Time:
+        """Return the predicted time of one step under DeepSpeed."""
+        return deepspeed_time(question.time_model(), question.model.for_plan(plan), plan)
 
     def read_config(
         self, path: Path, *, num_ranks: int | None, batch_size: int | None, precision: DType | None

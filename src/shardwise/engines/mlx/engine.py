@@ -36,6 +36,7 @@ class MlxEngine(Engine):
     title = "MLX"
     framework = "mlx"
     uses_fsdp = False
+    is_predicted = False
     trains_adapters = False
     has_keyed_dropout = False
     is_slow_to_start = True

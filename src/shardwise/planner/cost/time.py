@@ -48,8 +48,19 @@ KNOWN = 0.08
 RUNS = (0.84, 1.26)
 """Seconds of published runs as multiples of those predicted from the catalogue, at the quantiles 0.05 and 0.95 over ten
 frameworks and papers (benchmarks/plan_published.py): a cluster that was not measured is more often slower."""
+HOST_RUNS = (0.5, 2.0)
+"""Assumed interval of a step on a CPU that was not measured: published runs are of GPUs only. Three runs of
+examples/text.py on two cores took 0.62 to 0.75 of the predicted time."""
 RUNS_DOUBT = 0.2
 """Uncertainty of a catalogue's rates to which RUNS applies; rates of an assumed device are less certain."""
+
+ORIGINS = {
+    "measured": "from steps of this engine on a measured H200",
+    "published": "from published runs of others",
+    "assumed": "assumed for a CPU that was not measured (--calibrate measures it)",
+    "own_runs": "from the spread of own runs on this machine",
+}
+"""Text of each value of `Time.interval_from`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +74,9 @@ class Time:
     """Half of the interval as a fraction of `seconds`."""
     interval: tuple[float, float]
     """Interval of the seconds, as multiples of `seconds`."""
-    interval_from: Literal["measured", "published"]
-    """Origin of the interval: this engine on a machine whose rates were measured, or published runs of others on
-    clusters that were not."""
+    interval_from: Literal["measured", "published", "assumed", "own_runs"]
+    """Origin of the interval: this engine on a machine whose rates were measured, published runs of others on GPUs of
+    the catalogue, assumed for a CPU, of which no runs are published, or own runs on the same machine."""
     samples_per_second: float
     """Samples per second over all ranks."""
     tokens_per_second_per_device: float | None
@@ -88,8 +99,7 @@ class Time:
     def interval_text(self) -> str:
         """Return the interval around the prediction in percent, with its origin."""
         low, high = (each - 1 for each in self.interval)
-        origin = "this engine on a measured machine" if self.interval_from == "measured" else "published runs of others"
-        return f"{low:+.0%} to {high:+.0%}, from {origin}"
+        return f"{low:+.0%} to {high:+.0%}, {ORIGINS[self.interval_from]}"
 
 
 def predict_time(
@@ -247,17 +257,22 @@ class TimeModel:
 
     def _time(self, shape: ModelShape, plan: Plan, parts: dict[str, float], doubt: float) -> Time:
         seconds = sum(parts.values())
-        wire, origin = self.wires.figure(plan.layout)
+        wire, wire_origin = self.wires.figure(plan.layout)
         waiting = sum(parts.get(name, 0.0) for name in WAITING) + parts["contention"]
         update = parts["update"] * self.calibration.optimizer_bandwidth.uncertainty
         basis = {
             "compute": self.calibration.matmul(4096, 4096, 4096, shape.compute).origin,
             "memory": self.calibration.memory_bandwidth.origin,
-            "communication": origin,
+            "communication": wire_origin,
         }
         is_alone = plan.layout.world_size == 1
         is_known = all(found == "measured" for what, found in basis.items() if what != "communication" or not is_alone)
-        interval = _interval(math.hypot(doubt, waiting * wire, update) / seconds, is_known=is_known)
+        origin: Literal["measured", "published", "assumed"] = "published"
+        if is_known:
+            origin = "measured"
+        elif self.cluster.device.kind == "cpu":
+            origin = "assumed"
+        interval = _interval(math.hypot(doubt, waiting * wire, update) / seconds, origin)
         world, samples, tokens = plan.layout.world_size, plan.batch_size / seconds, shape.tokens_per_sample
         flops = plan.layout.cp * sum(part.count * training_flops(part) for part in shape.parts)
         return Time(
@@ -265,7 +280,7 @@ class TimeModel:
             parts={name: value for name, value in parts.items() if value > 0},
             uncertainty=(interval[1] - interval[0]) / 2,
             interval=interval,
-            interval_from="measured" if is_known else "published",
+            interval_from=origin,
             samples_per_second=samples,
             tokens_per_second_per_device=samples * tokens / world if tokens else None,
             mfu=samples * flops / world / self.cluster.device.peak(shape.compute),
@@ -273,11 +288,13 @@ class TimeModel:
         )
 
 
-def _interval(doubt: float, *, is_known: bool) -> tuple[float, float]:
+def _interval(doubt: float, origin: str) -> tuple[float, float]:
     """Return the interval of a step as multiples of its seconds; `doubt` follows from the rates' uncertainties."""
-    if is_known:
+    if origin == "measured":
         half = max(KNOWN, doubt)
         return 1 - half, 1 + half
+    if origin == "assumed":
+        return HOST_RUNS
     wider = max(1.0, doubt / RUNS_DOUBT)
     return 1 - wider * (1 - RUNS[0]), 1 + wider * (RUNS[1] - 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.engines.engine import engine_named
 from shardwise.layout import Layout
 from shardwise.planner.search.capacity import cp_degrees, over_the_host_limit, over_the_limit, too_large
 from shardwise.planner.search.choices import LEAST_TOKENS, splits_model
@@ -129,13 +130,15 @@ def asked_verdict(asked: Asked, answer: Answer) -> str:
 def _too_large(asked: Asked, mine: Candidate, best: Candidate | None) -> str:
     """Return the limit that the user's own plan exceeds, and the --set options with which it fits, if there are any."""
     leaner = asked.leaner
+    exceeds = over_the_limit if mine.memory.total > asked.question.capacity else over_the_host_limit
+    if not engine_named(asked.plan.engine).uses_fsdp:
+        return f"it {exceeds(mine.memory, asked.question)}"
     if leaner is None:
         return f"it {too_large(mine.plan, mine.memory, asked.question)}"
     options = " ".join(f"--set {setting}" for setting in asked.settings)
     fits = f"{format_seconds(leaner.time.seconds)} a step in {format_gb(leaner.memory.total)}"
     if best is not None:
         fits = beside(leaner, best, f"the recommended {best.family}")
-    exceeds = over_the_limit if mine.memory.total > asked.question.capacity else over_the_host_limit
     return f"it {exceeds(mine.memory, asked.question)}; with {options} it fits: {fits}"
 
 
@@ -203,8 +206,11 @@ def _uneven(question: Question) -> str:
     return f"a batch of {batch:,} samples is not divisible by the data-parallel ranks of {devices:,} devices"
 
 
-def decision_path(answer: Answer) -> list[Fork]:
-    """Return the path through the guide's decision tree, with the choice by predicted time at its end."""
+def decision_path(answer: Answer, engine: str = "") -> list[Fork]:
+    """Return the path through the guide's decision tree, with the choice by predicted time at its end.
+
+    `engine` is named at its end if plans of another engine are predicted, too.
+    """
     question, best, whole = answer.question, answer.best, answer.families["ddp"]
     device = question.cluster.device
     memory = whole.memory or _smallest_replica(question)
@@ -235,7 +241,8 @@ def decision_path(answer: Answer) -> list[Fork]:
     path.append(Fork(question="The decision tree recommends", answer=advised, because=because))
     if best is not None:
         path += _slicing(answer, best)
-        path.append(Fork(question="The predictions recommend", answer=best.family, because=_verdict(answer, best)))
+        end = f"The predictions recommend for engine {engine}" if engine else "The predictions recommend"
+        path.append(Fork(question=end, answer=best.family, because=_verdict(answer, best)))
     return path
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from shardwise.engines.engine import engine_named
 from shardwise.planner.cost.time import SHOWN_ROUNDS, timeline
 from shardwise.planner.search.capacity import capacity_text
 from shardwise.planner.search.explain import asked_verdict, cluster_text
 from shardwise.planner.search.report import cells_of, column_names, next_lines, reasons_of
-from shardwise.planner.search.search import Candidate
+from shardwise.planner.search.search import Candidate, choose_form
 from shardwise.plots.figures import Bars, Gantt, GanttSpan, Table
 from shardwise.plots.page import Findings, Section, html_of
 from shardwise.plots.svg import draw_sheet
@@ -146,8 +147,11 @@ def _plans(shown: ReportContent) -> dict[str, Candidate]:
     answer, found = shown.answer, dict[str, Candidate]()
     if shown.asked is not None and shown.asked.candidate is not None:
         found["yours"] = shown.asked.candidate
+    chosen = choose_form(shown.forms)
+    if chosen is not None and chosen.best is not None:
+        found[f"{chosen.name} (chosen)"] = chosen.best
     if answer.best is not None:
-        found[f"{answer.best.family} (chosen)"] = answer.best
+        found[f"{answer.best.family} ({'engine torch' if shown.forms else 'chosen'})"] = answer.best
     for family, entry in answer.families.items():
         if isinstance(entry, Candidate) and (answer.best is None or entry.plan != answer.best.plan):
             found[family] = entry
@@ -159,12 +163,15 @@ def _verdict(shown: ReportContent) -> str:
     sentences = []
     if asked is not None:
         sentences.append(f"Your plan `{asked.plan.layout}`: {asked_verdict(asked, answer)}.")
-    best = answer.best
+    best, name = answer.best, answer.best.family if answer.best is not None else ""
+    form = choose_form(shown.forms)
+    if shown.forms:
+        best, name = (form.best, form.name) if form is not None else (None, "")
     if best is None:
         sentences.append("No plan fits.")
     else:
         sentences.append(
-            f"`{best.family}` is recommended: {format_gb(best.memory.total)} of"
+            f"`{name}` is recommended: {format_gb(best.memory.total)} of"
             f" {format_gb(answer.question.cluster.device.memory_bytes)} on each device,"
             f" {format_seconds(best.time.seconds)} a step."
         )
@@ -205,6 +212,8 @@ _TIMELINES = (
 def _timelines(question: Question, plans: Mapping[str, Candidate]) -> tuple[Gantt, ...]:
     model, drawn = question.time_model(), []
     for name, candidate in plans.items():
+        if not engine_named(candidate.plan.engine).uses_fsdp:
+            continue  # the streams of other engines are not simulated
         spans = timeline(model, question.model.for_plan(candidate.plan), candidate.plan)
         end, seconds = max(span.end for span in spans), candidate.time.seconds
         shown = f"{format_seconds(end)} shown of {format_seconds(seconds)}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.planner.cost.memory import ADAMW, predict_memory
 from shardwise.planner.cost.time import TimeModel
+from shardwise.plans.pipeline import SCHEDULES
 from shardwise.plans.plan import Plan
 from shardwise.plans.sections import Precision
 
@@ -61,6 +62,8 @@ class FixedFields:
             changes["recompute_blocks"] = self.plan.recompute_blocks if group.recompute != "none" else 0
         if self.has("sequence_parallel") and group.tp > 1:
             changes["sequence_parallel"] = self.plan.sequence_parallel
+        if self.has("compile") and self.plan.compile != "none" and SCHEDULES[group.schedule].splits_backward:
+            return None  # these schedules are not compiled
         return group._replace(**changes)
 
     def variant(self, variant: PlanVariant) -> PlanVariant:

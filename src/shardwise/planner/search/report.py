@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from shardwise.planner.search.search import Answer
 
 
+NATIVE = "the best plan of engine torch"
+"""Reason of the family that would be chosen without --engine."""
 LABEL = 10
 """Width of the label of a paragraph, by which its other lines are indented."""
 MOST_SIZES = 8
@@ -71,13 +73,14 @@ def to_text(shown: ReportContent) -> str:
         for sentence in reasons_of(shown):
             lines += _wrapped(sentence, indent=2)
         lines.append("")
-    for fork in decision_path(answer):
+    for fork in decision_path(answer, Plan.engine if shown.forms else ""):
         lines += _wrapped(f"{fork.question} {fork.answer}: {fork.because}", indent=2)
+    lines += _form_lines(shown)
     if asked is not None:
         lines += ["", *_asked_lines(asked, answer)]
     if answer.best is not None and (asked is None or asked.plan != answer.best.plan):
-        lines += ["", *_best_lines(answer, answer.best, "chosen" if asked is None else "best")]
-    lines += _form_lines(shown)
+        label = "chosen" if asked is None else "best"
+        lines += ["", *_best_lines(answer, answer.best, "native" if shown.forms else label)]
     for number, (label, text) in enumerate(next_lines(shown)):
         lines += [""] if number == 0 else []
         # A command is not wrapped, so that it can be copied.
@@ -93,7 +96,8 @@ def _families(shown: ReportContent) -> Table:
         table.add_row("yours", *cells_of(asked.candidate))
     for family, entry in answer.families.items():
         found = entry if isinstance(entry, Candidate) else None
-        _add_row(table, family, found, entry.memory, is_best=reason(answer, family) == "chosen")
+        is_best = not shown.forms and reason(answer, family) == "chosen"
+        _add_row(table, family, found, entry.memory, is_best=is_best)
     chosen, engine = choose_form(shown.forms), ""
     for form in shown.forms:
         if form.name.split()[0] != engine:  # above its forms: both in one cell leave no space for the layout
@@ -118,7 +122,10 @@ def reasons_of(shown: ReportContent) -> list[str]:
     shared: dict[str, list[str]] = {}
     for family, entry in answer.families.items():
         details = _details(entry.plan) if isinstance(entry, Candidate) else ""
-        shared.setdefault(reason(answer, family), []).append(f"{family}{details}")
+        why = reason(answer, family)
+        if shown.forms and why == "chosen":
+            why = NATIVE
+        shared.setdefault(why, []).append(f"{family}{details}")
     chosen = choose_form(shown.forms)
     for form in shown.forms:
         shared.setdefault(form_reason(form, chosen), []).append(form.name)
@@ -229,16 +236,14 @@ def _costs(candidate: Candidate, question: Question) -> list[str]:
 
 
 def _form_lines(shown: ReportContent) -> list[str]:
-    """Return the memory and time breakdown of the chosen form of another engine."""
+    """Return the memory and time breakdown of the chosen form of another engine, which --out writes."""
     chosen = choose_form(shown.forms)
     if chosen is None or chosen.best is None:
         return []
-    lines = ["", *_wrapped(f"{chosen.name}: {beside_native(chosen, shown.answer)}", indent=LABEL)]
-    lines += _paragraph("", _parts(chosen.best.memory.at_peak, format_gb))
-    lines += _paragraph("", _parts(chosen.best.time.parts, format_seconds))
-    if chosen.best.memory.host:
-        lines += _paragraph("", f"{format_gb(chosen.best.memory.host)} on the host for each device")
-    return lines
+    plan = chosen.best.plan
+    lines = ["", *_paragraph("chosen", f"{chosen.name}: {plan.layout} · {_options(plan)}")]
+    lines += _costs(chosen.best, shown.answer.question)
+    return [*lines, *_paragraph("", beside_native(chosen, shown.answer))]
 
 
 def next_lines(shown: ReportContent) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from shardwise.planner.search.advice import capture_gain, compile_gain, rounds_g
 from shardwise.planner.search.explain import asked_verdict, decision_path, form_reason, reason
 from shardwise.planner.search.question import FILL
 from shardwise.planner.search.search import Candidate, choose_form
+from shardwise.plans.plan import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from shardwise.planner.search.advice import Hint
     from shardwise.planner.search.search import Answer, EngineForm, Rejected
     from shardwise.planner.search.subject import Subject
-    from shardwise.plans.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,7 @@ def answer_data(answer: Answer, forms: Sequence[EngineForm] = (), *, every: bool
     if forms:
         chosen = choose_form(forms)
         data["deepspeed"] = {form.name: _form(form, chosen) for form in forms}
+        data["chosen"] = chosen and chosen.best and _candidate(chosen.best)  # "best" is of engine torch
     return data
 
 
@@ -134,7 +135,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
-    return {
+    data: dict[str, Any] = {
         "layout": str(plan.layout),
         "zero": plan.zero,
         "micro_batch": plan.micro_batch,
@@ -149,6 +150,11 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "offload": {"parameters": plan.offload.parameters, "optimizer": plan.offload.optimizer},
         "compute": plan.precision.compute,
     }
+    if plan.compile != "none":
+        data["compile"] = plan.compile
+    if plan.engine != Plan.engine:
+        data["engine"] = plan.engine
+    return data
 
 
 def _memory(memory: Memory) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.errors import InputError
+from shardwise.errors import InputError, MissingExtraError
 from shardwise.planner.search.choices import (
     FAMILIES,
     ChoiceGroup,
@@ -280,9 +280,14 @@ class _Search:
 
 
 def refused_by_rule(question: Question, plan: Plan) -> str:
-    """Return the rule by which `train` would reject a plan; empty if it accepts the plan."""
+    """Return the rule by which `train` would reject a plan; empty if it accepts the plan.
+
+    A missing library is not a rule: the cluster may have it, and `train` names it where it is missing.
+    """
     try:
         question.accepts(plan)
+    except MissingExtraError:
+        return ""
     except InputError as error:
         return error.fact
     return ""

@@ -14,6 +14,8 @@ from shardwise.errors import PlanError, ShardwiseError
 from shardwise.hardware.calibration import calibration_for
 from shardwise.hardware.cluster import this_machine
 from shardwise.job import optimizers
+from shardwise.parallel.support import check_float8_tokens, no_float8_layer
+from shardwise.planner.cost.compute import float8_least_width
 from shardwise.planner.cost.memory import ADAMW, SGD, OptimizerShape
 from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
@@ -21,14 +23,17 @@ from shardwise.planner.model_config import is_config, read_decoder
 from shardwise.planner.search.choices import family_of
 from shardwise.planner.search.question import FixedFields, Question
 from shardwise.planner.search.search import search
+from shardwise.plans.rules import FLOAT8_MULTIPLE, gains_from_float8
 from shardwise.plans.sections import Precision
 from shardwise.units import format_gb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardwise.hardware.calibration import Calibration
     from shardwise.hardware.machine import Cluster
     from shardwise.job import Job
+    from shardwise.planner.model.shape import ModelShape
     from shardwise.plans.plan import Plan
     from shardwise.plans.sections import DType
 
@@ -58,8 +63,12 @@ class Subject:
             return str(self.precision)
         return f"frozen weights {self.precision.activations} · trained {self.precision}"
 
-    def question(self, cluster: Cluster, max_bytes: float = math.inf) -> Question:
-        """Return the input of the search for the best plans on a cluster, with at most `max_bytes` per device."""
+    def question(self, cluster: Cluster, max_bytes: float = math.inf, fixed: FixedFields | None = None) -> Question:
+        """Return the input of the search for the best plans on a cluster, with at most `max_bytes` per device.
+
+        The caller passes the fixed precision to `in_precision`.
+        """
+        fixed = fixed or FixedFields()
         return Question(
             model=self.model,
             cluster=cluster,
@@ -67,6 +76,8 @@ class Subject:
             batch_size=self.batch_size,
             precision=self.precision,
             optimizer=self.optimizer,
+            compile="blocks" if fixed.has("compile") and fixed.plan.compile != "none" else "none",
+            fixed=fixed,
             accepts=self.accepts,
             max_bytes=max_bytes,
         )
@@ -112,9 +123,42 @@ def published_subject(
         batch_source="--batch-size" if batch_size else source,
         precision=chosen,
         precision_source=why,
-        accepts=accepts,
+        accepts=functools.partial(_published_rules, accepts, model.plain, calibration_for(cluster.node)),
         describe=describe,
     )
+
+
+def _published_rules(accepts: Callable[[Plan], None], shape: ModelShape, calibration: Calibration, plan: Plan) -> None:
+    """Raise InputError if `train` would reject a plan for a model of this shape in float8: `Float8Rules` for a job."""
+    accepts(plan)
+    if plan.precision.compute != "float8" or plan.float8.modules:
+        return
+    least = float8_least_width(calibration, plan.float8.recipe)
+    sizes = _linear_sizes(shape, plan)
+    if not any(gains_from_float8(*size, least) for size in sizes.values()):
+        numbers = {part.name: part.count for part in shape.parts}
+        every = [size for (part, _), size in sizes.items() for _ in range(numbers[part])]
+        raise no_float8_layer(every, max(least, FLOAT8_MULTIPLE))
+    if plan.float8.recipe != "rowwise" and shape.tokens_per_sample is not None:
+        name = next(name for (_, name), size in sizes.items() if gains_from_float8(*size, least))
+        check_float8_tokens(plan, name.removesuffix(".weight"), plan.micro_batch * shape.tokens_per_sample)
+
+
+def _linear_sizes(shape: ModelShape, plan: Plan) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return rows and columns of the shards of linear layers that may be in float8, by part and weight."""
+    sizes: dict[tuple[str, str], tuple[int, int]] = {}
+    for part in shape.parts if shape.tokens_per_sample is not None else ():  # images: products are convolutions
+        if part.kind != "block" and not (part.kind == "last" and plan.float8.head):
+            continue
+        splits = {(item.columns, item.inner): item.split for item in part.work.matmuls}
+        for weight in part.weights:
+            rows, columns = weight.rows, weight.numel // max(1, weight.rows)
+            split = splits.get((rows, columns))
+            if split is None or not weight.name.endswith(".weight"):  # neither biases, norms nor adapters
+                continue
+            by_rows, by_columns = plan.layout.tp if split == "columns" else 1, plan.layout.tp if split == "inner" else 1
+            sizes[part.name, weight.name] = -(-rows // by_rows), -(-columns // by_columns)
+    return sizes
 
 
 def _describer(name: str, length: int | None, lora: int) -> Callable[[DType], Model]:
@@ -249,10 +293,7 @@ def job_question(job: Job, world_size: int, fixed: FixedFields | None = None) ->
     subject, fixed = job_subject(job, cluster), fixed or FixedFields()
     if fixed.has("precision"):
         subject = subject.in_precision(fixed.plan.precision)
-    question = dataclasses.replace(subject.question(cluster), fixed=fixed)
-    if fixed.has("compile") and fixed.plan.compile != "none":
-        question = dataclasses.replace(question, compile="blocks")
-    return subject, question
+    return subject, subject.question(cluster, fixed=fixed)
 
 
 def search_plan(job: Job, fixed: FixedFields, world_size: int) -> tuple[Plan | None, str]:

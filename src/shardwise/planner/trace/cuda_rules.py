@@ -137,6 +137,32 @@ class _Dropout(torch.autograd.Function):
         return torch.empty_like(mask, dtype=gradients[0].dtype)
 
 
+class _GroupedProduct(torch.autograd.Function):
+    """Products of groups of rows with one matrix each, as of experts: the work of one product of all rows.
+
+    The groups' sizes are values, which meta tensors lack, and the sum of the work does not depend on them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        grad_x = torch.mm(gradients[0], weight[0].t()) if needs_x else None
+        return grad_x, torch.empty_like(weight) if needs_weight else None
+
+
+def _grouped_mm(func: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run the grouped product of rows with a stack of matrices; its meta kernel accepts bf16 only."""
+    if not weight.is_meta or x.ndim != 2 or weight.ndim != 3:
+        return func(x, weight, *args, **kwargs)
+    return _GroupedProduct.apply(x.to("meta"), weight)  # type: ignore[no-untyped-call]
+
+
 def _rms_norm(_: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:  # noqa: ARG001 - torch's signature
     return _RmsNorm.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
 
@@ -170,6 +196,8 @@ _FUSED: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "dropout": _dropout,
     "scaled_dot_product_attention": _attention,
+    "grouped_mm": _grouped_mm,
+    "_grouped_mm": _grouped_mm,
 }
 
 

@@ -22,7 +22,7 @@ from shardwise.data.rows import TOKENS, TokenShard, check_token_loss, tensors
 from shardwise.errors import JobError, PlanError, ShardwiseError
 from shardwise.hardware.probe import package_version
 from shardwise.layout import Layout
-from shardwise.parallel.context import check_context
+from shardwise.parallel.context import check_context, config_heads
 from shardwise.parallel.fused_loss import DeferredLogits, find_head
 from shardwise.planner.model.forms import Model
 from shardwise.planner.model.shape import Amount, Head, ModelShape, Part, Weight
@@ -121,7 +121,9 @@ def _assemble(subject: TracedModel) -> ModelShape:
         ties_samples=any(isinstance(module, BatchNormBase) for module in subject.model.modules()),
         source="traced",
     )
-    return replace(shape, cp_degrees=context_degrees(subject, shape.heads), head=head_of(subject))
+    # Grouped heads in fp32, and all in fp64, have no fused kernel: attention is traced as matrix products.
+    degrees = context_degrees(subject, shape.heads or config_heads(subject.model))
+    return replace(shape, cp_degrees=degrees, head=head_of(subject))
 
 
 def _is_misplaced(subject: TracedModel, single: TracedPass) -> bool:
@@ -223,7 +225,7 @@ def _tokens(subject: TracedModel) -> int | None:
 # Descriptions of models, cached by content: equal models, samples and versions of torch are traced once.
 
 
-VERSION = 8
+VERSION = 9
 """Version of cached descriptions: increase it when tracing changes, since the fingerprint does not cover its code."""
 _BASES = {object, nn.Module}
 
