@@ -90,11 +90,14 @@ def _check_files(files: dict[str, Path | None]) -> None:
             raise InputError(
                 f"{name} {path} is a directory", code="cli.output-is-folder", fix="pass the path of a file"
             )
-    page = files["--report"]
-    if page is not None and page.suffix != ".html":
-        raise InputError(
-            f"--report must be a .html file, got {page.name}", code="cli.report-extension", fix=f"use {page.stem}.html"
-        )
+    for name, suffix in (("--report", ".html"), ("--picture", ".svg")):
+        path = files[name]
+        if path is not None and path.suffix != suffix:
+            raise InputError(
+                f"{name} must be a {suffix} file, got {path.name}",
+                code=f"cli.{name[2:]}-extension",
+                fix=f"use {path.stem}{suffix}",
+            )
 
 
 def _write(path: Path, text: str) -> None:
