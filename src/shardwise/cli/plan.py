@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+import msgspec
 
 from shardwise.cli.main import WITH_UNDERSCORES, present, spec_options
 from shardwise.engines.engine import engine_named
@@ -57,7 +58,7 @@ def command(
 
         calibration = measure()
         echo_error(f"shardwise: measured {calibration.device.name} on {calibration.machine}")
-    report = plan(spec)
+    report = msgspec.structs.replace(plan(spec), out="" if out is None else str(out))
     present(report, as_json=as_json)
     if picture is not None:
         _write(picture, report.to_svg())

@@ -32,7 +32,7 @@ from shardwise.planner.asked import (
 )
 from shardwise.planner.cost.time import timeline
 from shardwise.planner.history import MachineHistory, corrected, corrected_candidate, read_history, with_memory_margin
-from shardwise.planner.next_step import Budget, budget_of, read_tokens, train_command
+from shardwise.planner.next_step import Budget, budget_of, read_tokens, train_command, train_file_command
 from shardwise.planner.search.advice import Hint, best_size, cluster_option, hints, leave_idle, smallest_cluster
 from shardwise.planner.search.capacity import capacity_text
 from shardwise.planner.search.explain import asked_verdict, reason
@@ -74,6 +74,8 @@ class PlanReport(Report, frozen=True, kw_only=True):
     """The --set options of the job."""
     advice: str = ""
     """Error message with the smallest change after which a plan fits; empty if one fits."""
+    out: str = ""
+    """The file to which the caller writes `to_toml`, which the next command names."""
     num_damaged: int = 0
     """Damaged lines in the history of runs on this machine, which were skipped."""
 
@@ -121,15 +123,30 @@ class PlanReport(Report, frozen=True, kw_only=True):
             return None
         tokens = None if self.spec.tokens is None else read_tokens(self.spec.tokens)
         per_sample = self.answer.question.model.plain.tokens_per_sample
-        return budget_of(candidate, per_sample, tokens=tokens, num_steps=self.subject.num_steps, price=self.spec.price)
+        return budget_of(
+            candidate,
+            per_sample,
+            num_gpus=self.answer.question.cluster.num_devices + self.answer.num_idle,
+            tokens=tokens,
+            num_steps=self.subject.num_steps,
+            price=self.spec.price,
+        )
 
     @property
     def next_command(self) -> str:
-        """The command to run next: `train` for the file of a job, else `plan` with --out; empty if no plan fits."""
+        """The command to run next: `train`, or for a model whose plan is in no file yet, `plan` with --out.
+
+        Empty if no plan fits.
+        """
+        cluster = self.answer.question.cluster
         if self.chosen is None or self.spec.model is None:
             return ""
         if self.spec.is_job:
-            return train_command(self.spec.model, self.chosen, self.answer.question.cluster, self.job_settings)
+            return train_command(self.spec.model, self.chosen, cluster, self.job_settings)
+        is_unchanged = self.spec.plan.endswith(".toml") and not self.spec.settings and self.spec.compile is None
+        path = self.out or (self.spec.plan if is_unchanged else "")
+        if path:
+            return train_file_command(path, cluster)
         options, arguments = self.spec.to_argv()
         separate = itertools.chain.from_iterable(option.split("=", 1) for option in options)
         return shlex.join(["shardwise", "plan", *arguments, *separate, "--out", "plan.toml"])
