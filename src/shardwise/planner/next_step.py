@@ -80,14 +80,15 @@ class Budget:
 
     def to_data(self) -> dict[str, float | None]:
         """Return the values for JSON."""
+        idle = {"idle_gpu_hours": self.seconds * self.num_idle / HOUR} if self.num_idle else {}
         return {
             "tokens": self.tokens,
             "steps": self.steps,
             "seconds": self.seconds,
             "days": self.seconds / (24 * HOUR),
             "gpu_hours": self.gpu_hours,
-            "idle_gpu_hours": self.seconds * self.num_idle / HOUR,
             "cost": self.cost,
+            **idle,
         }
 
 
