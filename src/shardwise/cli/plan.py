@@ -91,12 +91,13 @@ def _check_files(files: dict[str, Path | None]) -> None:
             raise InputError(
                 f"{name} {path} is a directory", code="cli.output-is-folder", fix="pass the path of a file"
             )
-    for name, suffix in (("--report", ".html"), ("--picture", ".svg")):
+    formats = (("--report", ".html", "cli.report-extension"), ("--picture", ".svg", "cli.picture-extension"))
+    for name, suffix, code in formats:
         path = files[name]
         if path is not None and path.suffix != suffix:
             raise InputError(
                 f"{name} must be a {suffix} file, got {path.name}",
-                code=f"cli.{name[2:]}-extension",
+                code=code,
                 fix=f"use {path.stem}{suffix}",
             )
 

@@ -33,13 +33,15 @@ from shardwise.planner.asked import (
 from shardwise.planner.cost.time import timeline
 from shardwise.planner.history import MachineHistory, corrected, corrected_candidate, read_history, with_memory_margin
 from shardwise.planner.next_step import Budget, budget_of, read_tokens, train_command, train_file_command
-from shardwise.planner.search.advice import Hint, best_size, cluster_option, hints, leave_idle, smallest_cluster
+from shardwise.planner.search.advice import LARGEST, Hint, best_plan, changes_that_fit, cluster_option, hints
 from shardwise.planner.search.capacity import capacity_text
+from shardwise.planner.search.engine_forms import choose_form
 from shardwise.planner.search.explain import asked_verdict, reason
 from shardwise.planner.search.page import draw, to_page
 from shardwise.planner.search.report import to_text
 from shardwise.planner.search.report_data import ReportContent, to_data
-from shardwise.planner.search.search import Rejected, anything_fits, choose_form, search
+from shardwise.planner.search.search import Rejected, search
+from shardwise.planner.search.sizes import best_size, search_fewer
 from shardwise.planner.search.subject import job_subject, published_subject
 from shardwise.planner.settle import BATCH_KEYS, split_settings
 from shardwise.planner.spec import PlanSpec, check_batch, check_length, check_options, of_plan_file
@@ -50,10 +52,15 @@ from shardwise.spec import Report, signature_of
 if TYPE_CHECKING:
     from shardwise.hardware.machine import Cluster
     from shardwise.job import Job
+    from shardwise.planner.search.engine_forms import EngineForm
     from shardwise.planner.search.question import Question
-    from shardwise.planner.search.search import Answer, Candidate, EngineForm
+    from shardwise.planner.search.search import Answer, Candidate
     from shardwise.planner.search.subject import Subject
     from shardwise.plans.plan import Plan
+
+
+SHORTEST = 256
+"""Tokens per sample below which no shorter length is proposed."""
 
 
 class PlanReport(Report, frozen=True, kw_only=True):
@@ -246,7 +253,8 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
         own = resolve(answer.question.cluster, choose=lambda _, __: _best_of(answer))
     asked = None
     if own is not None:
-        question = subject.in_precision(own.precision).question(answer.question.cluster, max_bytes)
+        where = answer.question.cluster if spec.plan == "auto" else cluster
+        question = subject.in_precision(own.precision).question(where, max_bytes)
         question = with_memory_margin(question, history)
         is_whole = spec.plan == "auto" or spec.plan.endswith(".toml")
         batch_is_given = is_whole or not overrides.keys().isdisjoint(BATCH_KEYS)
@@ -280,8 +288,10 @@ plan.__signature__ = signature_of(PlanSpec, PlanReport)  # type: ignore[attr-def
 
 def _searched(question: Question, max_gpus: int | None) -> tuple[Answer, list[Answer]]:
     """Return the result of the search, on the best number of devices if it is limited, and those of other numbers."""
+    if max_gpus is None and question.batch_size % question.cluster.num_devices == 0:
+        return search(question), []
     if max_gpus is None:
-        return leave_idle(search(question)), []
+        return search_fewer(question), []
     return best_size(question, max_gpus)
 
 
@@ -296,7 +306,7 @@ def _with_verdict(report: PlanReport, *, batch_is_fixed: bool) -> PlanReport:
     """Return the report with the exit code 3 and advice if no plan fits, or the user's own plan does not."""
     advice = ""
     if report.best is None:
-        advice = _advice(report.answer, batch_is_fixed=batch_is_fixed)
+        advice = _advice(report, batch_is_fixed=batch_is_fixed)
     is_refused = report.asked is not None and not report.asked.fits
     if not advice and not is_refused:
         return report
@@ -342,21 +352,29 @@ def load_named_job(spec: PlanSpec) -> Job:
     return load_job(split_settings(spec.model or "", spec.settings)[0])
 
 
-def _advice(answer: Answer, *, batch_is_fixed: bool) -> str:
+def _advice(report: PlanReport, *, batch_is_fixed: bool) -> str:
     """Return the message that no plan fits, or that none divides the batch, with the smallest change that helps."""
-    question, families = answer.question, answer.families.values()
+    question, families = report.answer.question, report.answer.families.values()
     name, cluster, batch = question.model.plain.name, question.cluster, question.batch_size
     where = f"{cluster.num_devices:,} x {cluster.device.name}"
-    found = smallest_cluster(question, batch if batch_is_fixed else None)
-    wider = f"--cluster {cluster_option(found[0])}, where {found[1]} fits" if found is not None else ""
-    if batch % cluster.num_devices and all(entry.memory is None for entry in families):
-        size = batch // cluster.num_devices * cluster.num_devices
-        sizes = [each for each in (size, size + cluster.num_devices) if each]
-        fitting = [each for each in sizes if anything_fits(dataclasses.replace(question, batch_size=each))]
-        changes = [f"--batch-size {each}" for each in fitting] + [wider] * bool(wider)
-        if changes:
-            return f"no plan of {name} divides a batch of {batch:,} evenly over {where}: use {' or '.join(changes)}"
     fact = f"no plan of {name} fits on {where}"
-    if wider:
-        return f"{fact}: use {wider}"
-    return f"{fact} ({capacity_text(question)}): use a smaller batch, a shorter length or --lora"
+    if batch % cluster.num_devices and all(entry.memory is None for entry in families):
+        fact = f"no plan of {name} divides a batch of {batch:,} evenly over {where}"
+    changes = changes_that_fit(question, batch_is_fixed=batch_is_fixed) or _shorter_length(report)
+    if changes:
+        return f"{fact}: use {', or '.join(changes)}"
+    limit = f"nor on up to {LARGEST:,} of them, also with another batch size"
+    return f"{fact} ({capacity_text(question)}), {limit}: use a smaller model"
+
+
+def _shorter_length(report: PlanReport) -> list[str]:
+    """Return the option of the largest half, quarter and so on of a published model's length with which a plan fits."""
+    question, spec = report.answer.question, report.spec
+    length = question.model.plain.tokens_per_sample or 0
+    while spec.model is not None and not spec.is_job and length > SHORTEST:
+        length //= 2
+        model = _subject(spec.replace(length=length), None, question.cluster).model
+        best = best_plan(dataclasses.replace(question, model=model))
+        if best is not None:
+            return [f"--length {length}, with which {best.family} fits"]
+    return []

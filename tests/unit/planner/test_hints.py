@@ -12,7 +12,8 @@ from refusals import refuses
 from shardwise.cli.main import main
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.planner.next_step import read_tokens
-from shardwise.planner.search.advice import cluster_option, cluster_sizes
+from shardwise.planner.search.advice import cluster_option
+from shardwise.planner.search.sizes import cluster_sizes
 from shardwise.units import format_seconds
 
 
@@ -61,10 +62,10 @@ def test_a_batch_below_the_number_of_devices_leaves_one_idle_and_names_a_batch_f
 @pytest.mark.parametrize(
     ("model", "cluster", "batch_size", "num_used"),
     [
-        ("resnet-50", "8xH100", 7, 7),
+        ("resnet-50", "8xH100", 7, 1),  # 5.1 ms, and 6.4 ms on 7 devices: a step is launches
         ("t5-base", "8xA100-40GB", 7, 7),
         ("gpt2", "8xH100", 1, 1),
-        ("gpt2-tiny", "3xH100", 8, 2),
+        ("gpt2-tiny", "3xH100", 8, 1),
         ("llama3-8b", "64xH100", 1, 8),
     ],
 )

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shardwise.dist import World
     from shardwise.engines.deepspeed.from_json import ConfigReading
     from shardwise.job import Job
+    from shardwise.planner.search.engine_forms import EngineForm
     from shardwise.planner.search.question import Question
-    from shardwise.planner.search.search import EngineForm
     from shardwise.plans import Plan
     from shardwise.plans.sections import DType
     from shardwise.training.build import BuildContext

@@ -16,6 +16,7 @@ from shardwise.planner.next_step import YOUR_JOB, plan_changes, written
 from shardwise.planner.search.advice import ROUND, capture_gain, compile_gain, rounds_gain
 from shardwise.planner.search.capacity import capacity_text
 from shardwise.planner.search.choices import FAMILIES, family_of
+from shardwise.planner.search.engine_forms import choose_form
 from shardwise.planner.search.explain import (
     asked_verdict,
     beside_native,
@@ -24,7 +25,7 @@ from shardwise.planner.search.explain import (
     form_reason,
     reason,
 )
-from shardwise.planner.search.search import FAMILY_TIE, Candidate, choose_form
+from shardwise.planner.search.search import FAMILY_TIE, Candidate
 from shardwise.plans.plan import Plan
 from shardwise.runs.console import counted
 from shardwise.units import (
