@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+import msgspec
 
 from shardwise.cli.main import WITH_UNDERSCORES, present, spec_options
 from shardwise.engines.engine import engine_named
@@ -57,7 +58,7 @@ def command(
 
         calibration = measure()
         echo_error(f"shardwise: measured {calibration.device.name} on {calibration.machine}")
-    report = plan(spec)
+    report = msgspec.structs.replace(plan(spec), out="" if out is None else str(out))
     present(report, as_json=as_json)
     if picture is not None:
         _write(picture, report.to_svg())
@@ -90,11 +91,15 @@ def _check_files(files: dict[str, Path | None]) -> None:
             raise InputError(
                 f"{name} {path} is a directory", code="cli.output-is-folder", fix="pass the path of a file"
             )
-    page = files["--report"]
-    if page is not None and page.suffix != ".html":
-        raise InputError(
-            f"--report must be a .html file, got {page.name}", code="cli.report-extension", fix=f"use {page.stem}.html"
-        )
+    formats = (("--report", ".html", "cli.report-extension"), ("--picture", ".svg", "cli.picture-extension"))
+    for name, suffix, code in formats:
+        path = files[name]
+        if path is not None and path.suffix != suffix:
+            raise InputError(
+                f"{name} must be a {suffix} file, got {path.name}",
+                code=code,
+                fix=f"use {path.stem}{suffix}",
+            )
 
 
 def _write(path: Path, text: str) -> None:

@@ -117,7 +117,9 @@ def _cpu_cluster(catalogue: Catalogue, ranks: int) -> Cluster:
 
 
 def _split(text: str) -> tuple[tuple[int, ...], str]:
-    """Parse "4x8xA100" into (4, 8) and "A100"."""
+    """Parse "4x8xA100" into (4, 8) and "A100"; counts may have thousands separators, as in "16,384xH100"."""
+    thousands = r"(?i)(?<![a-wyz\d,-])\d{1,3}(,\d{3})+(?=\s*x)"
+    text = re.sub(thousands, lambda count: count[0].replace(",", ""), text)
     _refuse_mixed(text)
     match = re.fullmatch(r"((?:[-+]?\d+\s*x\s*)*)(\S.*)", text.strip(), re.IGNORECASE)
     if match is None or not match[2].strip(" +,"):
@@ -136,6 +138,13 @@ def _split(text: str) -> tuple[tuple[int, ...], str]:
 
 
 def _refuse_mixed(text: str) -> None:
+    count = re.match(r"\s*(\d[\d,]*,\d+)(?=\s*x)", text)
+    if count is not None:
+        raise HardwareError(
+            f"cluster {text!r} has a count {count[1]!r} whose comma does not separate thousands",
+            code="hardware.cluster-syntax",
+            fix=f"write {text.strip().replace(count[1], count[1].replace(',', ''), 1)}",
+        )
     pieces = [part.strip() for part in re.split(r"[+,]|\band\b", text)]
     parts = [part for part in pieces if part]
     if len(parts) == 1 < len(pieces):

@@ -45,11 +45,19 @@ class Budget:
     steps: float
     tokens: float | None
     seconds: float
-    gpu_hours: float
+    num_gpus: int
+    """Devices of the cluster, all of which are paid for."""
+    num_idle: int = 0
+    """Those that the plan does not use."""
     price: float | None = None
     """Price of one device for one hour, in any currency."""
     interval: tuple[float, float]
     """Interval of time and cost, as multiples of the prediction."""
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours of all devices of the cluster, idle ones included."""
+        return self.seconds * self.num_gpus / HOUR
 
     @property
     def cost(self) -> float | None:
@@ -62,6 +70,8 @@ class Budget:
         verb = "takes" if what == "1 step" else "take"
         duration = format_duration(self.seconds) if self.seconds >= 1 else format_seconds(self.seconds)
         text = f"{what} {verb} {duration} and {format_hours(self.gpu_hours)} GPU-hours"
+        if self.num_idle:
+            text += f" of all {self.num_gpus:,} GPUs, {self.num_idle:,} of them idle"
         if self.cost is not None:
             cost = f"{self.cost:,.0f}" if self.cost >= 100 else f"{self.cost:.2f}"
             text += f", which cost {cost} at {format_number(self.price)} per GPU-hour"
@@ -70,6 +80,7 @@ class Budget:
 
     def to_data(self) -> dict[str, float | None]:
         """Return the values for JSON."""
+        idle = {"idle_gpu_hours": self.seconds * self.num_idle / HOUR} if self.num_idle else {}
         return {
             "tokens": self.tokens,
             "steps": self.steps,
@@ -77,6 +88,7 @@ class Budget:
             "days": self.seconds / (24 * HOUR),
             "gpu_hours": self.gpu_hours,
             "cost": self.cost,
+            **idle,
         }
 
 
@@ -91,11 +103,15 @@ def budget_of(
     candidate: Candidate,
     tokens_per_sample: int | None,
     *,
+    num_gpus: int,
     tokens: float | None,
     num_steps: int | None,
     price: float | None,
 ) -> Budget | None:
-    """Return time and cost of a training of `tokens`, or of `num_steps`; None if neither is known."""
+    """Return time and cost of a training of `tokens`, or of `num_steps`, on a cluster of `num_gpus`; None without them.
+
+    Devices that the plan leaves idle count, because they are paid for.
+    """
     plan, time = candidate.plan, candidate.time
     if tokens is not None and tokens_per_sample is not None:
         steps = tokens / (plan.batch_size * tokens_per_sample)
@@ -108,7 +124,8 @@ def budget_of(
         steps=steps,
         tokens=tokens,
         seconds=seconds,
-        gpu_hours=seconds * plan.layout.world_size / HOUR,
+        num_gpus=num_gpus,
+        num_idle=num_gpus - plan.layout.world_size,
         price=price,
         interval=time.interval,
     )
@@ -117,21 +134,35 @@ def budget_of(
 # The command that trains a job with a plan.
 
 
+YOUR_JOB = "YOUR_JOB.py"
+"""Stands for the user's own job in a command."""
+
+
 def train_command(job: str, plan: Plan, cluster: Cluster, settings: Sequence[str] = ()) -> str:
     """Return the `shardwise train` command that trains a job with this plan; `settings` are --set options of the job.
 
     On several nodes, the file hosts.txt must list their names.
     """
+    name, differences = plan_options(plan, cluster)
+    command = [*_train_on(cluster, job), "--plan", name]
+    for setting in (*settings, *differences):
+        command += ["--set", setting]
+    return shlex.join(command)
+
+
+def train_file_command(path: str, cluster: Cluster) -> str:
+    """Return the `shardwise train` command for a plan file whose model is published: the job is the user's to write."""
+    return shlex.join([*_train_on(cluster, YOUR_JOB), "--plan", path])
+
+
+def _train_on(cluster: Cluster, job: str) -> list[str]:
+    """Return the start of a `shardwise train` command on a cluster."""
     command = ["shardwise", "train", job]
     if cluster.num_nodes > 1:
         command += ["--hosts", "hosts.txt"]
     if cluster.devices_per_node > 1:
         command += ["--nproc", str(cluster.devices_per_node)]
-    name, differences = plan_options(plan, cluster)
-    command += ["--plan", name]
-    for setting in (*settings, *differences):
-        command += ["--set", setting]
-    return shlex.join(command)
+    return command
 
 
 def plan_options(plan: Plan, cluster: Cluster) -> tuple[str, list[str]]:

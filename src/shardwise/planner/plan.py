@@ -24,15 +24,17 @@ from shardwise.job import load_job
 from shardwise.planner.asked import HEADER, Asked, predict_asked, to_plan_file
 from shardwise.planner.cost.time import timeline
 from shardwise.planner.history import MachineHistory, corrected, corrected_candidate, read_history, with_memory_margin
-from shardwise.planner.next_step import Budget, budget_of, read_tokens, train_command
+from shardwise.planner.next_step import Budget, budget_of, read_tokens, train_command, train_file_command
 from shardwise.planner.own_plan import OwnOptions, is_searched_again, plan_settings, with_compile
-from shardwise.planner.search.advice import Hint, best_size, cluster_option, hints, leave_idle, smallest_cluster
+from shardwise.planner.search.advice import LARGEST, Hint, best_plan, changes_that_fit, cluster_option, hints
 from shardwise.planner.search.capacity import capacity_text
+from shardwise.planner.search.engine_forms import choose_form
 from shardwise.planner.search.explain import asked_verdict, reason
 from shardwise.planner.search.page import draw, to_page
 from shardwise.planner.search.report import to_text
 from shardwise.planner.search.report_data import ReportContent, to_data
-from shardwise.planner.search.search import Rejected, anything_fits, choose_form, search
+from shardwise.planner.search.search import Rejected, search
+from shardwise.planner.search.sizes import best_size, search_fewer
 from shardwise.planner.search.subject import job_subject, published_subject
 from shardwise.planner.settle import split_settings
 from shardwise.planner.spec import (
@@ -50,10 +52,15 @@ from shardwise.spec import Report, signature_of
 if TYPE_CHECKING:
     from shardwise.hardware.machine import Cluster
     from shardwise.job import Job
+    from shardwise.planner.search.engine_forms import EngineForm
     from shardwise.planner.search.question import FixedFields, Question
-    from shardwise.planner.search.search import Answer, Candidate, EngineForm
+    from shardwise.planner.search.search import Answer, Candidate
     from shardwise.planner.search.subject import Subject
     from shardwise.plans.plan import Plan
+
+
+SHORTEST = 256
+"""Tokens per sample below which no shorter length is proposed."""
 
 
 class PlanReport(Report, frozen=True, kw_only=True):
@@ -74,6 +81,8 @@ class PlanReport(Report, frozen=True, kw_only=True):
     """The --set options of the job."""
     advice: str = ""
     """Error message with the smallest change after which a plan fits; empty if one fits."""
+    out: str = ""
+    """The file to which the caller writes `to_toml`, which the next command names."""
     num_damaged: int = 0
     """Damaged lines in the history of runs on this machine, which were skipped."""
 
@@ -121,15 +130,30 @@ class PlanReport(Report, frozen=True, kw_only=True):
             return None
         tokens = None if self.spec.tokens is None else read_tokens(self.spec.tokens)
         per_sample = self.answer.question.model.plain.tokens_per_sample
-        return budget_of(candidate, per_sample, tokens=tokens, num_steps=self.subject.num_steps, price=self.spec.price)
+        return budget_of(
+            candidate,
+            per_sample,
+            num_gpus=self.answer.question.cluster.num_devices + self.answer.num_idle,
+            tokens=tokens,
+            num_steps=self.subject.num_steps,
+            price=self.spec.price,
+        )
 
     @property
     def next_command(self) -> str:
-        """The command to run next: `train` for the file of a job, else `plan` with --out; empty if no plan fits."""
+        """The command to run next: `train`, or for a model whose plan is in no file yet, `plan` with --out.
+
+        Empty if no plan fits.
+        """
+        cluster = self.answer.question.cluster
         if self.chosen is None or self.spec.model is None:
             return ""
         if self.spec.is_job:
-            return train_command(self.spec.model, self.chosen, self.answer.question.cluster, self.job_settings)
+            return train_command(self.spec.model, self.chosen, cluster, self.job_settings)
+        is_unchanged = self.spec.plan.endswith(".toml") and not self.spec.settings and self.spec.compile is None
+        path = self.out or (self.spec.plan if is_unchanged else "")
+        if path:
+            return train_file_command(path, cluster)
         options, arguments = self.spec.to_argv()
         separate = itertools.chain.from_iterable(option.split("=", 1) for option in options)
         return shlex.join(["shardwise", "plan", *arguments, *separate, "--out", "plan.toml"])
@@ -262,8 +286,10 @@ plan.__signature__ = signature_of(PlanSpec, PlanReport)  # type: ignore[attr-def
 
 def _searched(question: Question, max_gpus: int | None) -> tuple[Answer, list[Answer]]:
     """Return the result of the search, on the best number of devices if it is limited, and those of other numbers."""
+    if max_gpus is None and question.batch_size % question.cluster.num_devices == 0:
+        return search(question), []
     if max_gpus is None:
-        return leave_idle(search(question)), []
+        return search_fewer(question), []
     return best_size(question, max_gpus)
 
 
@@ -285,7 +311,7 @@ def _with_verdict(report: PlanReport, *, batch_is_fixed: bool) -> PlanReport:
     """Return the report with the exit code 3 and advice if no plan fits, or the user's own plan does not."""
     advice = ""
     if report.best is None:
-        advice = _advice(report.answer, batch_is_fixed=batch_is_fixed)
+        advice = _advice(report, batch_is_fixed=batch_is_fixed)
     is_refused = report.asked is not None and not report.asked.fits
     if not advice and not is_refused:
         return report
@@ -331,21 +357,29 @@ def load_named_job(spec: PlanSpec) -> Job:
     return load_job(split_settings(spec.model or "", spec.settings)[0])
 
 
-def _advice(answer: Answer, *, batch_is_fixed: bool) -> str:
+def _advice(report: PlanReport, *, batch_is_fixed: bool) -> str:
     """Return the message that no plan fits, or that none divides the batch, with the smallest change that helps."""
-    question, families = answer.question, answer.families.values()
+    question, families = report.answer.question, report.answer.families.values()
     name, cluster, batch = question.model.plain.name, question.cluster, question.batch_size
     where = f"{cluster.num_devices:,} x {cluster.device.name}"
-    found = smallest_cluster(question, batch if batch_is_fixed else None)
-    wider = f"--cluster {cluster_option(found[0])}, where {found[1]} fits" if found is not None else ""
-    if batch % cluster.num_devices and all(entry.memory is None for entry in families):
-        size = batch // cluster.num_devices * cluster.num_devices
-        sizes = [each for each in (size, size + cluster.num_devices) if each]
-        fitting = [each for each in sizes if anything_fits(dataclasses.replace(question, batch_size=each))]
-        changes = [f"--batch-size {each}" for each in fitting] + [wider] * bool(wider)
-        if changes:
-            return f"no plan of {name} divides a batch of {batch:,} evenly over {where}: use {' or '.join(changes)}"
     fact = f"no plan of {name} fits on {where}"
-    if wider:
-        return f"{fact}: use {wider}"
-    return f"{fact} ({capacity_text(question)}): use a smaller batch, a shorter length or --lora"
+    if batch % cluster.num_devices and all(entry.memory is None for entry in families):
+        fact = f"no plan of {name} divides a batch of {batch:,} evenly over {where}"
+    changes = changes_that_fit(question, batch_is_fixed=batch_is_fixed) or _shorter_length(report)
+    if changes:
+        return f"{fact}: use {', or '.join(changes)}"
+    limit = f"nor on up to {LARGEST:,} of them, also with another batch size"
+    return f"{fact} ({capacity_text(question)}), {limit}: use a smaller model"
+
+
+def _shorter_length(report: PlanReport) -> list[str]:
+    """Return the option of the largest half, quarter and so on of a published model's length with which a plan fits."""
+    question, spec = report.answer.question, report.spec
+    length = question.model.plain.tokens_per_sample or 0
+    while spec.model is not None and not spec.is_job and length > SHORTEST:
+        length //= 2
+        model = _subject(spec.replace(length=length), None, question.cluster).model
+        best = best_plan(dataclasses.replace(question, model=model))
+        if best is not None:
+            return [f"--length {length}, with which {best.family} fits"]
+    return []

@@ -159,6 +159,7 @@ NUMBERS = {
     "out in no directory": (["--out", "no/plan.toml"], ("cli.output-folder-missing", "no/plan.toml")),
     "report in no directory": (["--report", "no/page.html"], ("cli.output-folder-missing", "no/page.html")),
     "report that is not a page": (["--report", "page.pdf"], ("cli.report-extension", "page.html")),
+    "picture that is not an SVG": (["--picture", "plan.png"], ("cli.picture-extension", "plan.png", "plan.svg")),
     "ranks of a search": (["--nproc", "2"], ("cli.option-not-applicable", "--cluster 2xthis")),
 }
 INPUTS = {
@@ -191,7 +192,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(directory, capfd, argument
 
 @pytest.mark.parametrize("option", ["--out", "--picture", "--report"])
 def test_a_file_that_cannot_be_written_is_one_sentence_after_the_report(directory, capfd, option):
-    name = "full.html"
+    name = "full.svg" if option == "--picture" else "full.html"
     (directory / name).symlink_to("/dev/full")  # accepts no byte, not even of root
     assert main(["plan", "gpt2", "--cluster", "2xH100", "--batch-size", "8", option, name]) == 2
     captured = capfd.readouterr()

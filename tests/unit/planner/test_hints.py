@@ -9,9 +9,11 @@ import torch
 
 import shardwise as sw
 from refusals import refuses
+from shardwise.cli.main import main
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.planner.next_step import read_tokens
-from shardwise.planner.search.advice import cluster_option, cluster_sizes
+from shardwise.planner.search.advice import cluster_option
+from shardwise.planner.search.sizes import cluster_sizes
 from shardwise.units import format_seconds
 
 
@@ -60,10 +62,10 @@ def test_a_batch_below_the_number_of_devices_leaves_one_idle_and_names_a_batch_f
 @pytest.mark.parametrize(
     ("model", "cluster", "batch_size", "num_used"),
     [
-        ("resnet-50", "8xH100", 7, 7),
+        ("resnet-50", "8xH100", 7, 1),  # 5.1 ms, and 6.4 ms on 7 devices: a step is launches
         ("t5-base", "8xA100-40GB", 7, 7),
         ("gpt2", "8xH100", 1, 1),
-        ("gpt2-tiny", "3xH100", 8, 2),
+        ("gpt2-tiny", "3xH100", 8, 1),
         ("llama3-8b", "64xH100", 1, 8),
     ],
 )
@@ -135,6 +137,18 @@ def test_a_budget_of_tokens_is_days_gpu_hours_and_cost():
     assert "budget" not in json.loads(sw.plan("llama-7b", cluster="8xH100", batch_size=64).to_json())
 
 
+def test_the_budget_is_of_the_whole_cluster_also_if_devices_stay_idle():
+    report = sw.plan("gpt2", cluster="8xH100", batch_size=7, tokens="1B", price=2)
+    budget = report.budget
+    assert (report.best.layout.world_size, budget.num_gpus, budget.num_idle) == (7, 8, 1)
+    assert budget.gpu_hours == pytest.approx(8 * budget.seconds / 3600)
+    assert budget.cost == pytest.approx(2 * budget.gpu_hours)
+    data = json.loads(report.to_json())["budget"]
+    assert (data["cost"], data["gpu_hours"]) == (budget.cost, budget.gpu_hours)
+    assert data["idle_gpu_hours"] == pytest.approx(budget.seconds / 3600)
+    assert "GPU-hours of all 8 GPUs, 1 of them idle, which cost" in report.to_text()
+
+
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [("1T", 1e12), ("300B", 3e11), ("1.5e12", 1.5e12), ("2_000_000", 2e6), (10**9, 1e9), ("5m", 5e6)],
@@ -156,6 +170,19 @@ def test_the_next_command_writes_the_plan_of_a_model():
     assert argv[-2:] == ["--out", "plan.toml"]
     assert {"--cluster", "8xH100", "--batch-size", "--set", "micro_batch=1", "--plan", "fsdp"} <= set(argv)
     assert sw.plan("llama-7b", cluster="1xT4").next_command == ""
+
+
+def test_the_next_command_of_a_plan_file_is_train(tmp_path, capfd):
+    path = str(tmp_path / "pl.toml")
+    assert main(["plan", "llama-7b", "--cluster", "16xH100", "--batch-size", "64", "--out", path, "--json"]) == 0
+    train = f"shardwise train YOUR_JOB.py --hosts hosts.txt --nproc 8 --plan {path}"
+    assert json.loads(capfd.readouterr().out)["next"] == train
+    report = sw.plan(path)
+    assert report.next_command == train
+    assert "YOUR_JOB.py is your job with llama-7b and a batch of 64 samples" in report.to_text()
+    changed = shlex.split(sw.plan(path, set=["recompute=full"]).next_command)
+    assert changed[1] == "plan"
+    assert changed[-2:] == ["--out", "plan.toml"]
 
 
 def job_of(**length):

@@ -22,7 +22,7 @@ from shardwise.planner.search.choices import (
 )
 from shardwise.planner.search.floors import Floors
 from shardwise.planner.search.question import Question
-from shardwise.planner.search.search import Candidate, Rejected, anything_fits, choose, search
+from shardwise.planner.search.search import Candidate, Rejected, choose, search
 from shardwise.plans.pipeline import SCHEDULES, split_layers
 from shardwise.plans.plan import Plan
 from shardwise.plans.sections import Precision
@@ -92,6 +92,21 @@ def test_the_shortcut_finds_what_predicting_everything_finds(case, batch_and_len
     if length is not None:
         assert {"cp", "tp"} <= {candidate.family for candidate in quick.candidates}
         assert any(candidate.plan.fused_loss for candidate in quick.candidates)
+
+
+@pytest.mark.parametrize(
+    ("case", "batch_size"),
+    [
+        *((case, batch) for case, (batch, length) in SMALL.items() if length is None),
+        ("llama-70b on 8xH100", 64),
+        ("llama3-8b on 48xH100", 500),
+        ("llama3-405b on 1536xH100", 2048),
+        ("llama3-405b on 16384xH100", 2048),
+    ],
+)
+def test_a_quick_search_finds_the_same_best_plan(case, batch_size):
+    question = asked(case, batch_size)
+    assert search(question, quick=True).best.plan == search(question).best.plan
 
 
 @pytest.mark.prove
@@ -165,7 +180,7 @@ def test_nothing_fits_is_an_answer():
     answer = search(asked("llama3-405b on 1xH100", 8))
     assert answer.best is None
     assert answer.families["ddp"].reason == "memory"
-    assert anything_fits(answer.question) is None
+    assert search(answer.question, quick=True).best is None
 
 
 def test_a_refused_family_has_a_reason():
@@ -190,6 +205,13 @@ def test_hsdp_wins_over_flat_sharding_across_many_nodes_within_model_error():
         pair = [slowed(best, flat, 1.0), slowed(best, hybrid, slower)]
         assert choose(pair, widest=64).family == family
         assert choose(pair, widest=128).family == choose(pair).family == "zero3"
+
+
+def test_shard_groups_over_many_nodes_are_small_also_with_tensor_parallelism():
+    """ZeRO-3 over 512 nodes was chosen, although groups of 64 nodes are faster."""
+    answer = search(asked("llama3-405b on 16384xH100", 16384))
+    assert str(answer.best.plan.layout) == "replicate32.shard256.tp2"
+    assert answer.best.time.seconds <= 1.001 * answer.candidates[0].time.seconds
 
 
 def test_uneven_stages_and_more_virtual_stages_are_searched_and_win_where_the_head_is_large():

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from shardwise.job import Job
     from shardwise.planner.cost.memory import Memory
     from shardwise.planner.cost.time import Time
+    from shardwise.planner.search.engine_forms import EngineForm
     from shardwise.planner.search.question import Question
-    from shardwise.planner.search.search import EngineForm
     from shardwise.plans import Plan
     from shardwise.plans.sections import DType
     from shardwise.training.build import BuildContext

@@ -17,7 +17,8 @@ from shardwise.planner.cost.stage_costs import numel_of
 from shardwise.planner.cost.stages import RankState, stages_of_plan
 from shardwise.planner.search.capacity import over_the_host_limit, over_the_limit
 from shardwise.planner.search.choices import divisors
-from shardwise.planner.search.search import TIE, Candidate, EngineForm, refused_by_rule
+from shardwise.planner.search.engine_forms import EngineForm
+from shardwise.planner.search.search import TIE, Candidate, refused_by_rule
 from shardwise.plans.plan import Plan
 from shardwise.plans.sections import Offload
 from shardwise.units import ELEMENT_BYTES

@@ -12,17 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.hardware.cluster import read_catalogue
-from shardwise.hardware.machine import Cluster
 from shardwise.planner.search.choices import divisors
-from shardwise.planner.search.search import FAMILY_TIE, anything_fits, choose, refused_by_rule, search
+from shardwise.planner.search.search import choose, refused_by_rule, search
+from shardwise.planner.search.sizes import cluster_sizes, doubled, plans_of_sizes, resized
 from shardwise.plans.pipeline import SCHEDULES
 from shardwise.plans.rules import is_exact_in_graph
 from shardwise.units import format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from shardwise.hardware.machine import NodeType
+    from shardwise.hardware.machine import Cluster
     from shardwise.planner.search.question import Question
     from shardwise.planner.search.search import Answer, Candidate
 
@@ -44,8 +42,6 @@ MANY, MOST_COMPUTE_OF_MANY = 1024, 0.5
 """Number of devices above which such a search takes most of a second, and the share of compute there."""
 SCALES = 1.8
 """Ratio of step times from which halving the devices gains little: each of them would do hardly more."""
-MOST_UTILIZATION = 0.7
-"""Model FLOPs utilization that no published run exceeds; it bounds what fewer devices can reach."""
 COMPUTE = ("matmul", "attention", "memory", "recompute")
 """Parts of a step that take twice as long on half of the devices."""
 
@@ -97,18 +93,41 @@ def uneven_batch(answer: Answer, best: Candidate) -> list[Hint]:
         return []
     question = resized(answer.question, devices)
     found = []
-    for size in (batch // devices * devices, -(-batch // devices) * devices):
-        if size and abs(size - batch) <= NEAR * batch:
-            other = search(dataclasses.replace(question, batch_size=size)).best
-            text = f"a batch of {size:,} samples, which {devices:,} devices divide evenly,"
-            found += _faster(text, other, best, num_paid=devices)
+    for size in _near_batches(batch, devices):
+        other = best_plan(dataclasses.replace(question, batch_size=size))
+        used = other.plan.layout.world_size if other is not None else devices
+        text = f"a batch of {size:,} samples, which {used:,} devices divide evenly,"
+        found += _faster(text, other, best, num_devices=devices, num_paid=devices)
     for size in _near_sizes(question.cluster, batch):
         if size <= best.plan.layout.world_size and answer.num_idle:
             continue  # the plan leaves the others idle anyway, and is faster on more of them
         wider = resized(question, size)
         text = f"--cluster {cluster_option(wider.cluster)}, whose devices divide a batch of {batch:,} evenly,"
-        found += _faster(text, search(wider).best, best, num_paid=devices)
+        found += _faster(text, search(wider, quick=True).best, best, num_devices=size, num_paid=devices)
+    split = answer.faster_split
+    if split is not None:
+        times = f"{format_seconds(split.time.seconds)} a step, instead of {format_seconds(best.time.seconds)}"
+        text = f"for a batch of {batch:,}, splitting the model by {split.plan.layout} would take {times}"
+        found.append(_hint(text, split, split.time.samples_per_second / best.time.samples_per_second))
     return found
+
+
+def _near_batches(batch: int, devices: int) -> list[int]:
+    """Return the nearest batch sizes, within NEAR, that all devices divide; else half of them, a quarter and so on."""
+    while devices > 1:
+        down = batch // devices * devices
+        near = [size for size in (down, down + devices) if size and abs(size - batch) <= NEAR * batch]
+        if near:
+            return [size for size in near if size != batch]
+        devices //= 2
+    return []
+
+
+def best_plan(question: Question) -> Candidate | None:
+    """Return the best plan, on fewer devices if the batch does not divide over all; None if none fits."""
+    if question.batch_size % question.cluster.num_devices == 0:
+        return search(question, quick=True).best
+    return choose(plans_of_sizes(question), question.widest)
 
 
 def _near_sizes(cluster: Cluster, batch: int) -> list[int]:
@@ -119,18 +138,18 @@ def _near_sizes(cluster: Cluster, batch: int) -> list[int]:
     return [*below[-1:], *above[:1]]
 
 
-def _faster(text: str, other: Candidate | None, best: Candidate, *, num_paid: int) -> list[Hint]:
-    """Return a hint if a plan trains clearly more per device than the best one on `num_paid` devices, some idle."""
+def _faster(text: str, other: Candidate | None, best: Candidate, *, num_devices: int, num_paid: int) -> list[Hint]:
+    """Return a hint if a plan on `num_devices` trains clearly more per device than the best one on `num_paid`."""
     if other is None:
         return []
-    ratio = _per_device(other) / (best.time.samples_per_second / num_paid)
+    ratio = other.time.samples_per_second / num_devices / (best.time.samples_per_second / num_paid)
     if ratio < 1 + LEAST_GAIN:
         return []
     before = rate_text(best, num_paid)
     idle = num_paid - best.plan.layout.world_size
     if idle:
         before += f", since {idle:,} of {num_paid:,} devices {'stays' if idle == 1 else 'stay'} idle"
-    text = f"{text} gives {rate_text(other)} with {other.family}, instead of {before} (+{ratio - 1:.0%})"
+    text = f"{text} gives {rate_text(other, num_devices)} with {other.family}, instead of {before} (+{ratio - 1:.0%})"
     return [_hint(text, other, ratio)]
 
 
@@ -174,7 +193,7 @@ def _halved(question: Question, best: Candidate) -> list[Candidate]:
     found, node = [best], question.cluster.node
     while (size := found[-1].plan.layout.world_size) > 1:
         smaller = cluster_sizes(node, size // 2)[-1]
-        candidate = search(resized(question, smaller)).best
+        candidate = search(resized(question, smaller), quick=True).best
         if candidate is None:
             break
         found.append(candidate)
@@ -190,87 +209,7 @@ def _fewer(answer: Answer, few: Candidate, best: Candidate, what: str) -> Hint:
     return _hint(text, few, _per_device(few) / _per_device(best))
 
 
-# Numbers of devices: fewer if the batch divides over these only, the best up to a limit, the smallest that fits.
-
-
-def leave_idle(answer: Answer) -> Answer:
-    """Return the answer for fewer devices if the batch divides over these only and the result is better, or `answer`.
-
-    Better is faster, or equal within model error without a split of the model; `Answer.num_idle` counts the others.
-    """
-    question = answer.question
-    size = question.cluster.num_devices
-    if question.batch_size % size == 0:
-        return answer
-    found = answer
-    for fewer in _sizes_that_divide(question):
-        best = found.best
-        if best is not None and fewer * MOST_UTILIZATION < best.plan.layout.world_size * best.time.mfu:
-            continue
-        part = search(resized(question, fewer))
-        if part.best is not None and (best is None or choose([best, part.best]) is part.best):
-            found = dataclasses.replace(part, num_idle=size - fewer)
-    return found
-
-
-def _sizes_that_divide(question: Question) -> list[int]:
-    """Return the largest numbers of devices below the cluster's over which tp, and without tp, the batch divides."""
-    node, limit = question.cluster.node.num_devices, question.cluster.num_devices
-    numbers = divisors(question.batch_size)
-    degrees = [tp for tp in question.model.plain.tp_degrees if node % tp == 0]
-    shared = {samples * tp for samples in numbers for tp in degrees}
-
-    def largest(sizes: Iterable[int]) -> int:
-        return max(size for size in sizes if size < limit and (size <= node or size % node == 0))
-
-    return list(dict.fromkeys((largest(shared), largest(numbers))))
-
-
-def best_size(question: Question, limit: int) -> tuple[Answer, list[Answer]]:
-    """Return the result for the best number of devices up to `limit`, and the results of all numbers with a plan.
-
-    The best is the smallest number whose step takes at most FAMILY_TIE longer than the shortest; without any plan, the
-    limit itself.
-    """
-    node = question.cluster.node
-    sizes = {*range(1, min(limit, node.num_devices) + 1), *cluster_sizes(node, limit)}
-    answers = [search(resized(question, size)) for size in sorted(sizes)]
-    fitting = [answer for answer in answers if answer.best is not None]
-    if not fitting:
-        return answers[-1], []
-    least = min(_seconds(answer) for answer in fitting)
-    return next(answer for answer in fitting if _seconds(answer) <= least * (1 + FAMILY_TIE)), fitting
-
-
-def _seconds(answer: Answer) -> float:
-    return answer.best.time.seconds if answer.best is not None else float("inf")
-
-
-def cluster_sizes(node: NodeType, limit: int) -> list[int]:
-    """Return numbers of devices up to `limit` in ascending order: divisors of a node, then whole nodes.
-
-    Up to 16 nodes, all numbers; above, two for each power of two, and the largest.
-    """
-    inside = [size for size in divisors(node.num_devices) if size <= limit]
-    most = limit // node.num_devices
-    nodes = {*range(2, min(most, 16) + 1), *(_doubled(most))}
-    if most > 1:
-        nodes.add(most)
-    return inside + [count * node.num_devices for count in sorted(nodes)]
-
-
-def _doubled(most: int) -> list[int]:
-    """Return 2, 3, 4, 6, 8, 12 and so on up to `most`."""
-    found = []
-    for power in range(20):
-        found += [factor << power for factor in (2, 3) if factor << power <= most]
-    return found
-
-
-def resized(question: Question, num_devices: int) -> Question:
-    """Return the question for another number of the same devices, with the same batch."""
-    cluster = Cluster(node=question.cluster.node, num_devices=num_devices)
-    return dataclasses.replace(question, cluster=cluster)
+# Names of clusters, and the smallest that fits.
 
 
 def cluster_option(cluster: Cluster) -> str:
@@ -287,24 +226,55 @@ def cluster_option(cluster: Cluster) -> str:
     return f"{cluster.num_nodes}x{cluster.devices_per_node}x{device.name}"
 
 
+def changes_that_fit(question: Question, *, batch_is_fixed: bool) -> list[str]:
+    """Return the options of the smallest changes after which a plan fits: another batch size, a larger cluster."""
+    found = []
+    others = ((size, best_plan(dataclasses.replace(question, batch_size=size))) for size in _other_batches(question))
+    fitting = [(size, other.family) for size, other in others if other is not None]
+    if fitting:
+        size, family = next((each for each in fitting if each[1] != "offload"), fitting[0])
+        found.append(f"--batch-size {size}, with which {family} fits")
+    wider = smallest_cluster(question, question.batch_size if batch_is_fixed else None)
+    if wider is not None:
+        found.append(f"--cluster {cluster_option(wider[0])}, where {wider[1]} fits")
+    elif not found and batch_is_fixed:  # such as a batch of 1, which several devices do not divide
+        wider = smallest_cluster(question)
+        if wider is not None:
+            batch = _grown(question.batch_size, wider[0].num_devices)
+            found.append(f"--cluster {cluster_option(wider[0])} --batch-size {batch}, where {wider[1]} fits")
+    return found
+
+
+def _other_batches(question: Question) -> list[int]:
+    """Return the nearest batch sizes that all devices divide, half of them and so on: those within NEAR first."""
+    batch, devices = question.batch_size, question.cluster.num_devices
+    near, far = list[int](), list[int]()
+    while devices > 1 and batch % question.cluster.num_devices:
+        for size in (batch // devices * devices, _grown(batch, devices)):
+            if size not in (0, batch, *near, *far):
+                (near if abs(size - batch) <= NEAR * batch else far).append(size)
+        devices //= 2
+    return near + sorted(far, key=lambda size: abs(size - batch))
+
+
+def _grown(batch: int, devices: int) -> int:
+    return -(-batch // devices) * devices
+
+
 def smallest_cluster(question: Question, batch_size: int | None = None) -> tuple[Cluster, str] | None:
     """Return the smallest cluster of up to LARGEST such devices on which the model fits, with the family, or None.
 
     With `batch_size` None, the batch grows with the devices.
     """
     node = question.cluster.node
-    sizes = [
-        *divisors(node.num_devices),
-        *(count * node.num_devices for count in _doubled(LARGEST // node.num_devices)),
-    ]
-    for size in sorted(sizes):
-        if size <= question.cluster.num_devices:
-            continue
-        batch = batch_size or -(-question.batch_size // size) * size
-        wider = dataclasses.replace(resized(question, size), batch_size=batch)
-        family = anything_fits(wider)
-        if family is not None:
-            return wider.cluster, family
+    nodes = (count * node.num_devices for count in doubled(LARGEST // node.num_devices))
+    for size in sorted({*divisors(node.num_devices), *nodes}):
+        if size > question.cluster.num_devices:
+            batch = batch_size or _grown(question.batch_size, size)
+            wider = dataclasses.replace(resized(question, size), batch_size=batch)
+            best = best_plan(wider)
+            if best is not None:
+                return wider.cluster, best.family
     return None
 
 

@@ -16,7 +16,7 @@ from shardwise.plans.pipeline import SCHEDULES, balanced_bounds, even_bounds
 from shardwise.plans.sections import Offload, Pipeline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from shardwise.planner.model.shape import ModelShape, Recompute
     from shardwise.plans.plan import Plan
@@ -70,18 +70,43 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
+class Degrees(NamedTuple):
+    """The degrees of parallelism of a layout; dp is replicate times shard."""
+
+    pp: int
+    cp: int
+    tp: int
+    dp: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.cp * self.tp * self.dp
+
+
 def groups(shape: ModelShape, world_size: int, devices_per_node: int, batch_size: int) -> Iterator[ChoiceGroup]:
     """Yield every group whose data-parallel degree divides the batch; tensor parallelism stays inside a node."""
-    pipelines: dict[int, list[PipelineChoice]] = {}
+    yield from groups_of_degrees(shape, degrees_of(shape, world_size, devices_per_node, batch_size), batch_size)
+
+
+def degrees_of(shape: ModelShape, world_size: int, devices_per_node: int, batch_size: int) -> Iterator[Degrees]:
+    """Yield the degrees of every layout of a number of ranks whose data-parallel degree divides the batch."""
     for pp, cp, tp in _model_degrees(shape, world_size, devices_per_node):
+        dp = world_size // tp // pp // cp
+        if batch_size % dp == 0:
+            yield Degrees(pp, cp, tp, dp)
+
+
+def groups_of_degrees(shape: ModelShape, every: Iterable[Degrees], batch_size: int) -> Iterator[ChoiceGroup]:
+    """Yield every group of these degrees."""
+    pipelines: dict[int, list[PipelineChoice]] = {}
+    for degrees in every:
+        pp, cp, tp, dp = degrees
         tokens = shape.tokens_per_sample
         sequence_parallel = tp > 1 and tokens is not None and tokens // cp % tp == 0
-        dp = world_size // tp // pp // cp
-        if batch_size % dp:
-            continue
         if pp not in pipelines:
             pipelines[pp] = list(_pipelines(shape, pp))
-        yield from _groups_of(pipelines[pp], (pp, cp, tp, dp), batch_size // dp, sequence_parallel=sequence_parallel)
+        yield from _groups_of(pipelines[pp], degrees, batch_size // dp, sequence_parallel=sequence_parallel)
 
 
 def groups_of_layout(shape: ModelShape, layout: Layout, num_samples: int) -> Iterator[ChoiceGroup]:
@@ -303,12 +328,12 @@ def _family(degrees: Layout | ChoiceGroup, dp: int, variant: PlanVariant) -> str
 
 
 def shards_widely(degrees: Layout | ChoiceGroup, shard: int, zero: int, widest: float) -> bool:
-    """Whether more than `widest` devices gather the parameters of an unsplit model from each other."""
-    return zero >= 2 and shard > widest and degrees.pp == degrees.cp == degrees.tp == 1
+    """Whether more than `widest` devices gather the parameters of a model without stages from each other."""
+    return zero >= 2 and degrees.pp == 1 and shard * degrees.cp * degrees.tp > widest
 
 
 def is_wide(plan: Plan, widest: float) -> bool:
-    """Whether a plan shards an unsplit model over more than `widest` devices."""
+    """Whether a plan without stages shards over more than `widest` devices."""
     return shards_widely(plan.layout, plan.layout.shard, plan.zero, widest)
 
 

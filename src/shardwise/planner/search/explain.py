@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from shardwise.planner.asked import Asked
     from shardwise.planner.cost.memory import Memory
     from shardwise.planner.model.shape import ModelShape
+    from shardwise.planner.search.engine_forms import EngineForm
     from shardwise.planner.search.question import Question
-    from shardwise.planner.search.search import Answer, EngineForm
+    from shardwise.planner.search.search import Answer
 
 
 EQUAL = 0.005

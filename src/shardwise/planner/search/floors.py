@@ -7,8 +7,8 @@ devices consist of launches. The invariant: no bound is above the prediction of 
 
 from __future__ import annotations
 
+import itertools
 import operator
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.layout import Layout
@@ -22,7 +22,7 @@ from shardwise.planner.cost.stage_costs import (
     with_host_operators,
 )
 from shardwise.planner.cost.stages import PipelineShape, product_inputs, stages_between
-from shardwise.planner.search.choices import stage_bounds
+from shardwise.planner.search.choices import OFFLOADS, ChoiceGroup, PlanVariant, divisors, stage_bounds
 from shardwise.plans.pipeline import SCHEDULES
 from shardwise.plans.sections import Float8
 from shardwise.units import ELEMENT_BYTES
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from shardwise.planner.cost.time import TimeModel
     from shardwise.planner.model.shape import Amount, ModelShape, Part, Recompute
-    from shardwise.planner.search.choices import ChoiceGroup, PlanVariant
+    from shardwise.planner.search.choices import Degrees
     from shardwise.planner.search.question import Question
 
 
@@ -93,6 +93,19 @@ class Floors:
         seconds = self._seconds(self._shape(group, gathered=is_sharded), group, is_sharded=is_sharded)
         return seconds * (1 + self._time.jitter(group.pp * group.dp * group.cp * group.tp))
 
+    def least_seconds(self, degrees: Degrees, num_samples: int) -> float:
+        """Return a lower bound of the step time of all plans with these degrees, `num_samples` for each dp rank.
+
+        It is that of equal stages without bubbles and without recompute, with the best micro-batch.
+        """
+        pp, cp, tp, dp = degrees
+        bounds = []
+        for micro_batch, sequence_parallel in itertools.product(divisors(num_samples), {False, tp > 1}):
+            number = num_samples // micro_batch
+            group = ChoiceGroup(1, cp, tp, pp * dp, micro_batch, number, "none", "1f1b", sequence_parallel)
+            bounds += [self.seconds(group, is_sharded=is_sharded) / pp for is_sharded in (False, True)]
+        return min(bounds)
+
     def _shape(self, group: ChoiceGroup, *, gathered: bool) -> ModelShape:
         return self._model.sliced(group.cp, group.tp, gathered=gathered)
 
@@ -146,6 +159,12 @@ class Floors:
         if part.kind == "last" and shape.head is not None:
             return waits
         return waits + tensor_exchange(part, samples, group.tp, wires, sequence_parallel=group.sequence_parallel)
+
+    def least_memory(self, group: ChoiceGroup, *, offload: bool) -> float:
+        """Return a lower bound of the memory of all plans of a group, with or without offload."""
+        kind = OFFLOADS[-1 if offload else 0]
+        leanest = (PlanVariant(group.dp, 3, "every", kind), PlanVariant(group.dp, 1, offload=kind))
+        return min(self.memory(group, variant) for variant in leanest)
 
     def memory(self, group: ChoiceGroup, variant: PlanVariant) -> float:
         """Return a lower bound of a plan's memory: states in the update, or states and activations before backward.
@@ -234,7 +253,7 @@ def _loads(shape: ModelShape, group: ChoiceGroup) -> Stages:
         of_rank.setdefault(stage.rank, []).append(stages[-1])
     loads = [_summed(of_rank[rank], num_parts) for rank in range(group.pp)]
     last = sorted({load: rank for rank, load in enumerate(loads)}.values())
-    before = [_summed(stages[start:end], num_parts) for start, end in pairwise([0, *last])]
+    before = [_summed(stages[start:end], num_parts) for start, end in itertools.pairwise([0, *last])]
     return Stages(tuple(before), tuple(loads[rank] for rank in last), tuple(of_rank[0]))
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from shardwise.engines.engine import engine_named
 from shardwise.planner.cost.time import SHOWN_ROUNDS, timeline
 from shardwise.planner.search.capacity import capacity_text
+from shardwise.planner.search.engine_forms import choose_form
 from shardwise.planner.search.explain import asked_verdict, cluster_text
 from shardwise.planner.search.report import cells_of, column_names, next_lines, reasons_of
-from shardwise.planner.search.search import Candidate, choose_form
+from shardwise.planner.search.search import Candidate
 from shardwise.plots.figures import Bars, Gantt, GanttSpan, Table
 from shardwise.plots.page import Findings, Section, html_of
 from shardwise.plots.svg import draw_sheet

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.planner.next_step import plan_changes, written
+from shardwise.planner.next_step import YOUR_JOB, plan_changes, written
 from shardwise.planner.search.advice import ROUND, capture_gain, compile_gain, rounds_gain
 from shardwise.planner.search.capacity import capacity_text
 from shardwise.planner.search.choices import FAMILIES, family_of
+from shardwise.planner.search.engine_forms import choose_form
 from shardwise.planner.search.explain import (
     asked_verdict,
     beside_native,
@@ -24,7 +25,7 @@ from shardwise.planner.search.explain import (
     form_reason,
     reason,
 )
-from shardwise.planner.search.search import FAMILY_TIE, Candidate, choose_form
+from shardwise.planner.search.search import FAMILY_TIE, Candidate
 from shardwise.plans.plan import Plan
 from shardwise.runs.console import counted
 from shardwise.units import (
@@ -259,6 +260,10 @@ def next_lines(shown: ReportContent) -> list[tuple[str, str]]:
         if "hosts.txt" in shown.next_command:
             nodes = shown.answer.question.cluster.num_nodes
             lines.append(("", f"hosts.txt lists the names of the {nodes:,} nodes, one per line"))
+        if YOUR_JOB in shown.next_command:
+            question = shown.answer.question
+            samples = counted(question.batch_size, "sample")
+            lines.append(("", f"{YOUR_JOB} is your job with {question.model.plain.name} and a batch of {samples}"))
     return lines
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.planner.search.advice import capture_gain, compile_gain, rounds_gain
+from shardwise.planner.search.engine_forms import choose_form
 from shardwise.planner.search.explain import asked_verdict, decision_path, form_reason, reason
 from shardwise.planner.search.question import FILL
-from shardwise.planner.search.search import Candidate, choose_form
+from shardwise.planner.search.search import Candidate
 from shardwise.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from shardwise.planner.cost.time import Time
     from shardwise.planner.next_step import Budget
     from shardwise.planner.search.advice import Hint
-    from shardwise.planner.search.search import Answer, EngineForm, Rejected
+    from shardwise.planner.search.engine_forms import EngineForm
+    from shardwise.planner.search.search import Answer, Rejected
     from shardwise.planner.search.subject import Subject
 
 

@@ -1,9 +1,10 @@
 """The search: the best plan of each family, and the best of all.
 
 The idea: plans form groups that share compute and bubbles. The search visits groups in the order of a lower bound of
-their time (`floors.py`) and skips a group whose bound is above the best time of its family. It also skips plans
-whose lower bound of memory exceeds the device, and micro-batches larger than one that did not fit. The invariant: the
-result equals that of predicting every plan (`exhaustive`; a test compares them).
+their time (`floors.py`) and skips a group whose bound is above the best time of its family. It also skips groups and
+plans whose lower bound of memory exceeds the device, and micro-batches larger than one that did not fit. The invariant:
+the result equals that of predicting every plan (`exhaustive`; a test compares them). A `quick` search compares bounds
+with the best time of all families, so that its best plan is the same, but not the best plans of the other families.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from shardwise.planner.search.choices import (
     ChoiceGroup,
     PlanVariant,
     better_plans,
+    degrees_of,
     family_of,
     group_family,
-    groups,
+    groups_of_degrees,
     is_wide,
     leaner,
     make_plan,
@@ -34,10 +36,11 @@ from shardwise.planner.search.choices import (
 from shardwise.planner.search.floors import Floors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from shardwise.planner.cost.memory import Memory
     from shardwise.planner.cost.time import Time
+    from shardwise.planner.search.choices import Degrees
     from shardwise.planner.search.question import Question
     from shardwise.plans.plan import Plan
 
@@ -82,23 +85,6 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineForm:
-    """One way to train with another engine: the fastest of its plans that fit, or why none does."""
-
-    name: str
-    best: Candidate | None
-    refusal: str = ""
-    """Why no plan of this form can be used."""
-    memory: Memory | None = None
-    """The smallest memory of its plans, if none fits."""
-
-    @property
-    def offloads(self) -> bool:
-        """Whether its plan offloads to the host."""
-        return self.best is not None and self.best.plan.offload.optimizer != "none"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Answer:
     """The result of a search."""
 
@@ -115,21 +101,38 @@ class Answer:
     """The answer by predictions alone, if own runs have corrected this one; other predictions are compared with it."""
     num_idle: int = 0
     """Devices that the question leaves idle, because the batch does not divide over all of them."""
+    faster_split: Candidate | None = None
+    """A plan on other devices that is faster, but splits a model that fits on one device."""
 
 
-def search(question: Question, *, exhaustive: bool = False) -> Answer:
-    """Return the best plans; `exhaustive` predicts every plan that fits, to check the lower bounds."""
-    return _Search(question, exhaustive=exhaustive).answer()
+def search(question: Question, *, exhaustive: bool = False, quick: bool = False) -> Answer:
+    """Return the best plans; `exhaustive` predicts every plan that fits, to check the lower bounds.
+
+    Of a `quick` search, only the best plan is exact: plans that are too slow to be chosen are not predicted.
+    """
+    return Search(question, exhaustive=exhaustive, quick=quick).answer()
 
 
-class _Search:
+class Search:
     """One search over groups in ascending order of their lower bound of time."""
 
-    def __init__(self, question: Question, *, exhaustive: bool) -> None:
+    def __init__(
+        self,
+        question: Question,
+        *,
+        exhaustive: bool = False,
+        quick: bool = False,
+        split_gain: float = 1 + STRUCTURE_TIE,
+        least_s: float = math.inf,
+    ) -> None:
+        """`split_gain`: how much faster a split of the model must be; `least_s`: the best time of other searches."""
         self.question = question
         self._exhaustive = exhaustive
+        self._quick = quick
+        self._split_gain = split_gain
         self._time = question.time_model()
         self._floors = Floors(question, self._time)
+        self._forms = _Forms(question)
         self._base = question.base
         self._found: dict[str, list[Candidate]] = {family: [] for family in FAMILIES}
         self._best: dict[tuple[str, bool], float] = {}  # by family, and whether the plan shards widely
@@ -138,93 +141,100 @@ class _Search:
         self._too_much: dict[tuple[object, ...], int] = {}  # smallest micro-batch that does not fit
         self._fitting: set[tuple[ChoiceGroup, PlanVariant]] = set()
         self._num_plans = 0
+        self._least_s = least_s
+        self._too_large: list[ChoiceGroup] = []  # groups of which every plan exceeds the device's memory
+        self._num_forms: dict[tuple[object, ...], list[tuple[tuple[str, bool], bool, int]]] = {}
 
     def answer(self) -> Answer:
         """Return the result of a search without offload, or with offload if no other plan fits."""
-        ordered = self._ordered()
-        self._run(ordered, offload=False)
+        question = self.question
+        cluster = question.cluster
+        degrees = degrees_of(question.model.plain, cluster.num_devices, cluster.devices_per_node, question.batch_size)
+        ordered = self.ordered(degrees)
+        self.run(ordered)
         needs_offload = not any(self._found.values())
         if needs_offload:
-            self._run(ordered, offload=True)
-        self._refine()
-        candidates = list(itertools.chain.from_iterable(self._found.values()))
-        candidates.sort(key=lambda candidate: (candidate.time.seconds, simplicity(candidate.plan)))
+            self.run(ordered, offload=True)
+        candidates = self.candidates()
         families = {family: self._family(family, needed=needs_offload) for family in FAMILIES}
         return Answer(
-            question=self.question,
-            best=choose(candidates, self.question.widest),
+            question=question,
+            best=choose(candidates, question.widest),
             families=families,
             candidates=tuple(candidates),
             num_plans=self._num_plans,
         )
 
-    def least_memory_groups(self) -> list[ChoiceGroup]:
-        """Return the groups that need the least memory, in ascending order of their model-parallel degrees."""
-        whole = [each for _, each in self._ordered() if each.recompute == "full" and each.recompute_blocks == 0]
-        small = [each for each in whole if each.micro_batch == 1]
-        return sorted(small, key=lambda each: (each.pp, each.tp, each.cp, each.schedule))
+    def candidates(self) -> list[Candidate]:
+        """Return all plans that were predicted and fit, with the fewest recomputed blocks, the fastest first."""
+        self._refine()
+        found = list(itertools.chain.from_iterable(self._found.values()))
+        return sorted(found, key=lambda candidate: (candidate.time.seconds, simplicity(candidate.plan)))
 
-    def fits(self, group: ChoiceGroup, variant: PlanVariant) -> bool:
-        """Whether the plan of a group and a variant fits and `train` accepts it."""
-        if self._floors.memory(group, variant) > self.question.capacity:
-            return False
-        plan = make_plan(self._base, group, variant)
-        memory = self.question.memory_of(plan)
-        return self.question.has_capacity(memory) and not refused_by_rule(self.question, plan)
+    def is_too_slow(self, floor: float, *, splits: bool) -> bool:
+        """Whether a plan with this lower bound of its time cannot be chosen, because a faster one was found."""
+        slack = (1 + FAMILY_TIE) * (1 + TIE) * (1.0 if splits else self._split_gain)
+        return floor > slack * self._least_s
 
-    def _ordered(self) -> list[tuple[float, ChoiceGroup]]:
-        """Return all groups with a lower bound on their step time, sorted by that bound."""
+    def least_seconds(self, degrees: Degrees) -> float:
+        """Return a lower bound of the step time of all plans with these degrees."""
+        return self._floors.least_seconds(degrees, self.question.batch_size // degrees.dp)
+
+    def ordered(self, degrees: Iterable[Degrees]) -> list[tuple[float, ChoiceGroup]]:
+        """Return all groups of these degrees with a lower bound on their step time, sorted by that bound."""
         question = self.question
-        found = groups(
-            question.model.plain, question.cluster.num_devices, question.cluster.devices_per_node, question.batch_size
-        )
+        found = groups_of_degrees(question.model.plain, degrees, question.batch_size)
         allowed = filter(None, map(question.fixed.group, found))
         return sorted((self._floors.seconds(group, is_sharded=False), group) for group in allowed)
 
-    def _run(self, ordered: list[tuple[float, ChoiceGroup]], *, offload: bool) -> None:
+    def run(self, ordered: list[tuple[float, ChoiceGroup]], *, offload: bool = False) -> None:
+        """Predict the plans of these groups as far as needed."""
+        skips = not self._exhaustive and not self.question.fixed.has("offload")
         for plain_floor, group in ordered:
             sharded_floor = self._floors.seconds(group, is_sharded=True)
-            for variant in self._variants(group):
+            if self._quick and self.is_too_slow(min(plain_floor, sharded_floor), splits=_splits(group)):
+                continue
+            if skips and self._floors.least_memory(group, offload=offload) > self.question.capacity:
+                self._too_large.append(group)
+                self._num_plans += self._count_forms(group, plain_floor, sharded_floor, offload=offload)
+                continue
+            for variant in self._forms.variants(group):
                 floor = sharded_floor if variant.zero >= 2 else plain_floor
-                for form in self._forms(group, variant, offload=offload):
+                for form in self._forms.forms(group, variant, offload=offload):
                     self._num_plans += 1
                     if self._consider(floor, group, form) and not self._exhaustive:
                         break  # a leaner form of a plan that fits would only be slower
 
-    def _variants(self, group: ChoiceGroup) -> Iterator[PlanVariant]:
-        """Yield the variants of a group; under tensor parallelism, a fused loss also saves the gather of logits."""
-        is_fixed = self.question.fixed.has("fused_loss")
-        for variant in variants(group):
-            yield self.question.fixed.variant(variant)
-            if group.tp > 1 and self._fuses(group) and not is_fixed:
-                yield variant._replace(fused_loss=True)
+    def _count_forms(self, group: ChoiceGroup, plain_floor: float, sharded_floor: float, *, offload: bool) -> int:
+        """Return the number of plans of a group that would be considered if its memory were not known."""
+        key = (*group[:4], group.accumulation > 1, group.schedule, self._forms.fuses(group), offload)
+        if key not in self._num_forms:
+            forms = (
+                list(self._forms.forms(group, variant, offload=offload)) for variant in self._forms.variants(group)
+            )
+            self._num_forms[key] = [
+                (self._kind(group, each[0]), each[0].zero >= 2, len(each)) for each in forms if each
+            ]
+        total = 0
+        for kind, is_sharded, number in self._num_forms[key]:
+            floor = sharded_floor if is_sharded else plain_floor
+            total += 1 if floor > self._best.get(kind, math.inf) * (1 + TIE) else number
+        return total
 
-    def _forms(self, group: ChoiceGroup, variant: PlanVariant, *, offload: bool) -> Iterator[PlanVariant]:
-        if not offload:
-            yield variant
-        fuses = group.tp == 1 and self._fuses(group)
-        for form in leaner(group, variant, offload=offload, fuses=fuses):
-            if self.question.fixed.variant(form) == form:
-                yield form
-
-    def _fuses(self, group: ChoiceGroup) -> bool:
-        """Whether to try a fused loss: logits would take more than LOGIT_SHARE of the device."""
-        head = self.question.model.plain.head
-        if head is None or self.question.fixed.has("fused_loss"):
-            return False
-        logits = group.micro_batch * head.rows / group.cp * head.vocab_size / group.tp * LOGIT_BYTES
-        return logits > LOGIT_SHARE * self.question.capacity
+    def _kind(self, group: ChoiceGroup, variant: PlanVariant) -> tuple[str, bool]:
+        """Return the family of a plan, and whether it shards widely."""
+        widest = self.question.widest
+        return group_family(group, variant), shards_widely(group, variant.shard, variant.zero, widest)
 
     def _consider(self, floor: float, group: ChoiceGroup, variant: PlanVariant) -> bool:
         """Predict a plan as far as needed; return whether it fits or is slower than the best of its family."""
-        family = group_family(group, variant)
-        kind = (family, shards_widely(group, variant.shard, variant.zero, self.question.widest))
+        kind = self._kind(group, variant)
         is_slower = floor > self._best.get(kind, math.inf) * (1 + TIE)
+        is_slower |= self._quick and self.is_too_slow(floor, splits=_splits(group))
         if not self._exhaustive and (is_slower or not self._fitting.isdisjoint(better_plans(group, variant))):
             return True
         least = self._floors.memory(group, variant)
-        if least < self._smallest.get(family, (float("inf"),))[0]:
-            self._smallest[family] = (least, group, variant)
+        self._note_memory(least, group, variant)
         if least > self.question.capacity:
             return False
         alike = (*group._replace(micro_batch=0, accumulation=min(group.accumulation, 2 * group.pp)), *variant)
@@ -260,7 +270,32 @@ class _Search:
         time = self._time.predict(question.model.for_plan(plan), plan)
         self._found[family].append(Candidate(plan=plan, memory=memory, time=time))
         self._best[kind] = min(self._best.get(kind, float("inf")), time.seconds)
+        self._least_s = min(self._least_s, time.seconds)
         return True
+
+    def _weigh_large_groups(self) -> None:
+        """Update the smallest plan of each family with the groups that exceed memory."""
+        groups, self._too_large = dict.fromkeys(self._too_large), []
+        for group in groups:
+            full = group._replace(recompute="full", recompute_blocks=0)
+            is_leanest = group == full or full not in groups
+            if not is_leanest or (group.micro_batch > 1 and group.accumulation > 1):
+                continue  # another group of the same family needs less memory, or as much
+            for variant in self._forms.variants(group):
+                for form in itertools.chain(
+                    self._forms.forms(group, variant), self._forms.forms(group, variant, offload=True)
+                ):
+                    self._note_memory(self._floors.memory(group, form), group, form)
+        for family, (least, smallest, form) in self._smallest.items():
+            alike = (group for group in groups if group[:4] == smallest[:4])
+            equal = (group for group in alike if self._floors.memory(group, form) <= least)
+            self._smallest[family] = (least, next(equal, smallest), form)  # the fastest of them
+
+    def _note_memory(self, least: float, group: ChoiceGroup, variant: PlanVariant) -> None:
+        """Keep a plan if it has the smallest lower bound of memory of its family."""
+        family = group_family(group, variant)
+        if least < self._smallest.get(family, (math.inf,))[0]:
+            self._smallest[family] = (least, group, variant)
 
     def _family(self, family: str, *, needed: bool) -> Candidate | Rejected:
         best = choose(self._found[family], self.question.widest)
@@ -268,15 +303,48 @@ class _Search:
             return best
         if family == "offload" and not needed:
             return Rejected(family=family, reason="not needed")
+        self._weigh_large_groups()
         if family not in self._smallest:
             return Rejected(family=family, reason="impossible", detail=self._refused.get(family, ""))
         _, group, variant = self._smallest[family]
-        plan = make_plan(self._base, group, variant._replace(fused_loss=variant.fused_loss or self._fuses(group)))
+        plan = make_plan(self._base, group, variant._replace(fused_loss=variant.fused_loss or self._forms.fuses(group)))
         memory = self.question.memory_of(plan)
         fits = memory.total <= self.question.capacity
         if fits and family in self._refused:
             return Rejected(family=family, reason="impossible", detail=self._refused[family])
         return Rejected(family=family, reason="host memory" if fits else "memory", plan=plan, memory=memory)
+
+
+class _Forms:
+    """The plans of a group, with the fields that the question fixes."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+
+    def variants(self, group: ChoiceGroup) -> Iterator[PlanVariant]:
+        """Yield the variants of a group; under tensor parallelism, a fused loss also saves the gather of logits."""
+        is_fixed = self._question.fixed.has("fused_loss")
+        for variant in variants(group):
+            yield self._question.fixed.variant(variant)
+            if group.tp > 1 and self.fuses(group) and not is_fixed:
+                yield variant._replace(fused_loss=True)
+
+    def forms(self, group: ChoiceGroup, variant: PlanVariant, *, offload: bool = False) -> Iterator[PlanVariant]:
+        """Yield a variant, and the forms of it that need less memory; with `offload`, only those that offload."""
+        if not offload:
+            yield variant
+        fuses = group.tp == 1 and self.fuses(group)
+        for form in leaner(group, variant, offload=offload, fuses=fuses):
+            if self._question.fixed.variant(form) == form:
+                yield form
+
+    def fuses(self, group: ChoiceGroup) -> bool:
+        """Whether to try a fused loss: logits would take more than LOGIT_SHARE of the device."""
+        head = self._question.model.plain.head
+        if head is None or self._question.fixed.has("fused_loss"):
+            return False
+        logits = group.micro_batch * head.rows / group.cp * head.vocab_size / group.tp * LOGIT_BYTES
+        return logits > LOGIT_SHARE * self._question.capacity
 
 
 def refused_by_rule(question: Question, plan: Plan) -> str:
@@ -293,57 +361,37 @@ def refused_by_rule(question: Question, plan: Plan) -> str:
     return ""
 
 
-def anything_fits(question: Question) -> str | None:
-    """Return the first family that fits on the cluster, without predicting time; None if none fits."""
-    search = _Search(question, exhaustive=False)
-    fuses = question.model.plain.head is not None
-    lean: list[tuple[ChoiceGroup, PlanVariant]] = []
-    for group in search.least_memory_groups():
-        lean += [(group, variant._replace(fused_loss=fuses)) for variant in variants(group)]
-    for offload in (False, True):
-        for group, variant in lean:
-            for form in leaner(group, variant, offload=True) if offload else (variant,):
-                if search.fits(group, form):
-                    return group_family(group, form)
-    return None
+def _splits(group: ChoiceGroup) -> bool:
+    return group.pp > 1 or group.tp > 1 or group.cp > 1
 
 
 def choose(candidates: Sequence[Candidate], widest: float = math.inf) -> Candidate | None:
     """Return the fastest candidate, or the simplest of those within model error; None without candidates.
 
-    Of plans that do not split the model, one that shards over more than `widest` devices counts as the least simple.
+    Of plans without stages, one that shards over more than `widest` devices counts as the least simple, and of these
+    the one with the smallest shard group as the simplest.
     """
     kinds: dict[tuple[str, bool], list[Candidate]] = {}
     for candidate in candidates:
         kinds.setdefault((candidate.family, is_wide(candidate.plan, widest)), []).append(candidate)
     whole, split = list[Candidate](), list[Candidate]()
     for found in kinds.values():
-        best = _simplest(found, TIE)
+        best = _simplest(found, TIE, widest)
         (split if splits_model(best.plan) else whole).append(best)
     if whole and (not split or _least_seconds(whole) <= _least_seconds(split) * (1 + STRUCTURE_TIE)):
         return _simplest(whole, FAMILY_TIE, widest)
-    return _simplest(split, FAMILY_TIE) if split else None
-
-
-def choose_form(forms: Sequence[EngineForm]) -> EngineForm | None:
-    """Return the fastest form of an engine, or the simplest of those within model error; None if none fits.
-
-    A form that offloads is returned only if no other fits, as among the native plans.
-    """
-    fits = {form.name: form.best for form in forms if form.best is not None}
-    usable = [form for form in forms if form.name in fits]
-    kept = [form for form in usable if not form.offloads] or usable
-    if not kept:
-        return None
-    limit = _least_seconds([fits[form.name] for form in kept]) * (1 + FAMILY_TIE)
-    return next(form for form in kept if fits[form.name].time.seconds <= limit)
+    return _simplest(split, FAMILY_TIE, widest) if split else None
 
 
 def _least_seconds(candidates: Sequence[Candidate]) -> float:
     return min(candidate.time.seconds for candidate in candidates)
 
 
-def _simplest(candidates: Sequence[Candidate], tie: float, widest: float = math.inf) -> Candidate:
+def _simplest(candidates: Sequence[Candidate], tie: float, widest: float) -> Candidate:
     limit = _least_seconds(candidates) * (1 + tie)
     equal = [candidate for candidate in candidates if candidate.time.seconds <= limit]
-    return min(equal, key=lambda each: (is_wide(each.plan, widest), *simplicity(each.plan)))
+
+    def order(plan: Plan) -> tuple[object, ...]:
+        return (plan.layout.shard if is_wide(plan, widest) else 0, *simplicity(plan))
+
+    return min(equal, key=lambda each: order(each.plan))

@@ -23,8 +23,9 @@ from shardwise.engines.deepspeed.planning import (
 )
 from shardwise.layout import Layout
 from shardwise.planner.cost.time import TimeModel
+from shardwise.planner.search.engine_forms import choose_form
 from shardwise.planner.search.explain import beside_native, form_reason
-from shardwise.planner.search.search import choose_form, search
+from shardwise.planner.search.search import search
 from shardwise.planner.trace.trace import described
 from shardwise.plans.plan import Plan
 from shardwise.plans.sections import Communication, Offload, Precision
