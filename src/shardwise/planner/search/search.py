@@ -193,8 +193,10 @@ class _Search:
 
     def _variants(self, group: ChoiceGroup) -> Iterator[PlanVariant]:
         """Yield the variants of a group; under tensor parallelism, a fused loss also saves the gather of logits."""
-        is_fixed = self.question.fixed.has("fused_loss")
+        is_fixed, zero = self.question.fixed.has("fused_loss"), self.question.fixed.zero
         for variant in variants(group):
+            if zero not in {None, variant.zero}:
+                continue
             yield self.question.fixed.variant(variant)
             if group.tp > 1 and self._fuses(group) and not is_fixed:
                 yield variant._replace(fused_loss=True)
