@@ -50,11 +50,10 @@ class OwnOptions:
         """Whether --plan names a plan."""
         return self.name != "auto"
 
-    @property
-    def batch_is_given(self) -> bool:
-        """Whether the micro-batch is not a default."""
-        is_whole = not self.is_named or self.name.endswith(".toml")
-        return is_whole or not self.settings.keys().isdisjoint(BATCH_KEYS)
+    def batch_is_given(self, cluster: Cluster) -> bool:
+        """Whether the micro-batch is not a default; "auto" is a preset on a CPU, and is searched on GPUs."""
+        is_searched = not self.is_named and cluster.device.kind != "cpu"
+        return is_searched or self.name.endswith(".toml") or not self.settings.keys().isdisjoint(BATCH_KEYS)
 
     @property
     def overrides(self) -> dict[str, str]:

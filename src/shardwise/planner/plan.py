@@ -268,7 +268,7 @@ def _asked(own: OwnOptions, subject: Subject, answer: Answer, history: MachineHi
     plan = own.resolve(cluster, functools.partial(_best_with, answer, history))
     question = subject.in_precision(plan.precision).question(cluster, answer.question.max_bytes)
     question = with_memory_margin(question, history)
-    return _corrected_asked(predict_asked(plan, question, batch_is_given=own.batch_is_given), history)
+    return _corrected_asked(predict_asked(plan, question, batch_is_given=own.batch_is_given(cluster)), history)
 
 
 def _corrected_asked(asked: Asked, history: MachineHistory) -> Asked:

@@ -41,8 +41,8 @@ Chooser = Callable[[FixedFields, int], tuple[Plan | None, str]]
 """Function that returns the best plan with the fixed fields for a number of ranks, or None, and the reason."""
 
 BATCH_KEYS = ("micro_batch", "accumulation")
-NOT_SEARCHED = ("zero", "engine")
-"""Fields that --set changes after the search: a ZeRO stage belongs to a layout, and the engine to the job."""
+NOT_IN_PLAN = ("zero", "engine")
+"""Fields of --set that the plan of fixed fields lacks: a ZeRO stage belongs to a layout, the engine to the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +143,11 @@ def _preset(name: str, source: str, world_size: int, device: LocalDevice) -> Pla
 
 def fixed_fields(device: LocalDevice, overrides: Mapping[str, str]) -> FixedFields:
     """Return the fields that --set gives, with their values, for the search."""
-    searched = {key: text for key, text in overrides.items() if key not in (*BATCH_KEYS, *NOT_SEARCHED)}
-    plan = _apply_overrides(_preset("ddp", "", 1, device), searched)
-    names = {key.partition(".")[0] for key in searched}
+    searched = {key: text for key, text in overrides.items() if key not in (*BATCH_KEYS, *NOT_IN_PLAN)}
     given: dict[str, Any] = dict(_requested_batch(overrides))
-    return FixedFields(plan=dataclasses.replace(plan, **given), names=frozenset({*names, *searched, *given}))
+    plan = dataclasses.replace(_apply_overrides(_preset("ddp", "", 1, device), searched), **given)
+    names = searched.keys() | {key.partition(".")[0] for key in overrides if key != "engine"}
+    return FixedFields(plan=plan, names=frozenset(names), zero=literal(overrides.get("zero", "none")))
 
 
 def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:

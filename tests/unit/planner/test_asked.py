@@ -103,6 +103,19 @@ def test_compiled_plans_are_searched_compiled():
     assert compared.answer.best == report.answer.best  # compiled, as the user's own plan
 
 
+def test_plans_of_a_given_zero_stage_are_searched():
+    report = asked("auto", "zero=1")
+    assert (report.exit_code, report.asked.plan.zero, report.best.zero) == (0, 1, 2)
+    stages = [candidate for candidate in report.candidates if candidate.plan.zero == 1]
+    assert report.asked.candidate.time.seconds <= 1.01 * min(each.time.seconds for each in stages)
+
+
+def test_a_preset_on_a_cpu_takes_a_micro_batch_that_fits():
+    report = sw.plan("gpt2", cluster="2xcpu", batch_size=512, max_memory="8GB", compile="blocks")
+    assert (report.exit_code, report.asked.fits) == (0, True)
+    assert report.asked.default.memory.total > 8e9
+
+
 def test_a_compute_dtype_and_the_dtype_of_states_are_both_used():
     precision = asked("auto", "precision.optimizer=bf16", precision="fp32").asked.plan.precision
     assert (precision.compute, precision.optimizer) == ("fp32", "bf16")

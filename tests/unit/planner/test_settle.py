@@ -62,7 +62,8 @@ def test_the_search_knows_what_the_command_line_gives():
     overrides = {"precision.parameter": "bf16", "fused_loss": "true", "micro_batch": "2", "zero": "3"}
     plan = settled(device=H200, choose=choose, **overrides)
     [fixed] = found
-    assert fixed.names == {"precision", "precision.parameter", "fused_loss", "micro_batch"}
+    assert fixed.names == {"precision", "precision.parameter", "fused_loss", "micro_batch", "zero"}
+    assert fixed.zero == 3
     assert (fixed.plan.precision.parameter, fixed.plan.precision.compute) == ("bf16", "bf16")
     assert (fixed.plan.fused_loss, fixed.plan.micro_batch, plan.fused_loss) == (True, 2, True)
 

@@ -28,11 +28,13 @@ KINDS = {
     "MixtralConfig": {"intermediate_size": HIDDEN, "num_local_experts": EXPERTS},
     "Qwen3MoeConfig": {"moe_intermediate_size": HIDDEN, "num_experts": EXPERTS, "head_dim": 16},
 }
+LATENT = {"n_routed_experts": EXPERTS, "moe_intermediate_size": HIDDEN, "n_group": 1, "topk_group": 1}
+OTHER = {"DeepseekV3Config": {"first_k_dense_replace": 1, "intermediate_size": HIDDEN, **LATENT}}
 
 
 def experts_job(kind):
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, kind)(**SMALL, **KINDS[kind])
+    config = getattr(transformers, kind)(**SMALL, **(KINDS | OTHER)[kind])
     return sw.Job(
         model=lambda: transformers.AutoModelForCausalLM.from_config(config),
         data=lambda split: Tokens(64, TOKENS, 256),
@@ -81,6 +83,13 @@ def test_predicted_memory_with_experts_is_what_a_step_holds(job, described, name
         return live.peak_bytes
 
     assert predicted == pytest.approx(run_forked(body, 1, timeout_s=100)[0], rel=0.06)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_attention_whose_values_are_narrower_than_its_queries_is_traced(compute):
+    shape = describe(experts_job("DeepseekV3Config"), compute).plain
+    assert [part.count for part in shape.parts if part.kind == "block"] == [1, 1]  # one dense block, one of experts
+    assert shape.heads == 4
 
 
 def test_a_report_for_a_job_with_experts_has_plans_that_fit(job):

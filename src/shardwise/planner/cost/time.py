@@ -57,7 +57,7 @@ RUNS_DOUBT = 0.2
 ORIGINS = {
     "measured": "from steps of this engine on a measured H200",
     "published": "from published runs of others",
-    "assumed": "assumed for a CPU that was not measured (--calibrate measures it)",
+    "assumed": "assumed for a CPU without --calibrate",
     "own_runs": "from the spread of own runs on this machine",
 }
 """Text of each value of `Time.interval_from`."""

@@ -39,6 +39,9 @@ class FixedFields:
     names: frozenset[str] = frozenset()
     """The fields, and the dotted names of those in sections."""
 
+    zero: int | None = None
+    """The ZeRO stage, which `plan` does not have, since it belongs to a layout; None if it is searched."""
+
     def has(self, name: str) -> bool:
         """Return whether a field is fixed."""
         return name in self.names

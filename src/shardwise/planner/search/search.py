@@ -323,8 +323,10 @@ class _Forms:
 
     def variants(self, group: ChoiceGroup) -> Iterator[PlanVariant]:
         """Yield the variants of a group; under tensor parallelism, a fused loss also saves the gather of logits."""
-        is_fixed = self._question.fixed.has("fused_loss")
+        is_fixed, zero = self._question.fixed.has("fused_loss"), self._question.fixed.zero
         for variant in variants(group):
+            if zero not in {None, variant.zero}:
+                continue
             yield self._question.fixed.variant(variant)
             if group.tp > 1 and self.fuses(group) and not is_fixed:
                 yield variant._replace(fused_loss=True)

@@ -176,7 +176,8 @@ def _attention(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Call the kernel that CUDA would: flash for 16 bits without a mask, else memory-efficient, else the math one."""
-    if query.dtype in {torch.bfloat16, torch.float16} and attn_mask is None:
+    is_equal = query.shape[-1] == value.shape[-1]  # flash attention requires heads of one width
+    if query.dtype in {torch.bfloat16, torch.float16} and attn_mask is None and is_equal:
         return flash_attention(query, key, value, dropout=dropout_p, is_causal=is_causal, scale=scale)
     if query.dtype == torch.float64 or (enable_gqa and query.shape[1] != key.shape[1]):
         return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
