@@ -365,6 +365,9 @@ def _advice(report: PlanReport, *, batch_is_fixed: bool) -> str:
     fact = f"no plan of {name} fits on {where}"
     if batch % cluster.num_devices and all(entry.memory is None for entry in families):
         fact = f"no plan of {name} divides a batch of {batch:,} evenly over {where}"
+    rules = [entry.detail for entry in families if isinstance(entry, Rejected) and entry.detail]
+    if not batch % cluster.num_devices and all(entry.memory is None for entry in families) and rules:
+        return f"no plan of {name} is accepted by `train`: {rules[0]}"  # other sizes would not help
     changes = changes_that_fit(question, batch_is_fixed=batch_is_fixed) or _shorter_length(report)
     if changes:
         return f"{fact}: use {', or '.join(changes)}"

@@ -77,10 +77,10 @@ def has_compiler(device_type: str) -> bool:
 
 def omit_checkpoint_warning() -> None:
     """Omit torch's warning of in-place operators in compiled blocks with selective recompute, on every rank."""
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_checkpoint_warning)
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_other_warning)
 
 
-def _is_no_checkpoint_warning(record: logging.LogRecord) -> bool:
+def _is_other_warning(record: logging.LogRecord) -> bool:
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 

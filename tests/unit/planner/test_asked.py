@@ -173,9 +173,10 @@ def test_float8_products_of_published_models_require_a_multiple_of_16_tokens():
 
 
 def test_a_refused_plan_names_its_rule_although_no_plan_fits():
-    report = asked("ddp", "precision=float8", model="gpt2")
+    report = asked("ddp", "precision=float8", model="gpt2", cluster="2xH100", batch_size=4)
     assert (report.exit_code, report.asked.code) == (3, "support.float8-no-layer")
     assert report.asked.refusal in report.note()
+    assert "the narrowest of 48 has 768" in report.advice  # a larger cluster would not help
 
 
 def test_a_plan_that_is_too_large_names_options_with_which_it_fits():
