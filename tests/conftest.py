@@ -40,8 +40,8 @@ def pytest_unconfigure(config):
 
 
 def pytest_xdist_auto_num_workers():
-    """Return one worker more than cores: it computes while another waits for ranks to start or for a timeout."""
-    return (os.cpu_count() or 1) + 1
+    """Return two workers more than cores: they compute while others wait for ranks to start or for a timeout."""
+    return (os.cpu_count() or 1) + 2
 
 
 @pytest.fixture(autouse=True)

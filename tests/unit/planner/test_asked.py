@@ -134,7 +134,7 @@ def test_a_compute_dtype_and_the_dtype_of_states_are_both_used():
     ],
 )
 def test_a_plan_that_train_refuses_names_the_rule(plan, settings, code):
-    report = asked(plan, *settings, cluster="48xH100", batch_size=96, length=1024)
+    report = asked(plan, *settings, model="gpt2", cluster="48xH100", batch_size=96, length=1024)
     assert (report.asked.fits, report.asked.candidate, report.exit_code) == (False, None, 3)
     assert report.asked.code == code
     assert report.best is not None
