@@ -13,8 +13,10 @@ from apart import is_apart, run_apart
 # DeepSpeed registers a seeder here: every process of tests would import it, for 5 s, where few need it.
 pytest_randomly.entrypoint_reseeds = []
 
-# Under nohup this process ignores it, and so would the launchers that tests send it to.
+# Under nohup or in the background of a script this process ignores them, and so would what tests send them to.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):
@@ -40,8 +42,8 @@ def pytest_unconfigure(config):
 
 
 def pytest_xdist_auto_num_workers():
-    """Return two workers more than cores: they compute while others wait for ranks to start or for a timeout."""
-    return (os.cpu_count() or 1) + 2
+    """Return one worker more than cores: it computes while another waits for ranks to start or for a timeout."""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.fixture(autouse=True)
