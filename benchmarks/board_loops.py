@@ -142,6 +142,8 @@ class Board(Race):
 
     def fabric_compiled(self) -> Callable:
         """Fabric(precision="bf16-mixed") with fabric.setup(torch.compile(model)), which compiles its own wrapper."""
+        import lightning.fabric  # noqa: F401 - replaces torch.compile, and setup requires a model compiled by that
+
         return self.fabric(functools.partial(torch.compile, backend=self.backend))
 
 

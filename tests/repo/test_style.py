@@ -45,6 +45,7 @@ ADDED = {
         "files": 2,
         "lines": 500,
     },
+    "memory of compiled blocks and losses, of float8 layers and of tied heads": {"files": 1, "lines": 130},
 }
 REACHED = {name: base + sum(each.get(name, 0) for each in ADDED.values()) for name, base in BASE.items()}
 

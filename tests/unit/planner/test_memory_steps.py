@@ -12,6 +12,7 @@ from shardwise.measurement.memory import LiveBytes
 from shardwise.measurement.step import settle_gradients
 from shardwise.planner.cost.memory import ADAMW, SGD, predict_memory
 from shardwise.planner.cost.time import predict_time
+from shardwise.planner.model import forms
 from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
 from shardwise.planner.trace.trace import describe
@@ -104,7 +105,8 @@ def test_memory_of_a_bf16_resnet_is_what_a_step_holds(name, ranks, recompute):
 
 @pytest.mark.representative("16")
 @pytest.mark.parametrize("micro_batch", [1, 16])
-def test_a_head_that_is_compiled_with_the_loss_keeps_the_root_gathered(micro_batch):
+def test_a_head_that_is_compiled_with_the_loss_keeps_the_root_gathered(micro_batch, monkeypatch):
+    monkeypatch.setattr(forms, "compile_loss", lambda shape, _: shape)  # a step that is counted runs eagerly
     plan = Plan.preset("zero3", 4, batch_size=4 * micro_batch)
     plan = dataclasses.replace(plan, precision=BF16, compile="blocks", recompute="full")
     predicted, live, _ = compared(token_job(plan.batch_size), plan)
@@ -126,6 +128,42 @@ def test_accumulated_gradients_of_bf16_parameters_are_in_fp32_and_summed_after_b
 def described(name="gpt2-xl"):
     plain, gathered = (published(name, compute="bf16", gathered=each) for each in (False, True))
     return Model(plain=plain, gathered=gathered)
+
+
+def test_compiled_float8_layers_save_no_inputs_of_their_products_with_tensorwise_scales():
+    model, activations = described("llama-7b"), {}
+    tensorwise = Precision(compute="float8")
+    base = dataclasses.replace(Plan.preset("ddp", 8, batch_size=8), compile="blocks", precision=tensorwise)
+    rowwise = dataclasses.replace(base, float8=Float8(recipe="rowwise"))
+    for name, plan in {
+        "tensorwise": base,
+        "rowwise": rowwise,
+        "bf16": dataclasses.replace(base, precision=BF16),
+    }.items():
+        activations[name] = predict_memory(model.for_plan(plan), plan).at_peak["activations"]
+    per_token = 2 * 4096 + 11_008  # two norms, and the product of gate and up
+    assert activations["rowwise"] == activations["bf16"]
+    assert activations["bf16"] - activations["tensorwise"] == pytest.approx(32 * 4096 * 2 * per_token, rel=0.001)
+
+
+def test_compiled_blocks_keep_casts_of_weights_only_without_recompute():
+    model, casts = described("llama-7b"), {}
+    for recompute in ("none", "full"):
+        plan = Plan(precision=BF16, compile="blocks", recompute=recompute)
+        casts[recompute] = predict_memory(model.for_plan(plan), plan).at_peak["casts"]
+    block = 2 * (4 * 4096**2 + 3 * 4096 * 11_008)
+    assert casts["none"] >= 32 * block
+    assert casts["full"] < 2 * block
+
+
+def test_bf16_parameters_have_bf16_activations_under_every_strategy():
+    model = described("llama-7b")
+    stored = Precision(compute="bf16", parameter="bf16", reduce="bf16")
+    saved = {}
+    for name, precision in {"ddp": stored, "zero3": BF16}.items():
+        plan = dataclasses.replace(Plan.preset(name, 8, batch_size=8), precision=precision)
+        saved[name] = predict_memory(model.for_plan(plan), plan).at_peak["activations"]
+    assert saved["ddp"] == saved["zero3"]
 
 
 def test_fsdp_gathers_float8_weights_in_one_byte():

@@ -298,24 +298,30 @@ def test_rates_of_an_assumed_device_have_a_wider_interval():
 
 
 def test_a_compiled_block_saves_less_for_backward_but_more_than_selective_recompute():
-    shape = decoder_shape("billion", BILLION, 2048, compute="bf16", gathered=False)
+    plain, gathered = (
+        decoder_shape("billion", BILLION, 2048, compute="bf16", gathered=gathered) for gathered in (False, True)
+    )
+    described = Model(plain=plain, gathered=gathered)
     plans = {"eager": {}, "compiled": {"compile": "blocks"}, "selective": {"recompute": "selective"}}
+    plans["both"] = {"compile": "blocks", "recompute": "selective"}
     peaks = {}
     for name, fields in plans.items():
-        peaks[name] = predict_memory(shape, Plan(micro_batch=8, precision=BF16, **fields)).peak / 2**30
-    assert peaks["eager"] == pytest.approx(52.7, rel=0.01)  # measured on an H200; compiled, 42.7
-    assert 42.7 < peaks["compiled"] < 1.04 * 42.7
-    assert peaks["selective"] < peaks["compiled"]
-    both = Plan(micro_batch=8, precision=BF16, compile="blocks", recompute="selective")
-    assert predict_memory(shape, both).peak / 2**30 == pytest.approx(peaks["selective"])
+        plan = Plan(micro_batch=8, precision=BF16, **fields)
+        peaks[name] = predict_memory(described.for_plan(plan), plan).peak / 2**30
+    measured_on_h200 = {"eager": 52.7, "compiled": 42.56}
+    assert {name: peaks[name] for name in measured_on_h200} == pytest.approx(measured_on_h200, rel=0.01)
+    assert peaks["both"] < peaks["selective"] < peaks["compiled"]
 
 
 @pytest.mark.parametrize(
     ("more", "num_bytes"),
-    [({"family": "llama", "num_kv_heads": 1, "mlp_width": 1408}, 14_888), ({"family": "gpt2"}, 16_424)],
+    [({"family": "llama", "num_kv_heads": 1, "mlp_width": 1408}, 16_040), ({"family": "gpt2"}, 16_424)],
 )
 def test_a_compiled_block_saves_what_the_partitioner_of_inductor_saves(more, num_bytes):
-    """The bytes of a token that torch 2.13's min-cut partitioner saves of these blocks in bf16, without weights."""
+    """The bytes of a token that torch 2.13's min-cut partitioner saves of these blocks in bf16, without weights.
+
+    The values of a Llama block are a view of the product of queries, keys and values, which is kept whole.
+    """
     config = DecoderConfig(width=512, num_layers=1, num_heads=8, vocab_size=100, context=256, **more)
     shape = decoder_shape("small", config, 256, compute="bf16", gathered=True)
     plan = Plan(layout=Layout(shard=2), zero=3, micro_batch=2, compile="blocks", precision=BF16)

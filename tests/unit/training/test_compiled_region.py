@@ -2,6 +2,7 @@
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from refusals import refuses
 from shardwise.plans import Plan
 from shardwise.testing import run_ranks
 from shardwise.torch_private.dynamo import compile_errors
-from shardwise.training.step.compiled import uncompiled_probe
+from shardwise.training.step.compiled import compiled_region, uncompiled_probe
 
 
 @pytest.fixture(autouse=True)
@@ -241,3 +242,18 @@ def test_a_probe_changes_neither_buffers_nor_generators():
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name])
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("device", "is_deterministic", "options"),
+    [("cuda", False, {"max_autotune_pointwise": True}), ("cuda", True, None), ("cpu", False, None)],
+)
+def test_the_kernels_of_a_whole_model_on_a_gpu_are_tuned_unless_they_must_be_deterministic(
+    monkeypatch, device, is_deterministic, options
+):
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda _, options=None: given.append(options))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
+    model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device(device))]))
+    compiled_region(sentences_job(steps=1), model, Plan(compile="model"), print)
+    assert given == [options]

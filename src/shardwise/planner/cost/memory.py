@@ -141,7 +141,10 @@ def _forward(own: RankState, rest: Mapping[str, float], index: int, below: float
     _add(now, "gradients", _accumulated(own))
     now["activations"] = below
     _add(now, _activation_name(share.part), own.amount(footprint.forward_on_gpu if on_gpu else footprint.forward))
-    now["casts"] = _casts(own, own.shares[:index], share, share.number)
+    if own.plan.compile == "none":  # autocast keeps its copies until forward ends
+        now["casts"] = _casts(own, own.shares[:index], share, share.number)
+    else:
+        now["casts"] = _casts_of_backward(own, index, share.number)
     if own.sharded:
         now["gathered"] = _gathered_forward(own, index)
     return now
@@ -195,7 +198,7 @@ def _backward(
         at_position = {
             **rest,
             "activations": below + own.saved[index] * (position - 1),
-            "casts": _casts_backward(own, index, position),
+            "casts": _casts_of_backward(own, index, position),
         }
         for moment in moments:
             now = dict(at_position)
@@ -206,11 +209,14 @@ def _backward(
                 now["gradients"] += _outside_buckets(own, index, position)
             else:
                 now["gradients"] = _plain_gradients(own, index, position, moment)
+            if share.part.kind != "last":
+                now["tied gradient"] = own.tied * (own.compute_bytes if own.sharded else own.parameter_bytes)
             found.append(("backward", now))
     return found
 
 
-def _casts_backward(own: RankState, index: int, position: int) -> float:
+def _casts_of_backward(own: RankState, index: int, position: int) -> float:
+    """Return the bytes of the copies that backward needs of the first `position` instances of a part, and before it."""
     share, recompute = own.shares[index], own.plan.recompute
     kept = [before for before in own.shares[:index] if before.part.policy(recompute) == "none"]  # others cast again
     return _casts(own, kept, share, position if share.part.policy(recompute) == "none" else 1)

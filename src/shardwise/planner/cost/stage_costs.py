@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwise.layout import Layout
 from shardwise.planner.cost.compute import PartCost, Seconds
 from shardwise.planner.cost.events import WorkUnit, bucket_reduces
-from shardwise.planner.cost.stages import is_gathered_in_float8
+from shardwise.planner.cost.stages import is_in_float8
 from shardwise.planner.cost.traffic import bus_bandwidth, collective, placement_of
-from shardwise.plans.rules import uses_ddp
+from shardwise.plans.rules import gathers_float8, uses_ddp
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -259,7 +259,9 @@ def _sharded(
 
 def gathered_numel(part: Part, plan: Plan) -> float:
     """Return the parameters that FSDP gathers for one instance of a part; one in float8 counts as half of bf16's."""
-    halves = sum(weight.numel for weight in part.weights if is_gathered_in_float8(weight, part, plan))
+    if not gathers_float8(plan):
+        return numel_of(part, plan.layout)
+    halves = sum(weight.numel for weight in part.weights if is_in_float8(weight, part, plan))
     return numel_of(part, plan.layout) - halves / 2
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardwise.planner.cost.memory import OptimizerShape
-    from shardwise.planner.model.shape import Amount, ModelShape, Part, Weight
+    from shardwise.planner.model.shape import Amount, Matmul, ModelShape, Part, Weight
     from shardwise.plans.plan import Plan
 
 
@@ -121,6 +121,12 @@ class PipelineShape(NamedTuple):
 # The state of one rank under a plan: its parts, the elements of their parameters, and its constant allocations.
 
 
+TRANSPOSED = 0.5
+"""Share of the weights that FSDP gathers in float8 of which a compiled block keeps a transposed copy for backward.
+
+The partitioner of AOTAutograd takes gathered weights for parameters that stay. It keeps either a weight or its copy,
+which has the same size; of the five weights of a Llama block on an H200, it kept the copies of two, half of the bytes.
+"""
 STATE_BYTES = {**ELEMENT_BYTES, "int8": 1 + 4 / 256}
 """dtype of optimizer states -> bytes per element; an 8-bit moment has one fp32 scale for every 256 elements."""
 
@@ -159,12 +165,12 @@ def _share(part: Part, count: int, plan: Plan, optimizer: OptimizerShape) -> Sha
         numel, own = _numels(weight, layout.tp, layout.shard)
         whole += numel
         owned += own
-        gathered += own * (1 if is_gathered_in_float8(weight, part, plan) else width)
+        gathered += own * (1 if gathers_float8(plan) and is_in_float8(weight, part, plan) else width)
         if weight.trained:
             trained += numel
             owned_trained += own
             states += optimizer.states_of(weight) * (own if plan.zero else numel)
-        if weight.cast:
+        if weight.cast and not is_in_float8(weight, part, plan):  # these layers cast in forward and in backward
             cast += numel
         if weight.narrow:
             narrow += own if plan.zero >= 2 else numel
@@ -183,6 +189,16 @@ def _share(part: Part, count: int, plan: Plan, optimizer: OptimizerShape) -> Sha
     )
 
 
+def _tied(shares: Sequence[Share], plan: Plan) -> float:
+    """Return the trained elements of one rank's heads that are the embeddings of the same rank."""
+    found = 0.0
+    for share in shares:
+        for weight in share.part.weights:
+            if weight.tied and weight.trained and plan.layout.pp == 1:
+                found += share.number * _numels(weight, plan.layout.tp, 1)[0]
+    return found
+
+
 def _numels(weight: Weight, tp: int, shard: int) -> tuple[float, float]:
     """Return the elements of a parameter on a tensor-parallel rank, and in one shard of its rows."""
     numel, rows = float(weight.numel), weight.rows
@@ -191,9 +207,9 @@ def _numels(weight: Weight, tp: int, shard: int) -> tuple[float, float]:
     return numel, numel * math.ceil(rows / shard) / rows
 
 
-def is_gathered_in_float8(weight: Weight, part: Part, plan: Plan) -> bool:
-    """Return whether FSDP gathers a weight in one byte per element: those of the linear layers in float8."""
-    if not gathers_float8(plan):
+def is_in_float8(weight: Weight, part: Part, plan: Plan) -> bool:
+    """Return whether a weight is that of a linear layer whose products the plan computes in float8."""
+    if plan.precision.compute != "float8":
         return False
     if plan.float8.modules:
         return weight.name.removesuffix(".weight") in plan.float8.modules
@@ -229,6 +245,8 @@ class RankState:
         self.keeps_root = plan.fused_loss or (compiles_head(plan) and shape.head is not None)
         """Whether FSDP keeps this unit gathered while the loss runs, which reads the head's weight."""
         self.saved = [self._saved(share.part) for share in self.shares]
+        self.tied = _tied(self.shares, plan)
+        """Gradient elements of tied heads, which backward keeps until it reaches the embedding."""
         self.uses_buckets = uses_ddp(plan)
         """Whether DDP stores all gradients in its own buckets."""
 
@@ -237,8 +255,13 @@ class RankState:
         saved = self.amount(part.footprints[self.plan.recompute].saved)
         if part.kind != "block" or self.plan.recompute != "none" or self.plan.compile == "none":
             return saved
-        elements = self.plan.micro_batch * product_inputs(part, self.plan.layout.tp)
-        return min(saved, self.amount(part.footprints["selective"].saved) + self.compute_bytes * elements)
+        quantized = [weight.numel for weight in part.weights if is_in_float8(weight, part, self.plan)]
+        quantizes = bool(quantized) and self.plan.float8.recipe == "tensorwise"
+        elements = self.plan.micro_batch * compiled_saves(part, self.plan.layout.tp, quantizes=quantizes)
+        compiled = self.amount(part.footprints["selective"].saved) + self.compute_bytes * elements
+        if gathers_float8(self.plan):
+            compiled += TRANSPOSED * sum(quantized)
+        return min(saved, compiled)
 
     def kept(self, index: int) -> float:
         """Return the bytes saved for backward by all parts while the part at `index` runs its newest micro-batch."""
@@ -297,23 +320,33 @@ class RankState:
         return trained + self.parameters() - self.trained_bytes()
 
 
-def product_inputs(part: Part, tp: int) -> float:
+def compiled_saves(part: Part, tp: int, *, quantizes: bool) -> float:
     """Return the elements per sample that a compiled block saves beside the results of its products and attentions.
 
-    Inductor recomputes pointwise operators in its backward kernels, but saves the inputs of matrix products, which are
-    kernels of their own (its min-cut partitioner). They are one norm for each layer that ends in a row-parallel
-    product, and the input of that product, unless it is the result of an attention. The result of the last product,
-    which selective recompute saves, is not needed. Without such layers, the inputs of all products are counted.
+    Inductor recomputes pointwise operators in its backward kernels, but its min-cut partitioner saves what other
+    kernels read there: the queries and keys of attention after their rotary embedding, and the inputs of matrix
+    products. With `quantizes` the latter are not saved, because the kernels that recompute them round them to float8
+    again. The result of the last product, which selective recompute saves, is not needed.
     """
     matmuls = [matmul for matmul in part.work.matmuls for _ in range(matmul.count)]
+    copied = sum(attention.copied * attention.count for attention in part.work.attentions) / tp
     lasts = sorted((each for each in matmuls if each.split == "inner"), key=lambda each: each.inner)
+    unneeded = lasts[-1].rows * lasts[-1].columns if lasts and tp == 1 else 0
+    return copied - unneeded + (0.0 if quantizes else _product_inputs(part, matmuls, lasts, tp))
+
+
+def _product_inputs(part: Part, matmuls: Sequence[Matmul], lasts: Sequence[Matmul], tp: int) -> float:
+    """Return the elements per sample of the inputs of matrix products, without those that attention wrote.
+
+    They are one norm for each layer that ends in a row-parallel product (`lasts`, by their width), and the input of
+    that product. Without such layers, the inputs of all products are counted.
+    """
     firsts = [each.rows * each.inner for each in matmuls if each.split == "columns"]
     if not lasts or not firsts:
         return float(sum(each.rows * each.inner for each in matmuls))
     attended = sum(attention.count for attention in part.work.attentions)
     activated = sum(each.rows * each.inner for each in lasts[attended:])
-    unneeded = lasts[-1].rows * lasts[-1].columns if tp == 1 else 0
-    return len(lasts) * min(firsts) + activated / tp - unneeded
+    return len(lasts) * min(firsts) + activated / tp
 
 
 def add_up(shares: Sequence[Share], name: str) -> float:

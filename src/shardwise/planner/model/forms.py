@@ -13,25 +13,39 @@ from shardwise.units import ELEMENT_BYTES
 if TYPE_CHECKING:
     from shardwise.planner.model.shape import AttentionWork, Head, Part, Recompute, Work
     from shardwise.plans.plan import Plan
+    from shardwise.plans.sections import Precision
+
+
+def stores_half(precision: Precision) -> bool:
+    """Return whether a plan stores weights in 16 bits, so that autocast casts none."""
+    return ELEMENT_BYTES[precision.parameter] < ELEMENT_BYTES["fp32"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Descriptions of one model: with weights that autocast casts, and with weights that FSDP gathers."""
+    """Descriptions of one model: with weights that autocast casts, and with weights in the compute dtype."""
 
     plain: ModelShape
     gathered: ModelShape
+    """The form of weights that FSDP gathers in the compute dtype, or that the plan stores in 16 bits."""
 
     def for_plan(self, plan: Plan) -> ModelShape:
         """Return the form in which a plan trains the model; plans with the same form get the same object."""
         layout = plan.layout
-        shape = self.sliced(layout.cp, layout.tp, gathered=plan.zero >= 2)
-        if not plan.fused_loss or shape.head is None:
+        shape = self.sliced(layout.cp, layout.tp, gathered=plan.zero >= 2 or stores_half(plan.precision))
+        if shape.head is None:
             return shape
-        key = ("fused", id(shape), plan.micro_batch, layout.tp)
-        if key not in self._forms:
-            self._forms[key] = fuse_loss(shape, plan.micro_batch, layout.tp)
-        return self._forms[key]
+        if plan.fused_loss:
+            key = ("fused", id(shape), plan.micro_batch, layout.tp)
+            if key not in self._forms:
+                self._forms[key] = fuse_loss(shape, plan.micro_batch, layout.tp)
+            return self._forms[key]
+        if plan.compile == "blocks" and layout.pp == 1:
+            key = ("compiled", id(shape), 1, 1)
+            if key not in self._forms:
+                self._forms[key] = compile_loss(shape, shape.head)
+            return self._forms[key]
+        return shape
 
     def sliced(self, cp: int, tp: int, *, gathered: bool) -> ModelShape:
         """Return the form on one of `cp` context-parallel ranks under `tp`, the same object each time."""
@@ -112,7 +126,12 @@ def _sliced_work(work: Work, cp: int, tp: int, exchanged: Amount) -> Work:
         work,
         matmuls=tuple(replace(item, rows=max(1, item.rows // cp)) for item in work.matmuls),
         attentions=tuple(
-            replace(item, heads=item.heads // cp, kv_heads=max(1, item.kv_heads * _repeats(item, cp, tp) // cp))
+            replace(
+                item,
+                heads=item.heads // cp,
+                kv_heads=max(1, item.kv_heads * _repeats(item, cp, tp) // cp),
+                copied=item.copied // cp,
+            )
             for item in work.attentions
         ),
         moved=_per_token(work.moved, cp) + copied,
@@ -140,6 +159,29 @@ def _footprint(kept: Footprint, share: float, more: Amount, policy: Recompute) -
 
 def _sliced_head(head: Head, cp: int) -> Head:
     return replace(head, rows=max(1, head.rows // cp), before=_footprint(head.before, 1 / cp, Amount(), "none"))
+
+
+# A compiled loss: one kernel reads the logits in forward, and one writes their gradient in backward.
+
+
+def compile_loss(shape: ModelShape, head: Head) -> ModelShape:
+    """Return a model with the loss compiled behind compiled blocks: its logits never exist in fp32."""
+    logits = Amount(whole=head.rows * head.vocab_size * ELEMENT_BYTES[shape.compute])
+    hidden = Amount(whole=head.rows * head.width * head.hidden_bytes)
+    numel = head.vocab_size * head.width if head.trained else 0
+    kept = head.before.saved
+    footprint = Footprint(
+        saved=kept + logits,
+        forward=kept + logits,
+        forward_on_gpu=kept + logits,
+        backward=(
+            Moment(resident=kept + logits * 2),
+            Moment(resident=kept + logits + hidden, gradients=numel),
+            *(replace(moment, gradients=moment.gradients + numel) for moment in head.before.backward),
+        ),
+    )
+    *parts, last = shape.parts
+    return replace(shape, parts=(*parts, replace(last, footprints=dict.fromkeys(last.footprints, footprint))))
 
 
 # A fused loss: it computes the logits of one chunk of tokens at a time, and their gradients already in forward.

@@ -11,6 +11,7 @@ from shardwise.planner.model.shape import Amount, AttentionWork, Matmul
 from shardwise.planner.model.tape import NOTHING, WIDE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Literal
 
     from shardwise.planner.model.tape import Storage, Tape, Value
@@ -244,7 +245,7 @@ def attend(tape: Tape, q: Value, k: Value, v: Value, attention: AttentionWork, *
     """
     inputs = [cast(tape, x, tape.width) for x in (q, k, v, bias) if x is not None]
     if not tape.repeats:
-        tape.attentions.append(attention)
+        tape.attentions.append(replace(attention, copied=_copied(inputs[:3])))
     log_sums = q.elements * (WIDE / attention.head_width)
     temporaries = q.elements * WIDE + log_sums if tape.width < WIDE else NOTHING
     if bias is not None and bias.node is not None:
@@ -259,6 +260,15 @@ def attend(tape: Tape, q: Value, k: Value, v: Value, attention: AttentionWork, *
         expensive=True,
         temporaries=temporaries,
     )
+
+
+def _copied(inputs: Sequence[Value]) -> int:
+    """Return the elements per sample of the inputs that neither a product nor another attention wrote."""
+    copied = 0.0
+    for x in inputs:
+        if x.storage is not None and not x.storage.is_expensive:
+            copied += x.elements.at(1) - x.elements.fixed
+    return round(copied)
 
 
 def embed(tape: Tape, elements: Amount, numel: int, indices: Storage | None = None) -> Value:

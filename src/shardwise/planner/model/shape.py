@@ -106,6 +106,9 @@ class AttentionWork:
     keys: int
     """Key tokens per sample."""
     causal: bool = True
+    copied: int = 0
+    """Elements per sample of queries, keys and values that are not results of products or views of them, such as those
+    with rotary embeddings."""
     count: int = 1
 
     @property

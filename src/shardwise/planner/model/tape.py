@@ -35,10 +35,10 @@ Gradients = dict[tuple[int, int], "Storage"]
 class Storage:
     """Bytes on the device, which their tape counts until the last reference to this object is gone."""
 
-    __slots__ = ("_tape", "is_viewed", "size")
+    __slots__ = ("_tape", "is_expensive", "is_viewed", "size")
 
-    def __init__(self, tape: Tape, size: Amount, *, is_viewed: bool = False) -> None:
-        self._tape, self.size, self.is_viewed = tape, size, is_viewed
+    def __init__(self, tape: Tape, size: Amount, *, is_viewed: bool = False, is_expensive: bool = False) -> None:
+        self._tape, self.size, self.is_viewed, self.is_expensive = tape, size, is_viewed, is_expensive
         tape.live += size
         tape.note()
 
@@ -172,7 +172,7 @@ class Tape:
         keeps = expensive and self.recompute == "selective"
         if keeps and self.repeats:
             return self.kept.pop(0)
-        storage = Storage(self, size)
+        storage = Storage(self, size, is_expensive=expensive)
         if keeps:
             self.kept.append(storage)
         return storage

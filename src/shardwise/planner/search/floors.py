@@ -21,7 +21,8 @@ from shardwise.planner.cost.stage_costs import (
     tensor_exchange,
     with_host_operators,
 )
-from shardwise.planner.cost.stages import PipelineShape, product_inputs, stages_between
+from shardwise.planner.cost.stages import PipelineShape, compiled_saves, stages_between
+from shardwise.planner.model.forms import stores_half
 from shardwise.planner.search.choices import OFFLOADS, ChoiceGroup, PlanVariant, divisors, stage_bounds
 from shardwise.plans.pipeline import SCHEDULES
 from shardwise.plans.sections import Float8
@@ -73,6 +74,7 @@ class Floors:
         self._syncs_batch_norm = question.model.plain.ties_samples and question.base.batch_norm != "local"
         self._context = question.context
         self._parameter_bytes = ELEMENT_BYTES[question.precision.parameter]
+        self._stores_half = stores_half(question.precision)
         self._compute_bytes = ELEMENT_BYTES[question.precision.activations]
         is_float8 = question.precision.compute == "float8"
         self._recipe = Float8.recipe if is_float8 else ""  # the one of candidates
@@ -107,7 +109,7 @@ class Floors:
         return min(bounds)
 
     def _shape(self, group: ChoiceGroup, *, gathered: bool) -> ModelShape:
-        return self._model.sliced(group.cp, group.tp, gathered=gathered)
+        return self._model.sliced(group.cp, group.tp, gathered=gathered or self._stores_half)
 
     def _seconds(self, shape: ModelShape, group: ChoiceGroup, *, is_sharded: bool) -> float:
         stages, times = self._stages(shape, group), self._part_times(shape, group, is_sharded=is_sharded)
@@ -231,7 +233,7 @@ class Floors:
         saved = at(part.footprints[policy].saved)
         if policy != "none" or not self._compiles:
             return saved
-        elements = group.micro_batch * product_inputs(part, group.tp)
+        elements = group.micro_batch * compiled_saves(part, group.tp, quantizes=bool(self._recipe))
         return min(saved, at(part.footprints["selective"].saved) + self._compute_bytes * elements)
 
 

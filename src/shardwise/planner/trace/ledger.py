@@ -84,6 +84,8 @@ class Ledger(TorchDispatchMode):
         self._tags: dict[int, Tag] = {}
         self._sizes: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._products: set[int] = set()
+        """Storages that matrix products wrote in forward."""
         self._frozen: set[int] = set()
         """Storages of frozen weights and of their casts."""
         self._resident = [0.0, 0.0, 0.0]
@@ -112,6 +114,13 @@ class Ledger(TorchDispatchMode):
         self._tags[storage_id(storage)] = tag
         self._watch(storage)
         self._count(storage_id(storage), +1)
+
+    def exclude(self, tensor: Tensor) -> None:
+        """Do not count a tensor's storage, which was allocated before this pass; views of it are free, too."""
+        storage = tensor.untyped_storage()
+        self._watch(storage)
+        self._tags[storage_id(storage)] = "stream"
+        self._sizes[storage_id(storage)] = 0
 
     def tag_weight(self, weight: Tensor, *, split: bool) -> None:
         """Tag a tensor as a weight, split by tensor parallelism or not."""
@@ -189,6 +198,7 @@ class Ledger(TorchDispatchMode):
         tally = self.tallies[segment]
         if name in _MATMULS and not backward:
             tally.matmuls.append(self._matmul(read[-2:], made[0], tag))
+            self._products.add(_key(made[0]))
             return
         if name == "aten::convolution" and not backward:
             weight, out = read[1], made[0]
@@ -197,7 +207,8 @@ class Ledger(TorchDispatchMode):
             tally.matmuls.append(Matmul(rows=rows, inner=inner, columns=weight.shape[0], trained=trained))
             return
         if name in _ATTENTIONS and not backward:
-            tally.attentions.append(_attention(call, self.samples))
+            copied = sum(each.numel() for each in call.args[:3] if _key(each) not in self._products)
+            tally.attentions.append(_attention(call, self.samples, copied // self.samples))
             return
         if backward and (name in _MATMULS or "convolution" in name or "scaled_dot_product" in name):
             return
@@ -251,6 +262,7 @@ class Ledger(TorchDispatchMode):
         self._count(key, -1)
         del self._sizes[key], self._tags[key], self._refs[key]
         self._frozen.discard(key)
+        self._products.discard(key)
         if resident and self._turned and is_in_backward():  # after backward, with all gradients, no segment runs
             self.note()
 
@@ -266,7 +278,7 @@ class _OperatorCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def _attention(call: _OperatorCall, samples: int) -> AttentionWork:
+def _attention(call: _OperatorCall, samples: int, copied: int) -> AttentionWork:
     query, key = call.args[0], call.args[1]
     names = [argument.name for argument in schema_of(call.func).arguments]
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
@@ -277,6 +289,7 @@ def _attention(call: _OperatorCall, samples: int) -> AttentionWork:
         queries=query.shape[2] * query.shape[0] // samples,
         keys=key.shape[2],
         causal=bool(given.get("is_causal", False)),
+        copied=copied,
     )
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.data import IterableDataset, default_collate
 
 from shardwise.data.loaders import dataset_of
@@ -24,7 +23,8 @@ from shardwise.parallel.skeleton import skeleton
 from shardwise.parallel.tensor_rules import check_tensor, find_rules, split_dim, styles_by_name
 from shardwise.planner.trace.cuda_rules import CudaRules
 from shardwise.planner.trace.ledger import Ledger, LedgerEntry, Tally, mark_returned, weights_in
-from shardwise.torch_private.dispatch import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from shardwise.planner.trace.stand_ins import outline_of, receive, skip_block, trained_in
+from shardwise.torch_private.dispatch import tree_flatten, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -211,9 +211,10 @@ def run_model(subject: TracedModel, samples: int) -> TracedPass:
         if end.ndim == 0:
             end.backward()
         else:
-            edges, outlines = _ends(end)
+            received = receive(end)
             del end
-            torch.autograd.backward(edges, [_empty(outline) for outline in outlines])
+            if received is not None:
+                received.backward()
     for handle in handles:
         handle.remove()
     return TracedPass(
@@ -285,10 +286,10 @@ class _blocks_once:  # noqa: N801 - reads as a function
             reads = weights_in((args, kwargs), self._outside)
             self._calls.append(BlockCall(name=name, segment=segment, kind=kind, args=args, kwargs=kwargs, reads=reads))
             if kind in self._made:
-                result = _skip(self._made[kind], (args, kwargs))
+                result = skip_block(self._made[kind], (args, kwargs))
             else:
                 result = forward(*args, **kwargs)
-                self._made[kind] = tree_map(_outline, result)
+                self._made[kind] = tree_map(outline_of, result)
             mark_returned(result)
             self._ledger.begin_segment()
             return result
@@ -305,49 +306,10 @@ def put_back(block: nn.Module, forward: Callable[..., Any] | None) -> None:
 
 
 def _kind(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    weights = tuple((name, _outline(value)) for name, value in block.named_parameters())
+    weights = tuple((name, outline_of(value)) for name, value in block.named_parameters())
     leaves, form = tree_flatten((args, kwargs))
-    inputs = tuple(_outline(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    inputs = tuple(outline_of(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
     return type(block), weights, inputs, str(form)
-
-
-@dataclass(frozen=True)
-class _Outline:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    trained: bool
-
-
-def _outline(leaf: Any) -> Any:
-    return _Outline(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-def _empty(outline: _Outline) -> Tensor:
-    return torch.empty(outline.shape, dtype=outline.dtype, device="meta")
-
-
-class _Skipped(torch.autograd.Function):
-    """Returns empty results in place of a block; their gradients reach the inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, outlines: list[_Outline], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*inputs)
-        made = tuple(_empty(outline) for outline in outlines)
-        ctx.mark_non_differentiable(
-            *(value for value, outline in zip(made, outlines, strict=True) if not outline.trained)
-        )
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(torch.empty_like(value) for value in ctx.saved_tensors)
-
-
-def _skip(outlines: Any, inputs: Any) -> Any:
-    leaves, form = tree_flatten(outlines)
-    trained = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    made = iter(_Skipped.apply([leaf for leaf in leaves if isinstance(leaf, _Outline)], *trained))  # type: ignore[no-untyped-call]
-    return tree_unflatten([next(made) if isinstance(leaf, _Outline) else leaf for leaf in leaves], form)
 
 
 def run_block(subject: TracedModel, call: BlockCall, samples: int, policy: Recompute) -> TracedPass:
@@ -363,16 +325,18 @@ def run_block(subject: TracedModel, call: BlockCall, samples: int, policy: Recom
     try:
         with rules, ledger:
             subject.tag_weights(ledger)
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    ledger.exclude(leaf)  # the part that made it saves it
             ledger.note()
             result = block(*args, **kwargs)
             rules.forget_casts()
             ledger.turn_back()
-            edges, outlines = _ends(result)
+            output_bytes = sum(output.nbytes for output in trained_in(result))
+            received = receive(result)
             del result  # the next part has freed it before its gradient arrives
-            gradients = [_empty(outline) for outline in outlines]
-            output_bytes = sum(gradient.nbytes for gradient in gradients)
-            if edges:  # empty if the block and all modules before it are frozen
-                torch.autograd.backward(edges, gradients)
+            if received is not None:
+                received.backward()
     finally:
         for handle in handles:
             handle.remove()
@@ -381,12 +345,6 @@ def run_block(subject: TracedModel, call: BlockCall, samples: int, policy: Recom
     return TracedPass(
         entries=ledger.entries, tallies=ledger.tallies, calls=[], uses=[], lowered=set(), input_bytes=output_bytes
     )
-
-
-def _ends(result: Any) -> tuple[list[Any], list[_Outline]]:
-    """Return the gradient edges and the shapes of a block's results, without a reference to the results."""
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return [get_gradient_edge(output) for output in outputs], [_outline(output) for output in outputs]
 
 
 def _fresh(leaf: Any) -> Any:
