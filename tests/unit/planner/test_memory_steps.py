@@ -135,11 +135,8 @@ def test_compiled_float8_layers_save_no_inputs_of_their_products_with_tensorwise
     tensorwise = Precision(compute="float8")
     base = dataclasses.replace(Plan.preset("ddp", 8, batch_size=8), compile="blocks", precision=tensorwise)
     rowwise = dataclasses.replace(base, float8=Float8(recipe="rowwise"))
-    for name, plan in {
-        "tensorwise": base,
-        "rowwise": rowwise,
-        "bf16": dataclasses.replace(base, precision=BF16),
-    }.items():
+    wide = dataclasses.replace(base, precision=BF16)
+    for name, plan in {"tensorwise": base, "rowwise": rowwise, "bf16": wide}.items():
         activations[name] = predict_memory(model.for_plan(plan), plan).at_peak["activations"]
     per_token = 2 * 4096 + 11_008  # two norms, and the product of gate and up
     assert activations["rowwise"] == activations["bf16"]
