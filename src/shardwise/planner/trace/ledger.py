@@ -40,6 +40,8 @@ Tag = Literal["whole", "stream", "split", "weight", "split weight", "gradient"]
 _RESIDENT = {"whole": 0, "stream": 1, "split": 2}
 _WEIGHTS = {"weight", "split weight"}
 _MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+_ALLOCATION = "aten::empty"
+"""An operator that runs no kernel."""
 _ATTENTIONS = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -194,6 +196,8 @@ class Ledger(TorchDispatchMode):
 
     def _add_work(self, call: _OperatorCall, read: list[Tensor], made: list[Tensor], tag: Tag) -> None:
         name = schema_of(call.func).name
+        if name == _ALLOCATION:
+            return
         segment, backward = self._place()
         tally = self.tallies[segment]
         if name in _MATMULS and not backward:

@@ -225,7 +225,7 @@ def _tokens(subject: TracedModel) -> int | None:
 # Descriptions of models, cached by content: equal models, samples and versions of torch are traced once.
 
 
-VERSION = 9
+VERSION = 10
 """Version of cached descriptions: increase it when tracing changes, since the fingerprint does not cover its code."""
 _BASES = {object, nn.Module}
 
