@@ -1,5 +1,6 @@
 """Fixtures of the whole suite."""
 
+import gc
 import os
 import shutil
 import signal
@@ -9,6 +10,9 @@ import pytest
 import pytest_randomly
 
 from apart import is_apart, run_apart
+
+# While modules are imported and tests collected, garbage collections take half of the time, and free nothing.
+gc.disable()
 
 # DeepSpeed registers a seeder here: every process of tests would import it, for 5 s, where few need it.
 pytest_randomly.entrypoint_reseeds = []
@@ -33,6 +37,13 @@ def pytest_configure(config):
 
         torch.set_num_threads(1)
         os.environ.pop("GLIBC_TUNABLES", None)  # of this process, not of the programs that tests start
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish():
+    """Leave what was imported and collected out of garbage collections, in this process and in its forks."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure(config):
