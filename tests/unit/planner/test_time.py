@@ -11,6 +11,7 @@ from shardwise.planner.cost.memory import ADAMW, predict_memory
 from shardwise.planner.cost.stages import RankState, stages_of_plan
 from shardwise.planner.cost.time import HOST_RUNS, KNOWN, RUNS, TimeModel, predict_time
 from shardwise.planner.cost.update import PAGEABLE
+from shardwise.planner.model import operators
 from shardwise.planner.model.decoder_parts import decoder_shape, published
 from shardwise.planner.model.forms import Model
 from shardwise.plans import Plan, Precision
@@ -311,6 +312,36 @@ def test_a_compiled_block_saves_less_for_backward_but_more_than_selective_recomp
     measured_on_h200 = {"eager": 52.7, "compiled": 42.56}
     assert {name: peaks[name] for name in measured_on_h200} == pytest.approx(measured_on_h200, rel=0.01)
     assert peaks["both"] < peaks["selective"] < peaks["compiled"]
+
+
+GPT2_SMALL = DecoderConfig(family="gpt2", width=768, num_layers=12, num_heads=12, vocab_size=50_257, context=1024)
+WIDE_LLAMA = dataclasses.replace(BILLION, width=4096, num_layers=8, num_kv_heads=8, mlp_width=14_336, context=4096)
+NARROW = Precision(parameter="bf16", compute="bf16", reduce="bf16", optimizer="bf16")
+FLOAT8 = dataclasses.replace(NARROW, compute="float8")
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "precision", "gibibytes"),
+    [
+        (BILLION, 8, BF16, 43.94),
+        (BILLION, 8, NARROW, 36.70),
+        (BILLION, 8, FLOAT8, 29.57),
+        (GPT2_SMALL, 64, BF16, 34.99),
+        (GPT2_SMALL, 64, NARROW, 32.19),
+        (WIDE_LLAMA, 2, FLOAT8, 26.7),
+    ],
+    ids=["1.2B", "1.2B-bf16", "1.2B-float8", "124M", "124M-bf16", "wide-float8"],
+)
+def test_one_graph_of_the_whole_model_takes_the_memory_measured_on_an_h200(
+    monkeypatch, config, rows, precision, gibibytes
+):
+    monkeypatch.setattr(operators, "rms_norm_is_wide", lambda: False)  # as in torch 2.11, which was measured
+    plain, gathered = (
+        decoder_shape("decoder", config, config.context, compute="bf16", gathered=each) for each in (False, True)
+    )
+    plan = Plan(micro_batch=rows, precision=precision, compile="model", capture="step")
+    found = predict_memory(Model(plain=plain, gathered=gathered).for_plan(plan), plan)
+    assert found.peak / 2**30 == pytest.approx(gibibytes, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,8 @@ class RankState:
         compiled = self.amount(part.footprints["selective"].saved) + self.compute_bytes * elements
         if gathers_float8(self.plan):
             compiled += TRANSPOSED * sum(quantized)
+        if self.plan.compile == "model" and self.plan.layout.world_size == 1:
+            compiled += self.plan.micro_batch * _wide_residual(part, self.compute_bytes)
         return min(saved, compiled)
 
     def kept(self, index: int) -> float:
@@ -347,6 +349,18 @@ def _product_inputs(part: Part, matmuls: Sequence[Matmul], lasts: Sequence[Matmu
     attended = sum(attention.count for attention in part.work.attentions)
     activated = sum(each.rows * each.inner for each in lasts[attended:])
     return len(lasts) * min(firsts) + activated / tp
+
+
+def _wide_residual(part: Part, compute_bytes: int) -> float:
+    """Return the bytes per sample that one graph of all blocks saves in addition, where the residual is in fp32.
+
+    A graph of one block saves the result of its attention layer in the compute dtype and recomputes the sum with its
+    input. In a graph of all blocks the partitioner does not recompute chains of sums, and saves the fp32 sum instead.
+    """
+    elements = [each.rows * each.inner for each in part.work.matmuls if each.split == "columns"]
+    if not elements:
+        return 0.0
+    return max(0.0, part.output.at(1) - compute_bytes * min(elements))
 
 
 def add_up(shares: Sequence[Share], name: str) -> float:

@@ -40,7 +40,7 @@ class Model:
             if key not in self._forms:
                 self._forms[key] = fuse_loss(shape, plan.micro_batch, layout.tp)
             return self._forms[key]
-        if plan.compile == "blocks" and layout.pp == 1:
+        if plan.compile != "none" and layout.pp == 1:
             key = ("compiled", id(shape), 1, 1)
             if key not in self._forms:
                 self._forms[key] = compile_loss(shape, shape.head)
@@ -161,11 +161,11 @@ def _sliced_head(head: Head, cp: int) -> Head:
     return replace(head, rows=max(1, head.rows // cp), before=_footprint(head.before, 1 / cp, Amount(), "none"))
 
 
-# A compiled loss: one kernel reads the logits in forward, and one writes their gradient in backward.
+# A compiled loss: kernels read the logits in forward, and write their gradient in backward.
 
 
 def compile_loss(shape: ModelShape, head: Head) -> ModelShape:
-    """Return a model with the loss compiled behind compiled blocks: its logits never exist in fp32."""
+    """Return a model with a compiled loss, whose logits never exist in fp32."""
     logits = Amount(whole=head.rows * head.vocab_size * ELEMENT_BYTES[shape.compute])
     hidden = Amount(whole=head.rows * head.width * head.hidden_bytes)
     numel = head.vocab_size * head.width if head.trained else 0
