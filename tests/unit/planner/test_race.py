@@ -176,7 +176,7 @@ def crashing_plans(job_file):
 
 def test_plan_that_ends_the_process_is_reported_and_the_others_are_measured(job_file):
     plans = crashing_plans(job_file)
-    record = run_race(refer(job_file, {}), [plan_to_toml(plan) for plan in plans], device="cpu", budget_s=6)
+    record = run_race(refer(job_file, {}), [plan_to_toml(plan) for plan in plans], device="cpu", budget_s=20)
     assert [timed.number for timed in record.timed] == [0, 1, 2]
     assert [bool(timed.error) for timed in record.timed] == [False, True, False]
     assert "139" in record.timed[1].error
@@ -185,7 +185,7 @@ def test_plan_that_ends_the_process_is_reported_and_the_others_are_measured(job_
 def test_process_is_restarted_only_a_few_times(job_file, monkeypatch):
     monkeypatch.setattr(race_process, "MOST_RESTARTS", 0)
     plans = crashing_plans(job_file)
-    record = run_race(refer(job_file, {}), [plan_to_toml(plan) for plan in plans], device="cpu", budget_s=6)
+    record = run_race(refer(job_file, {}), [plan_to_toml(plan) for plan in plans], device="cpu", budget_s=20)
     assert [timed.number for timed in record.timed] == [0, 1]
 
 
