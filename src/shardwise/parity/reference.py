@@ -33,7 +33,7 @@ from shardwise.parallel.weights import fill_parameters
 from shardwise.training.build import prepare_meta_model
 from shardwise.training.loading import make_feed
 from shardwise.training.preflight import check_fit
-from shardwise.training.step.first_step_checks import LossCheck, check_counted
+from shardwise.training.step.first_step_checks import check_counted, loss_check
 from shardwise.training.step.module_step import LocalState
 from shardwise.training.step.step import StepReport
 
@@ -72,7 +72,7 @@ class PlainTraining:
         self._number = 0
         self.remarks: list[str] = []
         """Remarks about the loss of the job, from the check of the first steps."""
-        self._loss_check: LossCheck | None = LossCheck(job.loss, self.remarks.append)
+        self._loss_check = loss_check(job.loss, self.remarks.append)
 
     def __call__(self, batch: StepBatch) -> StepReport:
         """Train on one global batch and return the report of the step."""

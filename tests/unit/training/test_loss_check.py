@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy, normalize
 import shardwise as sw
 from jobs import FP64, Points, train_split
 from refusals import refuses
+from shardwise.plans import Plan
 from shardwise.testing import run_ranks
 from shardwise.training.evaluate import evaluate
 
@@ -125,6 +126,21 @@ def test_a_loss_over_the_whole_micro_batch_gets_a_remark(loss, factors):
     ((_, remarks, _),) = run_ranks(train, 1, make_job(loss))
     assert len(remarks) == 1
     assert factors in remarks[0]
+
+
+@pytest.mark.parametrize("compiled", ["none", "model"])
+def test_the_first_step_computes_a_loss_of_shardwise_once(monkeypatch, compiled):
+    """To repeat rows would need more memory than the plan: the logits of one row may be gigabytes."""
+    sums = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(
+        torch.nn.functional, "cross_entropy", lambda *given, **named: sums.append(1) or cross_entropy(*given, **named)
+    )
+    with sw.world(device="cpu") as world:
+        plan = Plan(micro_batch=8, precision=FP64, compile=compiled)
+        step = sw.build_step(make_job(sw.losses.cross_entropy), plan, world)
+        step(next(iter(step.feed)))
+    assert sums == [1]
 
 
 def test_the_check_draws_no_random_number_and_moves_no_state_of_the_loss():

@@ -15,7 +15,7 @@ from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.parallel.collectives import parameters_of
 from shardwise.parallel.stage_gate import TieSync, tied_copies
 from shardwise.parallel.stage_values import check_accesses
-from shardwise.training.step.first_step_checks import LossCheck
+from shardwise.training.step.first_step_checks import loss_check
 from shardwise.training.step.pipeline_schedule import Relay, Schedule
 from shardwise.training.step.plain import OptimizerStep, measured
 from shardwise.training.step.step import NOTHING
@@ -74,7 +74,7 @@ class PipelineStep(OptimizerStep):
         self._note = parts.note
         self._loss_notes: list[str] | None = []
         """Messages about the loss of the first step, which only the last stage computes."""
-        self._loss_check = LossCheck(job.loss, self._loss_notes.append)
+        self._loss_check = loss_check(job.loss, self._loss_notes.append)
         for stage in stages:
             stage.connect()
 

@@ -15,7 +15,7 @@ from shardwise.parallel.counter_dropout import CounterMasks
 from shardwise.parallel.fused_loss import deferred_in_evaluation, deferring_heads, with_logits
 from shardwise.parallel.sharded import naming_outside_use
 from shardwise.training.step.compiled import CompileWatch, HeadRegion, compiled_region, uncompiled_probe
-from shardwise.training.step.first_step_checks import LossCheck, OutputRows, check_counted
+from shardwise.training.step.first_step_checks import OutputRows, check_counted, loss_check
 from shardwise.training.step.module_step import LocalState, ModuleStep, make_states, states_of
 from shardwise.training.step.step import NOTHING, StepReport
 
@@ -67,7 +67,7 @@ class OptimizerStep(ModuleStep):
         self._parameters = list(model.parameters())
         self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         self._heads = deferring_heads(model)
-        self._loss_check: LossCheck | None = LossCheck(job.loss, parts.note)
+        self._loss_check = loss_check(job.loss, parts.note)
         self._output_rows = OutputRows()
         kind = parts.source.plan.compile
         self._compile_watch = None if kind == "none" else CompileWatch(kind, parts.note)
