@@ -32,7 +32,9 @@ def pytest_configure(config):
         # Neither runs of tests in the user's history, nor predictions of tests that own runs have corrected.
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="shardwise-tests-")
     distributes_only = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
-    if not distributes_only:
+    if distributes_only:
+        gc.enable()  # it collects no tests
+    else:
         import torch  # here: the process that only distributes tests does not need it
 
         torch.set_num_threads(1)

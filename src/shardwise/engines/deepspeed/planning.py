@@ -271,7 +271,7 @@ class _Engine:
         most = 0.0
         for index, share in enumerate(own.shares):
             below = own.kept(index) + own.saved[index] * (share.number - 1)
-            footprint = share.part.footprints[self.plan.recompute]
+            footprint = share.part.footprint(self.plan.recompute)
             resident = [own.amount(footprint.forward), *(own.amount(moment.resident) for moment in footprint.backward)]
             most = max(most, below + max(resident))
         return most + own.amount(own.shape.input) * min(2, self.plan.accumulation)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.planner.cost.stages import RankState, add_up, stages_of_plan
+from shardwise.planner.model.shape import TRACED
 from shardwise.units import GIB
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def _moments(own: RankState, *, on_gpu: bool) -> list[tuple[str, dict[str, float
 
 def _forward(own: RankState, rest: Mapping[str, float], index: int, below: float, *, on_gpu: bool) -> dict[str, float]:
     share = own.shares[index]
-    footprint = share.part.footprints[own.plan.recompute]
+    footprint = share.part.footprint(own.plan.recompute)
     now = dict(rest)
     _add(now, "gradients", _accumulated(own))
     now["activations"] = below
@@ -191,7 +192,7 @@ def _backward(
 ) -> list[tuple[str, dict[str, float]]]:
     share = own.shares[index]
     found = []
-    moments = [one for one in share.part.footprints[own.plan.recompute].backward if on_gpu or not one.on_gpu]
+    moments = [one for one in share.part.footprint(own.plan.recompute).backward if on_gpu or not one.on_gpu]
     # Of equal blocks, the last one runs with the most saved activations, the first one with the most gradients. The
     # blocks next to these two have a neighbour on either side, whose gathers and reductions are in flight.
     for position in {share.number, max(1, share.number - 1), min(2, share.number), 1}:
@@ -209,7 +210,8 @@ def _backward(
                 now["gradients"] += _outside_buckets(own, index, position)
             else:
                 now["gradients"] = _plain_gradients(own, index, position, moment)
-            if share.part.kind != "last":
+            # The traced backward of the embedding includes it already.
+            if share.part.kind == "block" or (share.part.kind == "first" and own.shape.source != TRACED):
                 now["tied gradient"] = own.tied * (own.compute_bytes if own.sharded else own.parameter_bytes)
             found.append(("backward", now))
     return found

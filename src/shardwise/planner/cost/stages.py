@@ -191,12 +191,11 @@ def _share(part: Part, count: int, plan: Plan, optimizer: OptimizerShape) -> Sha
 
 def _tied(shares: Sequence[Share], plan: Plan) -> float:
     """Return the trained elements of one rank's heads that are the embeddings of the same rank."""
-    found = 0.0
-    for share in shares:
-        for weight in share.part.weights:
-            if weight.tied and weight.trained and plan.layout.pp == 1:
-                found += share.number * _numels(weight, plan.layout.tp, 1)[0]
-    return found
+    if plan.layout.pp > 1:
+        return 0.0
+    weights = [weight for share in shares for weight in share.part.weights if weight.tied and weight.trained]
+    numels = {weight.name: _numels(weight, plan.layout.tp, 1)[0] for weight in weights}
+    return sum(numels.values())
 
 
 def _numels(weight: Weight, tp: int, shard: int) -> tuple[float, float]:
@@ -252,12 +251,14 @@ class RankState:
 
     def _saved(self, part: Part) -> float:
         """Return the bytes that one instance of a part saves for backward."""
-        saved = self.amount(part.footprints[self.plan.recompute].saved)
-        if part.kind != "block" or self.plan.recompute != "none" or self.plan.compile == "none":
+        saved = self.amount(part.footprint(self.plan.recompute).saved)
+        if part.kind != "block" or part.policy(self.plan.recompute) != "none" or self.plan.compile == "none":
             return saved
         quantized = [weight.numel for weight in part.weights if is_in_float8(weight, part, self.plan)]
-        quantizes = bool(quantized) and self.plan.float8.recipe == "tensorwise"
-        elements = self.plan.micro_batch * compiled_saves(part, self.plan.layout.tp, quantizes=quantizes)
+        share = 0.0
+        if self.plan.float8.recipe == "tensorwise":
+            share = min(1.0, sum(quantized) / max(1, sum(weight.numel for weight in part.weights if weight.cast)))
+        elements = self.plan.micro_batch * compiled_saves(part, self.plan.layout.tp, quantized=share)
         compiled = self.amount(part.footprints["selective"].saved) + self.compute_bytes * elements
         if gathers_float8(self.plan):
             compiled += TRANSPOSED * sum(quantized)
@@ -322,19 +323,19 @@ class RankState:
         return trained + self.parameters() - self.trained_bytes()
 
 
-def compiled_saves(part: Part, tp: int, *, quantizes: bool) -> float:
+def compiled_saves(part: Part, tp: int, *, quantized: float) -> float:
     """Return the elements per sample that a compiled block saves beside the results of its products and attentions.
 
     Inductor recomputes pointwise operators in its backward kernels, but its min-cut partitioner saves what other
     kernels read there: the queries and keys of attention after their rotary embedding, and the inputs of matrix
-    products. With `quantizes` the latter are not saved, because the kernels that recompute them round them to float8
+    products. Of the latter, the share `quantized` is not saved: the kernels that recompute them round them to float8
     again. The result of the last product, which selective recompute saves, is not needed.
     """
     matmuls = [matmul for matmul in part.work.matmuls for _ in range(matmul.count)]
     copied = sum(attention.copied * attention.count for attention in part.work.attentions) / tp
     lasts = sorted((each for each in matmuls if each.split == "inner"), key=lambda each: each.inner)
     unneeded = lasts[-1].rows * lasts[-1].columns if lasts and tp == 1 else 0
-    return copied - unneeded + (0.0 if quantizes else _product_inputs(part, matmuls, lasts, tp))
+    return copied - unneeded + (1 - quantized) * _product_inputs(part, matmuls, lasts, tp)
 
 
 def _product_inputs(part: Part, matmuls: Sequence[Matmul], lasts: Sequence[Matmul], tp: int) -> float:

@@ -1,4 +1,4 @@
-"""The forms in which plans train a model: weights cast or gathered, context parallelism, a fused loss."""
+"""The forms in which plans train a model: weights cast or gathered, context parallelism, a compiled or fused loss."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from typing import Literal
 from shardwise.plans.sections import DType  # noqa: TC001 - needed at run time, too
 
 Recompute = Literal["none", "selective", "full"]
+TRACED = "traced"
+"""Source of a description that was traced, not computed in closed form."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +196,11 @@ class Part:
     @cached_property
     def kept(self) -> Part:
         """This part with all activations saved under every recompute policy, the same object each time."""
-        footprints = dict.fromkeys(self.footprints, self.footprints["none"])
-        return replace(self, footprints=footprints, keeps_activations=True)
+        return replace(self, keeps_activations=True)
+
+    def footprint(self, recompute: Recompute) -> Footprint:
+        """Return the footprint under a plan's recompute policy."""
+        return self.footprints[self.policy(recompute)]
 
     def policy(self, recompute: Recompute) -> Recompute:
         """Return the recompute policy of this part under a plan's policy: parts outside the blocks have none."""
@@ -226,7 +231,7 @@ class ModelShape:
     name: str
     compute: DType
     gathered: bool = False
-    """Whether FSDP gathers weights in the compute dtype; else autocast casts fp32 weights."""
+    """Whether weights are in the compute dtype, gathered by FSDP or stored so; else autocast casts fp32 weights."""
     parts: tuple[Part, ...]
     input: Amount = field(default_factory=Amount)
     """The batch on the device."""

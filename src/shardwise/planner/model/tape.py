@@ -104,7 +104,7 @@ class Tape:
 
     compute: DType
     gathered: bool
-    """Whether FSDP gathers weights in the compute dtype; else autocast casts them."""
+    """Whether weights are in the compute dtype, gathered by FSDP or stored so; else autocast casts them."""
     frozen: bool = False
     """Whether the model's own weights get no gradients."""
     rank: int = 0

@@ -233,7 +233,7 @@ class Floors:
         saved = at(part.footprints[policy].saved)
         if policy != "none" or not self._compiles:
             return saved
-        elements = group.micro_batch * compiled_saves(part, group.tp, quantizes=bool(self._recipe))
+        elements = group.micro_batch * compiled_saves(part, group.tp, quantized=float(bool(self._recipe)))
         return min(saved, at(part.footprints["selective"].saved) + self._compute_bytes * elements)
 
 

@@ -25,7 +25,7 @@ from shardwise.layout import Layout
 from shardwise.parallel.context import check_context, config_heads
 from shardwise.parallel.fused_loss import DeferredLogits, find_head
 from shardwise.planner.model.forms import Model
-from shardwise.planner.model.shape import Amount, Head, ModelShape, Part, Weight
+from shardwise.planner.model.shape import TRACED, Amount, Head, ModelShape, Part, Weight
 from shardwise.planner.trace.amounts import footprint_of, states_of, work_of
 from shardwise.planner.trace.ledger import Ledger
 from shardwise.planner.trace.rehearsal import (
@@ -119,7 +119,7 @@ def _assemble(subject: TracedModel) -> ModelShape:
         tp_degrees=subject.tp_degrees,
         stages=bool(calls) and not _is_misplaced(subject, passes[0]),
         ties_samples=any(isinstance(module, BatchNormBase) for module in subject.model.modules()),
-        source="traced",
+        source=TRACED,
     )
     # Grouped heads in fp32, and all in fp64, have no fused kernel: attention is traced as matrix products.
     degrees = context_degrees(subject, shape.heads or config_heads(subject.model))
