@@ -233,6 +233,34 @@ def test_the_first_step_behind_compiled_blocks_has_no_eager_loss_of_all_rows(nam
     assert losses[0] == losses[1]
 
 
+TOKENS = 8
+"""Tokens of a row of the sentences."""
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_loss_of_a_short_micro_batch_is_summed_row_by_row(nproc):
+    """Eager cross entropy of all rows makes fp32 copies of logits that the memory of a compiled plan does not have."""
+
+    def train(world, **options):
+        rows = []
+        step = sw.build_step(
+            sentences_job(steps=6), Plan.preset("ddp", world.size, batch_size=8, precision=FP64, **options), world
+        )
+        cross_entropy = torch.nn.functional.cross_entropy
+
+        def counted(logits, *given, **named):
+            rows.append(len(logits))
+            return cross_entropy(logits, *given, **named)
+
+        with mock.patch.object(torch.nn.functional, "cross_entropy", counted):
+            return [step(batch).loss for batch in step.feed], set(rows)
+
+    ((expected, _),) = run_ranks(train, 1)
+    for found, rows in run_ranks(functools.partial(train, compile="blocks"), nproc):
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert rows == {TOKENS, TOKENS * 8 // nproc}  # of one row, and of a full micro-batch where it is compiled
+
+
 def test_a_probe_changes_neither_buffers_nor_generators():
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}

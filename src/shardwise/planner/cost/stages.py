@@ -193,8 +193,11 @@ def _tied(shares: Sequence[Share], plan: Plan) -> float:
     """Return the trained elements of one rank's heads that are the embeddings of the same rank."""
     if plan.layout.pp > 1:
         return 0.0
-    weights = [weight for share in shares for weight in share.part.weights if weight.tied and weight.trained]
-    numels = {weight.name: _numels(weight, plan.layout.tp, 1)[0] for weight in weights}
+    numels: dict[str, float] = {}
+    for share in shares:
+        for weight in share.part.weights:
+            if weight.tied and weight.trained:
+                numels[weight.name] = _numels(weight, plan.layout.tp, 1)[0]
     return sum(numels.values())
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shardwise.data.rows import map_rows, map_tensors, tensors
 from shardwise.parallel.fused_loss import DeferredLogits, find_head
 from shardwise.parallel.recompute import block_of, find_blocks
 from shardwise.parallel.skeleton import skeleton
@@ -35,10 +36,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from traceback import FrameSummary
 
-    from torch import Tensor
-
+    from shardwise.data.rows import RowMarks
     from shardwise.dist import World
-    from shardwise.job import Job
+    from shardwise.job import Job, Loss
     from shardwise.plans import Plan
 
 
@@ -88,6 +88,48 @@ def _tuned(model: nn.Module) -> dict[str, Any] | None:
     return {"max_autotune_pointwise": True}
 
 
+class _SumByRows(torch.autograd.Function):
+    """Sums a loss over single rows and computes their gradients in forward, so that fp32 copies are of one row."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, loss_of_row: Callable[[Tensor, int], Tensor]) -> Tensor:
+        gradient = torch.empty_like(logits)
+        total = logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
+        for row in range(len(logits)):
+            one = logits[row : row + 1].detach().requires_grad_()
+            with torch.enable_grad():
+                loss = loss_of_row(one, row)
+            gradient[row : row + 1] = torch.autograd.grad(loss, one)[0]
+            total += loss.detach()
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *weights: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(weights[0]), None
+
+
+def sum_by_rows(loss: Loss, output: Any, batch: Any, marks: RowMarks) -> Tensor | None:
+    """Return the loss sum of a short micro-batch row by row, None if the output is not one tensor of rows.
+
+    The last micro-batch of an epoch may have any number of rows, so it is not compiled. An eager loss of all its rows
+    would need several fp32 copies of the logits, which the compiled loss of full micro-batches does not need.
+    `marks` are those of the tensors in `batch` that have rows.
+    """
+    found = tensors(output)
+    if len(found) != 1 or type(found[0]) is not Tensor or not found[0].requires_grad or found[0].ndim < 2:
+        return None
+
+    def loss_of_row(logits: Tensor, row: int) -> Tensor:
+        of_row = map_rows(lambda tensor: tensor[row : row + 1], batch, marks)
+        summed: Tensor = loss.sum_of(map_tensors(lambda _: logits, output), of_row)
+        return summed
+
+    total: Tensor = _SumByRows.apply(found[0], loss_of_row)  # type: ignore[no-untyped-call]
+    return total
+
+
 class CompiledRegion:
     """Computes the loss sum of a full micro-batch in one compiled graph, or eagerly if torch cannot compile it."""
 
@@ -110,6 +152,11 @@ class CompiledRegion:
         self.is_whole = is_whole
         function = self._loss_sum if is_whole else job.loss.sum_of
         self._compiled: Callable[..., Tensor] | None = torch.compile(function, options=options)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch has not failed to compile it."""
+        return self._compiled is not None
 
     def __call__(self, model: nn.Module, batch: Any, whole_batch: Any) -> Tensor:
         """Return the loss sum of `batch`; under context parallelism, `whole_batch` has all tokens of its rows."""
@@ -204,6 +251,11 @@ class HeadRegion:
         model.set_reshard_after_forward(False, recurse=False)
         self._loss_region = CompiledRegion(job, note, kind="blocks", is_whole=False)
         self._compiled: Callable[..., Tensor] | None = torch.compile(self._loss_sum, fullgraph=True)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch has not failed to compile the loss, at least without the head."""
+        return self._loss_region.is_compiled
 
     def __call__(self, model: Any, batch: Any, whole_batch: Any) -> Tensor:
         """Return the loss sum of `batch`; `whole_batch` is the same without context parallelism."""

@@ -42,14 +42,14 @@ _WHOLE_BYTES = 2**20
 """Largest output in bytes whose rows are all duplicated; logits may take gigabytes, so larger outputs use one row."""
 
 
-_SUMS = (losses.cross_entropy, losses.token_cross_entropy, losses.next_token, losses.labels)
+ROW_SUMS = (losses.cross_entropy, losses.token_cross_entropy, losses.next_token, losses.labels)
 """Losses that are sums over rows whatever the output is. To repeat rows would only take memory: the logits of a single
 row may be gigabytes, which a plan that fits has no space for."""
 
 
 def loss_check(loss: Loss, note: Callable[[str], None]) -> LossCheck | None:
     """Return the check of a loss on the first outputs; None if there is nothing to check."""
-    return None if loss in _SUMS and loss != losses.labels else LossCheck(loss, note)
+    return None if loss in ROW_SUMS and loss != losses.labels else LossCheck(loss, note)
 
 
 class LossCheck:
@@ -72,7 +72,7 @@ class LossCheck:
             return False
         if self._loss.sum is losses.labels.sum:
             self._check_shift(output, batch)
-        found = None if self._loss in _SUMS else self._repeat(output, batch, micro_batch)
+        found = None if self._loss in ROW_SUMS else self._repeat(output, batch, micro_batch)
         if found is None:
             return True
         once, twice, counts, tolerance = found

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.data.rows import drop_padding_rows
+from shardwise.data.rows import drop_padding_rows, settle_marks
 from shardwise.job import Loss
 from shardwise.parallel.batch_norm import batch_norms
 from shardwise.parallel.collectives import unwrap
 from shardwise.parallel.counter_dropout import CounterMasks
 from shardwise.parallel.fused_loss import deferred_in_evaluation, deferring_heads, with_logits
 from shardwise.parallel.sharded import naming_outside_use
-from shardwise.training.step.compiled import CompileWatch, HeadRegion, compiled_region, uncompiled_probe
-from shardwise.training.step.first_step_checks import OutputRows, check_counted, loss_check
+from shardwise.training.step.compiled import CompileWatch, HeadRegion, compiled_region, sum_by_rows, uncompiled_probe
+from shardwise.training.step.first_step_checks import ROW_SUMS, OutputRows, check_counted, loss_check
 from shardwise.training.step.module_step import LocalState, ModuleStep, make_states, states_of
 from shardwise.training.step.step import NOTHING, StepReport
 
@@ -257,7 +257,11 @@ class PlainStep(OptimizerStep):
             output = self._output_rows.drop_padding(output, rows, filled)
             batch = drop_padding_rows(batch, rows, filled, micro_batch.marks)
         # A model that returns a mean normalizes over whole sequences, also if this rank has a slice of them.
-        loss: Tensor = self._loss.sum_of(output, batch if self._loss.by_row else micro_batch.unsharded)
+        loss: Tensor | None = None
+        if is_short and self._region is not None and self._region.is_compiled and self._loss in ROW_SUMS:
+            loss = sum_by_rows(self._loss, output, batch, settle_marks(micro_batch.marks, batch, rows))
+        if loss is None:
+            loss = self._loss.sum_of(output, batch if self._loss.by_row else micro_batch.unsharded)
         if self._loss_check is not None:
             self._check_loss(output, batch, micro_batch)
         return loss
