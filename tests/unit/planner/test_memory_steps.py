@@ -153,6 +153,26 @@ def test_compiled_blocks_keep_casts_of_weights_only_without_recompute():
     assert casts["full"] < 2 * block
 
 
+@pytest.mark.parametrize("precision", [BF16, Precision(compute="float8")], ids=["bf16", "float8"])
+def test_each_compiled_block_that_is_recomputed_saves_memory(precision):
+    model, peaks = described("llama-7b"), []
+    for number in range(0, 33, 4):
+        changes = {"recompute": "full", "recompute_blocks": number} if number else {}
+        plan = dataclasses.replace(Plan.preset("ddp", 8, batch_size=64), compile="blocks", precision=precision)
+        plan = dataclasses.replace(plan, **changes)
+        peaks.append(predict_memory(model.for_plan(plan), plan).peak)
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_the_gradient_of_a_tied_head_is_counted_once():
+    job = dataclasses.replace(
+        token_job(4), model=lambda: sw.models.decoder("gpt2-tiny", vocab_size=16_384, tie_head=True)
+    )
+    plan = dataclasses.replace(Plan.preset("zero3", 4, batch_size=4), precision=BF16)
+    predicted, live, _ = compared(job, plan)
+    assert predicted.peak == pytest.approx(live, rel=0.03)
+
+
 def test_bf16_parameters_have_bf16_activations_under_every_strategy():
     model = described("llama-7b")
     stored = Precision(compute="bf16", parameter="bf16", reduce="bf16")

@@ -15,6 +15,7 @@ from refusals import refuses
 from shardwise.plans import Plan
 from shardwise.testing import run_ranks
 from shardwise.torch_private.dynamo import compile_errors
+from shardwise.training.step import compiled as step_compiled
 from shardwise.training.step.compiled import compiled_region, uncompiled_probe
 
 
@@ -238,8 +239,9 @@ TOKENS = 8
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_the_loss_of_a_short_micro_batch_is_summed_row_by_row(nproc):
+def test_the_loss_of_a_short_micro_batch_with_large_logits_is_summed_by_rows(monkeypatch, nproc):
     """Eager cross entropy of all rows makes fp32 copies of logits that the memory of a compiled plan does not have."""
+    monkeypatch.setattr(step_compiled, "_CHUNK_BYTES", 1)
 
     def train(world, **options):
         rows = []
