@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
-from shardwise.parallel.mixed_adamw import Counter, Shard, adamw_update
+from shardwise.parallel.mixed_adamw import Counter, Shard, adamw_update, adamw_update_rows
 from shardwise.plans import Float8, Plan, Precision
 
 pytestmark = [
@@ -53,16 +53,21 @@ def losses_of(plan):
 
 
 @pytest.mark.parametrize("has_master", [True, False])
-def test_compiled_update_rounds_like_the_eager_one(has_master):
+@pytest.mark.parametrize("update", [adamw_update, adamw_update_rows])
+def test_compiled_update_rounds_like_the_eager_one(update, has_master):
     generator = torch.Generator("cuda").manual_seed(0)
     values = torch.randn(300, 40, generator=generator, device="cuda")
     moments = [values.square().bfloat16(), values.square().bfloat16()]
     shard = Shard(values.bfloat16(), (values * 1e-2).bfloat16(), *moments, values.clone() if has_master else None)
     twin = Shard(*[None if each is None else each.clone() for each in shard])
     key = torch.tensor([5, -9], dtype=torch.int32, device="cuda")
-    counter = Counter(key, torch.tensor([[7, 3], [50, 1]], device="cuda"), torch.tensor(3.0, device="cuda"))
+    place = [[7, 3], [50, 1]]
+    if update is adamw_update_rows:
+        place = [[0, 353], [16, 1]]
+        shard, twin = shard.viewed((-1, 16)), twin.viewed((-1, 16))
+    counter = Counter(key, torch.tensor(place, device="cuda"), torch.tensor(3.0, device="cuda"))
     factors = torch.tensor([1e-3, 1e-5, 1.5, 0.0], device="cuda")
-    torch.compile(adamw_update, dynamic=True)(shard, counter, factors, betas=(0.9, 0.99), eps=1e-8)
+    torch.compile(update, dynamic=True)(shard, counter, factors, betas=(0.9, 0.99), eps=1e-8)
     adamw_update(twin, counter, factors, betas=(0.9, 0.99), eps=1e-8)
     for found, expected in zip(shard, twin, strict=True):
         if found is None:

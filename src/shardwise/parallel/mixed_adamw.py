@@ -29,6 +29,7 @@ from shardwise.errors import JobError, MissingExtraError
 from shardwise.parallel.counter_random import MIX_A, MIX_B
 from shardwise.parallel.gradsync import local
 from shardwise.torch_private.dispatch import add_to_all, take_step_hooks
+from shardwise.torch_private.dynamo import assume
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,8 @@ _LARGEST_INT32 = 0x7FFFFFFF
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _BLOCK = 256
 """Elements of an 8-bit moment with a common scale."""
+_ROW = 16
+"""Elements of a row in which compiled kernels view contiguous shards."""
 _LEAST_QUANTIZED = 4096
 """Elements below which a moment stays in fp32, as in torchao: norms and biases take no memory but lose precision."""
 
@@ -139,12 +142,13 @@ class MixedAdamW(torch.optim.Optimizer):
             return
         gradient = local(parameter.grad)
         master = self.masters.get(parameter)
-        update = _compiled_update() if values.is_cuda else adamw_update
         first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
         shard = Shard(values, gradient, first, second, None if master is None else local(master))
-        if self._places[parameter].shape[1] != values.ndim:
-            shard = shard.flattened()
-        counter = Counter(self._keys[parameter], self._places[parameter], state["step"])
+        place = self._places[parameter]
+        if place.view is not None:
+            shard = shard.viewed(place.view)
+        update = _compiled_update(has_rows=place.view == _IN_ROWS) if values.is_cuda else adamw_update
+        counter = Counter(self._keys[parameter], place.coordinates, state["step"])
         update(shard, counter, factors, betas=group["betas"], eps=group["eps"])
 
 
@@ -157,12 +161,11 @@ class Shard(NamedTuple):
     second: Tensor
     master: Tensor | None
 
-    def flattened(self) -> Shard:
-        """Return one-dimensional views, with which one compiled kernel serves parameters of all shapes."""
-        master = None if self.master is None else self.master.view(-1)
-        return Shard(
-            self.parameter.view(-1), self.gradient.reshape(-1), self.first.view(-1), self.second.view(-1), master
-        )
+    def viewed(self, shape: tuple[int, ...]) -> Shard:
+        """Return views of this shape, with which one compiled kernel serves parameters of all shapes."""
+        master = None if self.master is None else self.master.view(shape)
+        gradient = self.gradient.reshape(shape)
+        return Shard(self.parameter.view(shape), gradient, self.first.view(shape), self.second.view(shape), master)
 
 
 class Counter(NamedTuple):
@@ -171,8 +174,21 @@ class Counter(NamedTuple):
     key: Tensor
     """int32 [2]: a hash of the parameter's name."""
     place: Tensor
-    """int64 [2, dims]: the offsets of the shard and the strides of the full tensor; one dim if its rows are whole."""
+    """int64 [2, dims]: the offsets of the shard and the strides of the full tensor, in the dims of the shard's view."""
     step: Tensor
+
+
+class Place(NamedTuple):
+    """Where a shard is in its full tensor."""
+
+    coordinates: Tensor
+    """`Counter.place`."""
+    view: tuple[int, ...] | None
+    """The shape in which the shard is updated; None for its own."""
+
+
+_FLAT = (-1,)
+_IN_ROWS = (-1, _ROW)
 
 
 def update_factors(counts: Tensor, group: Mapping[str, Any], skipped: Tensor) -> Tensor:
@@ -223,6 +239,19 @@ def adamw_update(shard: Shard, counter: Counter, factors: Tensor, *, betas: tupl
         parameter.copy_(after)
 
 
+def adamw_update_rows(
+    shard: Shard, counter: Counter, factors: Tensor, *, betas: tuple[float, float], eps: float
+) -> None:
+    """Update a shard that is viewed in rows of `_ROW` elements.
+
+    The compiler makes the length of a row a constant. Otherwise it does not know that the number of elements is a
+    multiple of 8, and its kernel reads and writes single elements instead of 16 bytes at a time, which takes 10 to 80 %
+    longer on an H200.
+    """
+    assume(shard.parameter.shape[1] == _ROW)
+    adamw_update(shard, counter, factors, betas=betas, eps=eps)
+
+
 def _store(target: Tensor, values: Tensor, bits: Tensor | None) -> None:
     """Write values into a tensor; into bf16 with stochastic rounding by the low 16 of `bits`."""
     if target.dtype == torch.bfloat16 and bits is not None:
@@ -265,9 +294,9 @@ def random_bits(shape: torch.Size, counter: Counter) -> Tensor:
 
 
 @functools.cache
-def _compiled_update() -> Callable[..., None]:
+def _compiled_update(*, has_rows: bool) -> Callable[..., None]:
     """Return the update as one CUDA kernel for tensors of any size: 25 operators would each pass over the memory."""
-    return torch.compile(adamw_update, dynamic=True)
+    return torch.compile(adamw_update_rows if has_rows else adamw_update, dynamic=True)
 
 
 def _key(name: str, device: torch.device) -> Tensor:
@@ -276,20 +305,22 @@ def _key(name: str, device: torch.device) -> Tensor:
     return torch.tensor(halves, dtype=torch.int32, device=device)
 
 
-def _place(name: str, parameter: nn.Parameter, precision: Precision) -> Tensor:
-    """Return the offsets of this rank's shard and the strides of the full tensor, as in `Counter.place`."""
+def _place(name: str, parameter: nn.Parameter, precision: Precision) -> Place:
+    """Return where this rank's shard is in the full tensor."""
     box = box_of(name, parameter)
     strides = [1] * parameter.ndim
     for dim in range(parameter.ndim - 2, -1, -1):
         strides[dim] = strides[dim + 1] * parameter.shape[dim + 1]
     has_whole_rows = list(box.sizes)[1:] == list(parameter.shape)[1:]
     is_flat = local(parameter).is_contiguous() and precision.optimizer != "int8"  # 8-bit moments have no flat view
+    view = None
+    place = [list(box.offsets), strides]
     if has_whole_rows and (is_flat or not parameter.ndim):
         first = box.offsets[0] * strides[0] if parameter.ndim else 0
-        place = [[first], [1]]
-    else:
-        place = [list(box.offsets), strides]
-    return torch.tensor(place, dtype=torch.int64, device=local(parameter).device)
+        is_divisible = local(parameter).numel() % _ROW == 0
+        view = _IN_ROWS if is_divisible else _FLAT
+        place = [[0, first], [_ROW, 1]] if is_divisible else [[first], [1]]
+    return Place(torch.tensor(place, dtype=torch.int64, device=local(parameter).device), view)
 
 
 # 8-bit moments.

@@ -26,6 +26,13 @@ def graph_break() -> None:
     torch._dynamo.graph_break()
 
 
+def assume(condition: object) -> None:
+    """Make torch.compile use a condition on sizes that holds in every call; raises RuntimeError if it does not hold."""
+    import torch
+
+    torch._check(bool(condition))
+
+
 def graph_breaks() -> list[GraphBreak]:
     """Return the graph breaks of this process in their order; empty if torch does not record them."""
     import torch._dynamo

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from refusals import refuses
-from shardwise.torch_private import dispatch, distributed
+from shardwise.torch_private import dispatch, distributed, dynamo
 
 
 def test_launchers_and_the_recorder_read_names_without_importing_torch():
@@ -155,3 +155,24 @@ def test_tensors_that_are_not_sharded_are_their_own_local_tensor():
     tensor = torch.ones(1)
     assert distributed.local_tensor(tensor) is tensor
     assert list(distributed.parameter_groups(nn.Linear(1, 1))) == []
+
+
+def test_an_assumed_size_is_a_constant_of_a_compiled_graph():
+    shapes = []
+
+    def record(graph, inputs):
+        shapes.append([each.shape for each in inputs if isinstance(each, torch.Tensor)])
+        return graph.forward
+
+    def double(x):
+        dynamo.assume(x.shape[1] == 16)
+        return x * 2
+
+    compiled = torch.compile(double, dynamic=True, backend=record)
+    for rows in (3, 5):
+        assert torch.equal(compiled(torch.ones(rows, 16)), torch.full((rows, 16), 2.0))
+    ((shape,),) = shapes
+    assert shape[1] == 16
+    assert type(shape[1]) is int
+    with pytest.raises(RuntimeError):
+        double(torch.ones(3, 17))

@@ -283,6 +283,8 @@ def test_stochastic_rounding_is_right_on_average_and_keyed_by_the_global_element
     assert torch.equal(random_bits(torch.Size((30, 40)), part), bits[100:130, 16:56])
     flat = Counter(key, torch.tensor([[100 * 64], [1]]), torch.tensor(5.0))
     assert torch.equal(random_bits(torch.Size((30 * 64,)), flat), bits[100:130].flatten())
+    in_rows = Counter(key, torch.tensor([[0, 100 * 64], [16, 1]]), torch.tensor(5.0))
+    assert torch.equal(random_bits(torch.Size((120, 16)), in_rows).flatten(), bits[100:130].flatten())
     later = random_bits(torch.Size((256, 64)), whole._replace(step=torch.tensor(6.0)))
     assert (later == bits).float().mean() < 1e-3
     value = 1.0 + 2**-10  # a quarter of the way between two bf16 numbers at 1.0
