@@ -210,6 +210,15 @@ def finite(value: Any) -> Any:
     return value.nan_to_num()
 
 
+def find_implementations(kind: type) -> None:
+    """Find the implementations for one type of array now: torch.compile of torch 2.11 breaks the graph at the search.
+
+    functools.singledispatch searches in the first call with a type, and remembers what it found.
+    """
+    for function in (class_sum, token_sum, pad_ignored, finite):
+        function.dispatch(kind)
+
+
 def _class_sum(output: Any, batch: Any) -> Any:
     return class_sum(output, target_of(batch, "cross_entropy"))
 

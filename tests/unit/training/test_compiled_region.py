@@ -12,6 +12,7 @@ from torch._inductor import cpp_builder, exc
 import shardwise as sw
 from jobs import FP64, Points, Pooled, Tokens, points_job, sentences_job, train_split
 from refusals import refuses
+from shardwise.job import losses
 from shardwise.plans import Plan
 from shardwise.testing import run_ranks
 from shardwise.torch_private.dynamo import compile_errors
@@ -287,3 +288,10 @@ def test_the_kernels_of_a_whole_model_on_a_gpu_are_tuned_unless_they_must_be_det
     model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device(device))]))
     compiled_region(sentences_job(steps=1), model, Plan(compile="model"), print)
     assert given == [options]
+
+
+def test_the_implementation_of_a_loss_is_found_before_its_graph_is_traced(monkeypatch):
+    losses.token_sum._clear_cache()
+    compiled_region(sentences_job(steps=1), torch.nn.Linear(1, 1), Plan(compile="model"), print)
+    monkeypatch.setattr(functools, "_find_impl", mock.Mock(side_effect=AssertionError("searched while tracing")))
+    assert losses.token_sum(torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.long)) > 0

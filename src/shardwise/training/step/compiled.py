@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.data.rows import map_rows, map_tensors, tensors
+from shardwise.job.losses import find_implementations
 from shardwise.parallel.fused_loss import DeferredLogits, find_head
 from shardwise.parallel.recompute import block_of, find_blocks
 from shardwise.parallel.skeleton import skeleton
@@ -160,6 +161,7 @@ class CompiledRegion:
         self._note = note
         self._kind = kind
         self.is_whole = is_whole
+        find_implementations(Tensor)
         function = self._loss_sum if is_whole else job.loss.sum_of
         self._compiled: Callable[..., Tensor] | None = torch.compile(function, options=options)
 
