@@ -1,6 +1,7 @@
 """A compiled region trains as eager steps do: whole on one rank, head and loss on several, with fallbacks."""
 
 import functools
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -124,6 +125,22 @@ def test_a_graph_break_is_named_once_with_its_line(nproc, options):
         (note,) = notes
         assert f"compile = {options['compile']}: torch.compile breaks the graph" in note
         assert line_of("# the graph break") in note
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (["train.py", functools.__file__], "train.py:1"),
+        ([losses.__file__, functools.__file__], ""),
+        (["train.py", torch.nn.functional.__file__], "train.py:1"),
+        (["train.py", torch.nn.modules.module.__file__], ""),
+        ([str(Path(functools.__file__).parent / "site-packages" / "einops.py")], "einops.py:1"),
+    ],
+)
+def test_a_graph_break_is_named_by_the_last_line_outside_of_torch_and_the_standard_library(files, named):
+    frames = [traceback.FrameSummary(file, 1, "forward") for file in files]
+    assert step_compiled._user_line(frames).endswith(named)
+    assert bool(step_compiled._user_line(frames)) == bool(named)
 
 
 def of_own_length(samples):

@@ -372,6 +372,7 @@ class CompileWatch:
 
 
 _TORCH = Path(torch.__file__).parent
+_STANDARD_LIBRARY = str(Path(dataclasses.__file__).parent)
 _OWN = str(Path(__file__).parents[2])
 _EXPECTED = (_OWN, str(_TORCH / "distributed"), str(_TORCH / "nn" / "modules" / "module.py"))
 """Code that breaks graphs by design: hooks of FSDP2 and tensor parallelism, and models of this package."""
@@ -381,5 +382,12 @@ def _user_line(frames: Sequence[FrameSummary]) -> str:
     """Return the last file and line of the user's code in a stack; "" if the graph break is expected."""
     if not frames or frames[-1].filename.startswith(_EXPECTED):
         return ""
-    outside = [frame for frame in frames if not frame.filename.startswith((_OWN, str(_TORCH)))]
+    outside = [frame for frame in frames if _is_of_user(frame.filename)]
     return f"{outside[-1].filename}:{outside[-1].lineno}" if outside else ""
+
+
+def _is_of_user(filename: str) -> bool:
+    """Whether a file belongs to the user or to a package that the user has installed."""
+    if filename.startswith((_OWN, str(_TORCH))):
+        return False
+    return "-packages" in filename or not filename.startswith(_STANDARD_LIBRARY)
