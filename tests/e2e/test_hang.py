@@ -203,9 +203,12 @@ def check_skipped(folder, size, **how):
 
 
 def test_a_rank_that_skips_a_collective_before_backward_is_named_though_its_peer_aborts(folder):
-    last = check_skipped(folder, 3, forked=True)
-    assert "; so rank 0 failed first: SIGABRT" in last
-    assert "gradients, in backward, float32[4160]" in last
+    found = []
+    while len(found) < 3 and not any("gradients, in backward, float32[4160]" in last for last in found):
+        # On a busy machine, rank 1 may exit before it copies what torch's flight recorder knows of the gradients.
+        found.append(check_skipped(folder, 3, forked=True))
+        assert "; so rank 0 failed first: SIGABRT" in found[-1]
+    assert "gradients, in backward, float32[4160]" in found[-1]
 
 
 @pytest.mark.prove

@@ -1,15 +1,20 @@
 """Predicted memory beside the live tensors of a step of rank 0, for models and plans with rules of their own."""
 
+import contextlib
 import dataclasses
 
 import pytest
 import torch
 
 import shardwise as sw
+from shardwise.errors import JobError
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.measurement.memory import LiveBytes
 from shardwise.measurement.step import settle_gradients
+from shardwise.parallel.float8 import select_linears
+from shardwise.parallel.tensor_rules import find_rules
+from shardwise.planner.cost.float8 import float8_weights
 from shardwise.planner.cost.memory import ADAMW, SGD, predict_memory
 from shardwise.planner.cost.time import predict_time
 from shardwise.planner.model import forms
@@ -151,6 +156,20 @@ def test_compiled_blocks_keep_casts_of_weights_only_without_recompute():
     block = 2 * (4 * 4096**2 + 3 * 4096 * 11_008)
     assert casts["none"] >= 32 * block
     assert casts["full"] < 2 * block
+
+
+@pytest.mark.parametrize("layout", ["ddp", "replicate4.tp2", "replicate2.tp4", "tp8", "shard4.tp2"])
+@pytest.mark.parametrize("modules", [(), ("blocks.0.attn.qkv", "blocks.1.mlp.down")], ids=["chosen", "named"])
+def test_predictions_take_those_layers_in_float8_that_training_takes(layout, modules):
+    (block,) = (part for part in published("llama-7b", compute="bf16", gathered=False).parts if part.kind == "block")
+    with torch.device("meta"):
+        module = sw.models.decoder("llama-7b", num_layers=2)
+    plan = Plan.preset(layout, 8, batch_size=8)
+    plan = dataclasses.replace(plan, precision=Precision(compute="float8"), float8=Float8(modules=modules))
+    trained = frozenset()
+    with contextlib.suppress(JobError):  # no layer is large enough
+        trained = select_linears(module, plan, find_rules(module, None)).names
+    assert float8_weights(block, plan) == {f"{name.split('.', 2)[2]}.weight" for name in trained}
 
 
 @pytest.mark.parametrize("precision", [BF16, Precision(compute="float8")], ids=["bf16", "float8"])

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.hardware.calibration import is_aligned
-from shardwise.plans.rules import FLOAT8_LEAST_WIDTH, gains_from_float8
+from shardwise.plans.rules import gains_from_float8
 
 if TYPE_CHECKING:
     from shardwise.hardware.calibration import Calibration, Figure
@@ -249,34 +249,3 @@ def _shard(matmul: Matmul, tp: int) -> tuple[int, int]:
     inner = max(1, matmul.inner // tp) if matmul.split == "inner" else matmul.inner
     columns = max(1, matmul.columns // tp) if matmul.split == "columns" else matmul.columns
     return inner, columns
-
-
-# The width from which a linear layer is faster in float8, measured.
-
-
-def float8_least_width(calibration: Calibration, recipe: str) -> int:
-    """Return the smallest dimension of a linear layer that gains from float8, by measured rates if there are any.
-
-    The measured products are those of tensorwise scales; other recipes have the width of FLOAT8_LEAST_WIDTH.
-    """
-    default = FLOAT8_LEAST_WIDTH[recipe]
-    squares: dict[int, int] = {}
-    for point in calibration.matmuls:
-        if point.dtype == "fp8" and point.n == point.k:
-            squares[point.n] = max(point.m, squares.get(point.n, 0))
-    if recipe != "tensorwise" or not squares:
-        return default
-    slower = [width for width, tokens in squares.items() if not _is_faster_in_float8(calibration, tokens, width)]
-    if not slower:
-        return min(default, *squares)
-    return min((width for width in squares if width > max(slower)), default=2 * max(squares))
-
-
-def _is_faster_in_float8(calibration: Calibration, tokens: int, width: int) -> bool:
-    """Return whether the three products of a square linear layer and the casts of their operands gain from float8."""
-    shapes = ((tokens, width, width), (tokens, width, width), (width, width, tokens))
-    seconds = {}
-    for dtype in ("bf16", "fp8"):
-        seconds[dtype] = sum(2.0 * math.prod(shape) / calibration.matmul(*shape, dtype).value for shape in shapes)
-    moved = Assumptions().in_float8().quantized_bytes * tokens * 2 * width  # inputs and output gradients
-    return seconds["fp8"] + moved / calibration.memory_bandwidth.value < seconds["bf16"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwise.layout import Layout
 from shardwise.planner.cost.compute import PartCost, Seconds
 from shardwise.planner.cost.events import WorkUnit, bucket_reduces
-from shardwise.planner.cost.stages import is_in_float8
+from shardwise.planner.cost.float8 import float8_weights
 from shardwise.planner.cost.traffic import bus_bandwidth, collective, placement_of
 from shardwise.plans.rules import gathers_float8, uses_ddp
 from shardwise.units import ELEMENT_BYTES
@@ -261,7 +261,8 @@ def gathered_numel(part: Part, plan: Plan) -> float:
     """Return the parameters that FSDP gathers for one instance of a part; one in float8 counts as half of bf16's."""
     if not gathers_float8(plan):
         return numel_of(part, plan.layout)
-    halves = sum(weight.numel for weight in part.weights if is_in_float8(weight, part, plan))
+    quantized = float8_weights(part, plan)
+    halves = sum(weight.numel for weight in part.weights if weight.name in quantized)
     return numel_of(part, plan.layout) - halves / 2
 
 

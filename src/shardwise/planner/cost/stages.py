@@ -5,15 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardwise.planner.cost.float8 import float8_weights
 from shardwise.plans.pipeline import SCHEDULES, even_bounds, rank_of_stage, stages_per_rank
-from shardwise.plans.rules import (
-    FLOAT8_LEAST_WIDTH,
-    accumulates_in_fp32,
-    compiles_head,
-    gains_from_float8,
-    gathers_float8,
-    uses_ddp,
-)
+from shardwise.plans.rules import accumulates_in_fp32, compiles_head, gathers_float8, uses_ddp
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -159,18 +153,19 @@ class Share(NamedTuple):
 def _share(part: Part, count: int, plan: Plan, optimizer: OptimizerShape) -> Share:
     layout, width = plan.layout.folded, ELEMENT_BYTES[plan.precision.activations]
     whole = trained = owned = owned_trained = cast = narrow = states = gathered = 0.0
+    quantized = float8_weights(part, plan)
     for weight in part.weights:
         if weight.tied and plan.layout.pp == 1:
             continue
         numel, own = _numels(weight, layout.tp, layout.shard)
         whole += numel
         owned += own
-        gathered += own * (1 if gathers_float8(plan) and is_in_float8(weight, part, plan) else width)
+        gathered += own * (1 if gathers_float8(plan) and weight.name in quantized else width)
         if weight.trained:
             trained += numel
             owned_trained += own
             states += optimizer.states_of(weight) * (own if plan.zero else numel)
-        if weight.cast and not is_in_float8(weight, part, plan):  # these layers cast in forward and in backward
+        if weight.cast and weight.name not in quantized:  # these layers cast in forward and in backward
             cast += numel
         if weight.narrow:
             narrow += own if plan.zero >= 2 else numel
@@ -207,17 +202,6 @@ def _numels(weight: Weight, tp: int, shard: int) -> tuple[float, float]:
     if weight.split:
         numel, rows = numel / tp, math.ceil(rows / tp)
     return numel, numel * math.ceil(rows / shard) / rows
-
-
-def is_in_float8(weight: Weight, part: Part, plan: Plan) -> bool:
-    """Return whether a weight is that of a linear layer whose products the plan computes in float8."""
-    if plan.precision.compute != "float8":
-        return False
-    if plan.float8.modules:
-        return weight.name.removesuffix(".weight") in plan.float8.modules
-    is_chosen = part.kind == "block" or (part.kind == "last" and plan.float8.head)
-    least_width = FLOAT8_LEAST_WIDTH[plan.float8.recipe]
-    return is_chosen and gains_from_float8(weight.rows, weight.numel // max(1, weight.rows), least_width)
 
 
 class RankState:
@@ -257,7 +241,8 @@ class RankState:
         saved = self.amount(part.footprint(self.plan.recompute).saved)
         if part.kind != "block" or part.policy(self.plan.recompute) != "none" or self.plan.compile == "none":
             return saved
-        quantized = [weight.numel for weight in part.weights if is_in_float8(weight, part, self.plan)]
+        names = float8_weights(part, self.plan)
+        quantized = [weight.numel for weight in part.weights if weight.name in names]
         share = 0.0
         if self.plan.float8.recipe == "tensorwise":
             share = min(1.0, sum(quantized) / max(1, sum(weight.numel for weight in part.weights if weight.cast)))

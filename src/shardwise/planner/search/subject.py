@@ -15,7 +15,7 @@ from shardwise.hardware.calibration import calibration_for
 from shardwise.hardware.cluster import this_machine
 from shardwise.job import optimizers
 from shardwise.parallel.support import check_float8_tokens, no_float8_layer
-from shardwise.planner.cost.compute import float8_least_width
+from shardwise.planner.cost.float8 import float8_least_width, linear_sizes
 from shardwise.planner.cost.memory import ADAMW, SGD, OptimizerShape
 from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
@@ -148,16 +148,9 @@ def _linear_sizes(shape: ModelShape, plan: Plan) -> dict[tuple[str, str], tuple[
     """Return rows and columns of the shards of linear layers that may be in float8, by part and weight."""
     sizes: dict[tuple[str, str], tuple[int, int]] = {}
     for part in shape.parts if shape.tokens_per_sample is not None else ():  # images: products are convolutions
-        if part.kind != "block" and not (part.kind == "last" and plan.float8.head):
-            continue
-        splits = {(item.columns, item.inner): item.split for item in part.work.matmuls}
-        for weight in part.weights:
-            rows, columns = weight.rows, weight.numel // max(1, weight.rows)
-            split = splits.get((rows, columns))
-            if split is None or not weight.name.endswith(".weight"):  # neither biases, norms nor adapters
-                continue
-            by_rows, by_columns = plan.layout.tp if split == "columns" else 1, plan.layout.tp if split == "inner" else 1
-            sizes[part.name, weight.name] = -(-rows // by_rows), -(-columns // by_columns)
+        if part.kind == "block" or (part.kind == "last" and plan.float8.head):
+            for name, size in linear_sizes(part, plan.layout.tp).items():
+                sizes[part.name, name] = size
     return sizes
 
 
