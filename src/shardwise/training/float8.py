@@ -14,7 +14,7 @@ from shardwise.hardware.cluster import this_machine
 from shardwise.parallel.float8 import float8_note, select_linears
 from shardwise.parallel.support import check_float8_tokens
 from shardwise.parallel.tensor_rules import find_rules
-from shardwise.planner.cost.float8 import float8_least_width
+from shardwise.planner.cost.compute import float8_least_width
 from shardwise.training.step.captured import sampled_meta_batch
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from shardwise.measurement.memory import LiveBytes
 from shardwise.measurement.step import settle_gradients
 from shardwise.parallel.float8 import select_linears
 from shardwise.parallel.tensor_rules import find_rules
-from shardwise.planner.cost.float8 import float8_weights
+from shardwise.planner.cost.compute import float8_weights
 from shardwise.planner.cost.memory import ADAMW, SGD, predict_memory
 from shardwise.planner.cost.time import predict_time
 from shardwise.planner.model import forms

@@ -19,7 +19,7 @@ from shardwise.job import Lora
 from shardwise.models import decoder
 from shardwise.parallel.float8 import Float8Layers, float8_note, select_linears, without_float8
 from shardwise.parallel.tensor_rules import find_rules
-from shardwise.planner.cost.float8 import float8_least_width
+from shardwise.planner.cost.compute import float8_least_width
 from shardwise.planner.settle import check_model_fits
 from shardwise.plans import Float8, Plan, Precision
 from shardwise.plans.rules import FLOAT8_LEAST_WIDTH

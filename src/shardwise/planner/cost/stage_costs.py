@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.layout import Layout
-from shardwise.planner.cost.compute import PartCost, Seconds
+from shardwise.planner.cost.compute import PartCost, Seconds, float8_weights
 from shardwise.planner.cost.events import WorkUnit, bucket_reduces
-from shardwise.planner.cost.float8 import float8_weights
 from shardwise.planner.cost.traffic import bus_bandwidth, collective, placement_of
 from shardwise.plans.rules import gathers_float8, uses_ddp
 from shardwise.units import ELEMENT_BYTES

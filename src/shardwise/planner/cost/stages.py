@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwise.planner.cost.float8 import float8_weights
+from shardwise.planner.cost.compute import float8_weights
 from shardwise.plans.pipeline import SCHEDULES, even_bounds, rank_of_stage, stages_per_rank
 from shardwise.plans.rules import accumulates_in_fp32, compiles_head, gathers_float8, uses_ddp
 from shardwise.units import ELEMENT_BYTES

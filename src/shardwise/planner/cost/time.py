@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardwise.planner.cost.compute import Assumptions, ComputeModel
+from shardwise.planner.cost.compute import Assumptions, ComputeModel, float8_least_width
 from shardwise.planner.cost.events import (
     COMPUTE,
     WIRE,
@@ -23,7 +23,6 @@ from shardwise.planner.cost.events import (
     run_pass,
     run_streams,
 )
-from shardwise.planner.cost.float8 import float8_least_width
 from shardwise.planner.cost.memory import ADAMW
 from shardwise.planner.cost.stage_costs import Wires, stage_cost
 from shardwise.planner.cost.stages import stages_of_plan

@@ -15,7 +15,7 @@ from shardwise.hardware.calibration import calibration_for
 from shardwise.hardware.cluster import this_machine
 from shardwise.job import optimizers
 from shardwise.parallel.support import check_float8_tokens, no_float8_layer
-from shardwise.planner.cost.float8 import float8_least_width, linear_sizes
+from shardwise.planner.cost.compute import float8_least_width, linear_sizes
 from shardwise.planner.cost.memory import ADAMW, SGD, OptimizerShape
 from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
