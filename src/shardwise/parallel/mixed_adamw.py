@@ -245,8 +245,8 @@ def adamw_update_rows(
     """Update a shard that is viewed in rows of `_ROW` elements.
 
     The compiler makes the length of a row a constant. Otherwise it does not know that the number of elements is a
-    multiple of 8, and its kernel reads and writes single elements instead of 16 bytes at a time, which takes 10 to 80 %
-    longer on an H200.
+    multiple of 8, and its kernel reads and writes single elements instead of 16 bytes at a time: on an H200 it takes
+    1.1 times as long with masters as one with rows of a constant length, and 1.9 times without masters.
     """
     assume(shard.parameter.shape[1] == _ROW)
     adamw_update(shard, counter, factors, betas=betas, eps=eps)
