@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 
@@ -262,12 +262,25 @@ def _note_key(line: str) -> tuple[str, str]:
     return shape, contender
 
 
+_MACHINE = re.compile(r"(.+), bf16 matrix products at (\d+)(?: to (\d+))? TFLOP/s\.")
+
+
 def _machines(table: list[str], rows: list[Row], *, keeps_rows: bool) -> list[str]:
-    """Return a sentence for each machine that measured the rows; those of the old table stay if rows of it do."""
-    old = list(itertools.takewhile(bool, table)) if keeps_rows else []
-    new = dict.fromkeys((row.record.device, row.record.torch) for row in rows)
-    lines = [f"{device}, torch {torch}, bf16 matrix products at {_rates(rows)} TFLOP/s." for device, torch in new]
-    return list(dict.fromkeys((*old, *lines)))
+    """Return a sentence for each machine that measured rows of the table, with the range of its matrix rates."""
+    rates: dict[str, list[int]] = {}
+    for line in table if keeps_rows else ():
+        if known := _MACHINE.fullmatch(line):
+            rates.setdefault(known[1], []).extend(int(rate) for rate in known.groups()[1:] if rate)
+    for row in rows:
+        name = f"{row.record.device}, torch {row.record.torch}"
+        rates.setdefault(name, []).append(round(row.record.matmul_flops / 1e12))
+    return [
+        f"{name}, bf16 matrix products at {_range(min(found), max(found))} TFLOP/s." for name, found in rates.items()
+    ]
+
+
+def _range(least: int, most: int) -> str:
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
 def _line(row: Row) -> str:
@@ -277,9 +290,3 @@ def _line(row: Row) -> str:
         f" {row.achieved_flops / 1e12:.0f} | {row.share:.1%} | {row.peak_bytes / 2**30:.1f} | {row.loss:.4f} |"
         f" {_seconds(row.cold_s)} / {_seconds(row.warm_s)} |"
     )
-
-
-def _rates(rows: list[Row]) -> str:
-    """Return the matrix rates of the commands that measured the rows, in TFLOP/s."""
-    values = sorted({round(row.record.matmul_flops / 1e12) for row in rows})
-    return " to ".join(str(value) for value in dict.fromkeys((values[0], values[-1])))

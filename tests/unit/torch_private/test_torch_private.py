@@ -157,7 +157,7 @@ def test_tensors_that_are_not_sharded_are_their_own_local_tensor():
     assert list(distributed.parameter_groups(nn.Linear(1, 1))) == []
 
 
-def test_an_assumed_size_is_a_constant_of_a_compiled_graph():
+def test_a_fixed_size_is_a_constant_of_a_compiled_graph():
     shapes = []
 
     def record(graph, inputs):
@@ -165,7 +165,7 @@ def test_an_assumed_size_is_a_constant_of_a_compiled_graph():
         return graph.forward
 
     def double(x):
-        dynamo.assume(x.shape[1] == 16)
+        dynamo.fix_size(x.shape[1], 16)
         return x * 2
 
     compiled = torch.compile(double, dynamic=True, backend=record)
