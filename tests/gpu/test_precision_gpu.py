@@ -26,18 +26,10 @@ def rows(split):
     return TensorDataset(tokens[:, :-1], tokens[:, 1:]) if split == "train" else None
 
 
-def job():
+def job(**changes):
+    sizes = {"width": 1024, "num_heads": 8, "num_kv_heads": 1, "mlp_width": 2048, "num_layers": 2, "vocab_size": 64}
     return sw.Job(
-        model=lambda: sw.models.decoder(
-            "llama-tiny",
-            width=1024,
-            num_heads=8,
-            num_kv_heads=1,
-            mlp_width=2048,
-            num_layers=2,
-            vocab_size=64,
-            context=64,
-        ),
+        model=lambda: sw.models.decoder("llama-tiny", **{**sizes, "context": 64, **changes}),
         data=rows,
         loss=sw.losses.token_cross_entropy,
         optimizer=sw.adamw(lr=1e-3),
@@ -46,10 +38,12 @@ def job():
     )
 
 
-def losses_of(plan):
+def losses_of(plan, optimizer="", **changes):
+    """Train, and return the losses and the notes; `optimizer` is the class that must have updated the parameters."""
     notes = []
     with sw.world() as world:
-        step = sw.build_step(job(), plan, world, note=notes.append)
+        step = sw.build_step(job(**changes), plan, world, note=notes.append)
+        assert optimizer in {"", type(step.optimizer).__name__}
         reports = [step(batch) for batch in step.feed]
         return [float(report.loss_share) for report in reports], " ".join(notes)
 
@@ -109,3 +103,19 @@ def test_float8_layers_train_in_the_band(recipe):
     found, notes = losses_of(plan)
     assert found == pytest.approx(exact, rel=0.03)
     assert "one CUDA graph" in notes
+
+
+@pytest.mark.parametrize(("width", "optimizer"), [(4096, "MixedAdamW"), (256, "AdamW")])
+def test_a_captured_step_updates_large_fp32_parameters_by_compiled_kernels(width, optimizer):
+    sizes = {"width": width, "mlp_width": 2 * width}
+    exact, _ = losses_of(Plan(micro_batch=8), "AdamW", **sizes)
+    found, notes = losses_of(Plan(micro_batch=8, capture="step"), optimizer, **sizes)
+    assert found == pytest.approx(exact, rel=1e-4)
+    assert "one CUDA graph" in notes
+
+
+@pytest.mark.parametrize("capture", ["none", "step"])
+def test_a_padded_vocabulary_trains_like_an_eager_step(capture):
+    exact, _ = losses_of(Plan(micro_batch=8), vocab_size=4097)
+    found, _ = losses_of(Plan(micro_batch=8, compile="model", capture=capture), vocab_size=4097)
+    assert found == pytest.approx(exact, rel=1e-4)

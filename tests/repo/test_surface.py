@@ -1,7 +1,10 @@
 """The command line and the public names, frozen: a change here is a decision, not an accident."""
 
+import ast
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 
@@ -350,3 +353,24 @@ def test_help_names_every_verb_without_importing_torch():
 def test_import_shardwise_does_not_import_torch():
     code = "import shardwise, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_benchmarks_and_scripts_import_names_that_exist():
+    """They are run by hand, so that a renamed function would go unnoticed."""
+    root = Path(__file__).resolve().parents[2]
+    missing = []
+    for path in [*root.glob("benchmarks/*.py"), *root.glob("scripts/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "shardwise":
+                module = importlib.import_module(node.module)
+                missing += [
+                    f"{path.name}: {node.module}.{name.name}" for name in node.names if not has(module, name.name)
+                ]
+    assert missing == []
+
+
+def has(module, name):
+    try:
+        return hasattr(module, name) or bool(importlib.import_module(f"{module.__name__}.{name}"))
+    except ImportError:
+        return False

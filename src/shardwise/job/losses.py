@@ -320,6 +320,9 @@ labels = Loss(sum=_label_sum, count=count_labels)
 next_token = Loss(sum=_next_label_sum, count=count_next_labels)
 """Next-token cross entropy for decoders: output.logits [rows, length, vocabulary], labels of the next position."""
 
+TOKEN_LOSSES = (token_cross_entropy, labels, next_token)
+"""Losses that read only the logits of a model's output, and compute nothing but their cross entropy."""
+
 
 def returned_by_model(count: Callable[[Any], Any]) -> Loss:
     """Return the Loss of models that return their own mean loss (a scalar, or an output with `.loss`).

@@ -38,11 +38,30 @@ def accumulates_in_fp32(plan: Plan) -> bool:
 def compiles_head(plan: Plan) -> bool:
     """Return whether FSDP2 keeps the root unit gathered until backward, to compile the output head with the loss.
 
-    Training does so if forward also returns the result of the head unchanged.
+    Training does so if only the loss reads the logits.
     """
     layout = plan.layout
     is_plain = layout.tp == layout.pp == layout.cp == 1 and not plan.fused_loss
     return plan.compile == "blocks" and plan.zero >= 2 and is_plain
+
+
+def compiles_model(plan: Plan) -> bool:
+    """Return whether forward pass and loss are compiled together, for the one rank of a plan."""
+    return plan.compile == "model" and plan.layout.world_size == 1 and not plan.fused_loss
+
+
+_ALIGNED = 8
+"""Matrix products in 16 bits run at less than half speed with rows that are no multiple of this number."""
+_PADDED_TO = 64
+_LEAST_PADDED = 64 * _PADDED_TO
+"""Size below which padding could add more than 1.6 % to the logits."""
+
+
+def padded_vocabulary(size: int) -> int:
+    """Return the size to which a compiled graph of output head and token loss pads a vocabulary; mostly `size`."""
+    if size % _ALIGNED == 0 or size < _LEAST_PADDED:
+        return size
+    return -(-size // _PADDED_TO) * _PADDED_TO
 
 
 def is_exact_in_graph(plan: Plan) -> bool:

@@ -19,6 +19,7 @@ from shardwise.parallel.collectives import parameters_of, stages_of
 from shardwise.parallel.context import check_context
 from shardwise.parallel.counter_dropout import replace_dropouts
 from shardwise.parallel.first_passes import watch_forward
+from shardwise.parallel.fused_loss import returned_head
 from shardwise.parallel.gradsync import GradNorm
 from shardwise.parallel.lora import adapt_meta_model
 from shardwise.parallel.meta_model import job_meta_model
@@ -43,14 +44,14 @@ from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, broadcast_values
 from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
-from shardwise.plans.rules import accumulates_in_fp32, compiles_head, uses_ddp
+from shardwise.plans.rules import accumulates_in_fp32, compiles_head, compiles_model, uses_ddp
 from shardwise.spec import local_path
 from shardwise.training.float8 import settle_float8
 from shardwise.training.loading import check_tokens, make_feed, token_shard, vocabulary_of
 from shardwise.training.preflight import check_fit
 from shardwise.training.saving import Resuming
 from shardwise.training.step.captured import plain_step, sampled_batches
-from shardwise.training.step.compiled import compilable, returned_head
+from shardwise.training.step.compiled import compilable
 from shardwise.training.step.document_probe import DocumentProbe, ProbedModel
 from shardwise.training.step.first_step_checks import PeerBatches
 from shardwise.training.step.pipeline import PipelineStep
@@ -208,6 +209,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
             on_host=plan.offload.optimizer == "cpu" and plan.offload.parameters == "none",
             replica_mesh=mesh_context.axis(*plan.dp_axes) if plan.zero >= 2 else None,
             precision=plan.precision,
+            is_captured=plan.is_captured,
         ),
         sync=sync,
         update=_make_update(job, plan, world, model, sync.gain),
@@ -226,13 +228,13 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
 
 
 def _compiled_head(job: Job, plan: Plan, world: World) -> str:
-    """Return the name of the head to compile together with the loss, "" if none. Communicates if blocks are compiled.
+    """Return the name of the head to compile in one graph with the loss, "" if none. Communicates if FSDP compiles it.
 
     Ranks must agree, since the answer changes which parameters FSDP2 gathers in backward.
     """
-    if not compiles_head(plan):
+    if not compiles_head(plan) and not compiles_model(plan):
         return ""
-    head = returned_head(job, plan, lambda: next(sampled_batches(job, 1, 1), None))
+    head = returned_head(job, lambda: next(sampled_batches(job, 1, 1), None), world.device.type)
     if world.backend == "fake":  # without other ranks, there is nothing to compare
         return head
     return head if all(each == head for each in world.gather(head)) else ""

@@ -14,7 +14,9 @@ import shardwise as sw
 from jobs import FP64, Points, Pooled, Tokens, points_job, sentences_job, train_split
 from refusals import refuses
 from shardwise.job import losses
+from shardwise.parallel import fused_loss
 from shardwise.plans import Plan
+from shardwise.plans.rules import padded_vocabulary
 from shardwise.testing import run_ranks
 from shardwise.torch_private.dynamo import compile_errors
 from shardwise.training.step import compiled as step_compiled
@@ -250,6 +252,104 @@ def test_the_first_step_behind_compiled_blocks_has_no_eager_loss_of_all_rows(nam
 
     losses = run_ranks(train, 2)
     assert losses[0] == losses[1]
+
+
+class Biased(torch.nn.Module):
+    """A decoder whose head has a bias, and whose output is an object with logits, as that of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = sw.models.decoder("gpt2-tiny", vocab_size=50, context=16)
+        self.decoder.head = torch.nn.Linear(self.decoder.config.width, LARGE)
+
+    def get_output_embeddings(self):
+        return self.decoder.head
+
+    def forward(self, *arguments):
+        return {"logits": self.decoder(*arguments)}
+
+
+class Scaled(Biased):
+    """Reads its logits."""
+
+    def forward(self, *arguments):
+        return {"logits": super().forward(*arguments)["logits"] * 2}
+
+
+class WideHead(torch.nn.Module):
+    """Computes its head in the dtype of the parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(50, 16), torch.nn.Linear(16, 50)
+
+    def forward(self, tokens):
+        with torch.autocast("cpu", enabled=False):
+            return self.head(self.embed(tokens))
+
+
+LARGE = 4097
+"""Size of a vocabulary that a compiled graph of head and loss pads, to 4160."""
+
+
+def large_decoder():
+    return sw.models.decoder("gpt2-tiny", vocab_size=LARGE, context=16)
+
+
+def own_sum(output, batch):
+    return losses.token_cross_entropy.sum_of(output, batch)
+
+
+def head_losses(world, options, **changes):
+    """Train sentences; return the losses, the notes and the widths of logits that are computed outside of the model."""
+    widths = set()
+
+    def observed_function(head, loss):
+        compute = fused_loss.logits_function(head, loss)
+
+        def observed(*arguments):
+            logits = compute(*arguments)
+            widths.add(logits.shape[-1])
+            return logits
+
+        return observed
+
+    with mock.patch.object(step_compiled, "logits_function", observed_function):
+        found, notes = losses_of(world, job=sentences_job(steps=3, **changes), **options)
+    return found, notes, widths
+
+
+WHOLE = (1, {"compile": "model"})
+SHARDED = (2, {"compile": "blocks", "name": "zero3"})
+OWN_LOSS = sw.Loss(sum=own_sum, count=losses.token_cross_entropy.count)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "options", "model", "loss", "widths"),
+    [
+        (*WHOLE, large_decoder, losses.token_cross_entropy, {4160}),
+        (*SHARDED, large_decoder, losses.token_cross_entropy, {4160}),
+        (*WHOLE, Biased, losses.token_cross_entropy, {4160}),
+        (*SHARDED, Biased, losses.token_cross_entropy, {4160}),
+        (*WHOLE, Scaled, losses.token_cross_entropy, set()),
+        (*WHOLE, WideHead, losses.token_cross_entropy, set()),
+        (*WHOLE, large_decoder, OWN_LOSS, {LARGE}),
+    ],
+    ids=["tied", "tied-fsdp", "output-object", "output-object-fsdp", "scaled", "without-autocast", "own-loss"],
+)
+def test_head_and_loss_are_one_graph_if_only_the_loss_reads_the_logits_and_token_losses_pad_them(
+    nproc, options, model, loss, widths
+):
+    ((expected, _),) = run_ranks(functools.partial(losses_of, job=sentences_job(steps=3, model=model, loss=loss)), 1)
+    for found, notes, padded in run_ranks(head_losses, nproc, options, model=model, loss=loss):
+        assert found == pytest.approx(expected, rel=1e-9)
+        assert notes == []
+        assert padded == widths
+
+
+@pytest.mark.parametrize(("size", "padded"), [(4097, 4160), (4104, 4104), (257, 257), (50_257, 50_304)])
+def test_only_large_vocabularies_that_are_slow_for_matrix_products_are_padded(size, padded):
+    assert padded_vocabulary(size) == padded
 
 
 TOKENS = 8

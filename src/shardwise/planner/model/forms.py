@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardwise.planner.model.shape import Amount, Footprint, ModelShape, Moment
+from shardwise.plans.rules import compiles_model, padded_vocabulary
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -41,9 +42,10 @@ class Model:
                 self._forms[key] = fuse_loss(shape, plan.micro_batch, layout.tp)
             return self._forms[key]
         if plan.compile != "none" and layout.pp == 1:
-            key = ("compiled", id(shape), 1, 1)
+            compiled = compile_whole if compiles_model(plan) else compile_loss
+            key = (compiled.__name__, id(shape), 1, 1)
             if key not in self._forms:
-                self._forms[key] = compile_loss(shape, shape.head)
+                self._forms[key] = compiled(shape, shape.head)
             return self._forms[key]
         return shape
 
@@ -165,23 +167,44 @@ def _sliced_head(head: Head, cp: int) -> Head:
 
 
 def compile_loss(shape: ModelShape, head: Head) -> ModelShape:
-    """Return a model with a compiled loss, whose logits never exist in fp32."""
+    """Return a model with a compiled loss, whose logits never exist in fp32; the model and its head are in no graph."""
     logits = Amount(whole=head.rows * head.vocab_size * ELEMENT_BYTES[shape.compute])
     hidden = Amount(whole=head.rows * head.width * head.hidden_bytes)
     numel = head.vocab_size * head.width if head.trained else 0
     kept = head.before.saved
-    footprint = Footprint(
-        saved=kept + logits,
-        forward=kept + logits,
-        forward_on_gpu=kept + logits,
-        backward=(
-            Moment(resident=kept + logits * 2),
-            Moment(resident=kept + logits + hidden, gradients=numel),
-            *(replace(moment, gradients=moment.gradients + numel) for moment in head.before.backward),
-        ),
-    )
+    ends = (Moment(resident=kept + logits * 2), Moment(resident=kept + logits + hidden, gradients=numel))
+    return _with_loss(shape, head, kept + logits, ends)
+
+
+def compile_whole(shape: ModelShape, head: Head) -> ModelShape:
+    """Return a model that is compiled together with its loss, where the gradient of the logits overwrites them.
+
+    The graph pads the vocabulary, and saves the inputs of the head and of its norm in the compute dtype. The weight's
+    gradient is computed first: its second operand is freed before the gradient of the head's input is computed.
+    """
+    vocab_size, compute = padded_vocabulary(head.vocab_size), ELEMENT_BYTES[shape.compute]
+    logits = Amount(whole=head.rows * vocab_size * compute)
+    weight_gradient = Amount(fixed=vocab_size * head.width * compute if head.trained else 0)
+    kept = head.before.saved * min(1.0, compute / head.hidden_bytes)
+    *parts, last = shape.parts
+    last = replace(last, work=_padded_head(last.work, head.vocab_size, vocab_size))
+    ends = (Moment(resident=kept + logits + weight_gradient),)
+    return _with_loss(replace(shape, parts=(*parts, last)), head, kept + logits, ends)
+
+
+def _with_loss(shape: ModelShape, head: Head, saved: Amount, ends: tuple[Moment, ...]) -> ModelShape:
+    """Return a model whose last part saves `saved`, and whose backward pass begins with the moments `ends`."""
+    numel = head.vocab_size * head.width if head.trained else 0
+    before = tuple(replace(moment, gradients=moment.gradients + numel) for moment in head.before.backward)
+    footprint = Footprint(saved=saved, forward=saved, forward_on_gpu=saved, backward=(*ends, *before))
     *parts, last = shape.parts
     return replace(shape, parts=(*parts, replace(last, footprints=dict.fromkeys(last.footprints, footprint))))
+
+
+def _padded_head(work: Work, vocab_size: int, padded: int) -> Work:
+    """Return the work of the last part with the product of a padded head."""
+    matmuls = [replace(each, columns=padded) if each.columns == vocab_size else each for each in work.matmuls]
+    return replace(work, matmuls=tuple(matmuls))
 
 
 # A fused loss: it computes the logits of one chunk of tokens at a time, and their gradients already in forward.

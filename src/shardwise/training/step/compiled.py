@@ -1,10 +1,12 @@
 """The compiled region of a step: forward and loss in one graph, or what follows compiled blocks: head and loss.
 
 An eager loss reads and writes the logits in fp32 several times. In one graph inductor fuses the casts, the softmax and
-the gradient of the logits, and pads a vocabulary whose size is slow for matrix products: GPT-2 124M trains 1.7 times as
-fast as with compiled blocks on an H200. Hooks of DDP, FSDP and tensor parallelism must stay outside a graph, so only
-the loss is compiled there, under FSDP with the output head if forward returns the head's result unchanged. The
-invariant: the region computes `Loss.sum_of(forward(model, batch), batch)`.
+the gradient of the logits: GPT-2 124M trains 1.7 times as fast as with compiled blocks on an H200. Hooks of DDP, FSDP
+and tensor parallelism must stay outside a graph, so only the loss is compiled there, under FSDP with the output head.
+
+If only the loss reads the logits, forward returns the input of the head, and the graph of the loss computes the logits.
+Then their gradient overwrites them, also if a graph break within the model separates it from the loss, and the graph
+may pad the vocabulary. The invariant: the region computes `Loss.sum_of(forward(model, batch), batch)`.
 """
 
 from __future__ import annotations
@@ -19,12 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.data.rows import map_rows, map_tensors, tensors
-from shardwise.job.losses import find_implementations
-from shardwise.parallel.fused_loss import DeferredLogits, find_head
-from shardwise.parallel.recompute import block_of, find_blocks
-from shardwise.parallel.skeleton import skeleton
+from shardwise.job.losses import find_implementations, logits_of
+from shardwise.parallel.fused_loss import logits_function, without_head
+from shardwise.parallel.recompute import find_blocks
 from shardwise.plans.rules import compiles_head
-from shardwise.torch_private.dispatch import tree_map_only
 from shardwise.torch_private.dynamo import (
     compile_errors,
     graph_breaks,
@@ -32,6 +32,7 @@ from shardwise.torch_private.dynamo import (
     num_compiled,
     recompile_reasons,
 )
+from shardwise.training.step.step import NOTHING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -71,11 +72,15 @@ def compiled_region(
     """
     if plan.compile == "none" or plan.fused_loss or job.masks == "keyed":
         return None  # a fused loss computes logits chunk by chunk in kernels of its own
-    if head and type(model.get_submodule(head)) is nn.Linear:  # not a layer in float8
-        return HeadRegion(job, model, head, note)
+    layer = model.get_submodule(head) if head else None
+    if type(layer) is not nn.Linear:  # but a layer in float8
+        layer = None
+    if layer is not None and compiles_head(plan):
+        return HeadRegion(job, model, layer, note)
     is_whole = plan.layout.world_size == 1 and (plan.compile == "model" or not find_blocks(model))
-    options = _tuned(model) if is_whole else None
-    return CompiledRegion(job, note, kind=plan.compile, is_whole=is_whole, options=options)
+    if not is_whole:
+        return CompiledRegion(job, note, kind=plan.compile, is_whole=False)
+    return CompiledRegion(job, note, kind=plan.compile, is_whole=True, options=_tuned(model), head=layer)
 
 
 def _tuned(model: nn.Module) -> dict[str, Any] | None:
@@ -152,15 +157,18 @@ class CompiledRegion:
         kind: str,
         is_whole: bool,
         options: dict[str, Any] | None = None,
+        head: nn.Linear | None = None,
     ) -> None:
         """Create the region of `compile = kind`; `is_whole` includes the forward pass, else only the loss.
 
-        `options` are those of inductor.
+        `options` are those of inductor, and `head` is a `returned_head` of a whole region.
         """
         self._job = job
         self._note = note
         self._kind = kind
         self.is_whole = is_whole
+        self._head = head
+        self._logits = None if head is None else logits_function(head, job.loss)
         find_implementations(Tensor)
         function = self._loss_sum if is_whole else job.loss.sum_of
         self._compiled: Callable[..., Tensor] | None = torch.compile(function, options=options)
@@ -174,7 +182,8 @@ class CompiledRegion:
         """Return the loss sum of `batch`; under context parallelism, `whole_batch` has all tokens of its rows."""
         if not self.is_whole:
             return self.checked(model, batch, whole_batch, lambda _: None)
-        return self._run(model, batch, self._loss_batch(batch, whole_batch))
+        with NOTHING if self._head is None else without_head(self._head):
+            return self._run(model, batch, self._loss_batch(batch, whole_batch))
 
     def checked(self, model: nn.Module, batch: Any, whole_batch: Any, check: Callable[[Any], None]) -> Tensor:
         """Return the same for a region without the forward pass, whose output is passed to `check` before the loss."""
@@ -200,7 +209,10 @@ class CompiledRegion:
             return self._loss_sum(*arguments)
 
     def _loss_sum(self, model: nn.Module, batch: Any, loss_batch: Any) -> Tensor:
-        return self._job.loss.sum_of(self._job.forward(model, batch), loss_batch)  # type: ignore[no-any-return]
+        output = self._job.forward(model, batch)
+        if self._head is not None and self._logits is not None:
+            output = self._logits(logits_of(output), self._head.weight, self._head.bias)
+        return self._job.loss.sum_of(output, loss_batch)  # type: ignore[no-any-return]
 
 
 # The output head and the loss in one graph under FSDP.
@@ -212,41 +224,6 @@ class CompiledRegion:
 # region, and would otherwise gather the root once more than other ranks.
 
 
-def returned_head(job: Job, plan: Plan, sample: Callable[[], Any]) -> str:
-    """Return the name of the output head whose result `job.forward` returns unchanged; "" if there is none.
-
-    Runs forward on a batch of `sample`, which returns None if there is none, in a copy of the model on the meta device,
-    with a placeholder for the logits that raises if it is used. "" if this fails, as it does for a model whose forward
-    reads values. May consume random numbers.
-    """
-    if not compiles_head(plan) or job.lora is not None or job.masks == "keyed":
-        return ""
-    try:  # ranks compare their answers next, so that none may raise here
-        batch = sample()
-        if batch is None:
-            return ""
-        model = skeleton(job.model).module.to("meta")  # buffers, too
-        head = find_head(model)
-    except Exception:  # noqa: BLE001 - a model may raise any exception on meta tensors
-        return ""
-    name = next(name for name, module in model.named_modules() if module is head)
-    returned: list[DeferredLogits] = []
-
-    def defer(hidden: Tensor) -> DeferredLogits:
-        returned.append(DeferredLogits(hidden, head))
-        return returned[-1]
-
-    meta_batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), batch)
-    head.forward = defer  # type: ignore[method-assign, assignment]
-    try:
-        with torch.no_grad():
-            output = job.forward(model, meta_batch)
-    except Exception:  # noqa: BLE001 - as above
-        return ""
-    is_returned = len(returned) == 1 and output is returned[0]
-    return name if is_returned and not block_of(name, find_blocks(model)) else ""
-
-
 class HeadRegion:
     """Computes output head and loss sum of a full micro-batch in one compiled graph, behind compiled FSDP2 blocks.
 
@@ -255,10 +232,11 @@ class HeadRegion:
 
     is_whole = False
 
-    def __init__(self, job: Job, model: Any, head: str, note: Callable[[str], None]) -> None:
-        """Create the region of the layer `head` of `model`, an FSDP2 root; call on every rank."""
+    def __init__(self, job: Job, model: Any, head: nn.Linear, note: Callable[[str], None]) -> None:
+        """Create the region of a `returned_head` of `model`, an FSDP2 root; call on every rank."""
         self._job = job
-        self._head = model.get_submodule(head)
+        self._head = head
+        self._logits = logits_function(head, job.loss)
         self._note = note
         model.set_reshard_after_forward(False, recurse=False)
         self._loss_region = CompiledRegion(job, note, kind="blocks", is_whole=False)
@@ -273,8 +251,8 @@ class HeadRegion:
         """Return the loss sum of `batch`; `whole_batch` is the same without context parallelism."""
         if self._compiled is None:
             return self._loss_region(model, batch, whole_batch)
-        with self._without_head():
-            hidden = self._job.forward(model, batch)
+        with without_head(self._head):
+            hidden = logits_of(self._job.forward(model, batch))
         arguments = (hidden, self._head.weight, self._head.bias, batch)
         try:
             return self._compiled(*arguments)
@@ -288,22 +266,9 @@ class HeadRegion:
         """Return the same with only the loss compiled; `check` receives the output, which has the logits."""
         return self._loss_region.checked(model, batch, whole_batch, check)
 
-    @contextmanager
-    def _without_head(self) -> Iterator[None]:
-        """Return a context in which forward returns the input of the head."""
-        self._head.forward = _identity
-        try:
-            yield
-        finally:
-            del self._head.forward
-
     def _loss_sum(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, batch: Any) -> Tensor:
-        logits = nn.functional.linear(hidden, weight, bias)
+        logits = self._logits(hidden, weight, bias)
         return self._job.loss.sum_of(logits, batch)  # type: ignore[no-any-return]
-
-
-def _identity(hidden: Tensor) -> Tensor:
-    return hidden
 
 
 @contextmanager
