@@ -46,6 +46,7 @@ ADDED = {
         "lines": 500,
     },
     "memory of compiled blocks and losses, of float8 layers and of tied heads": {"files": 1, "lines": 130},
+    "head and loss in one graph on one rank, padded vocabularies, compiled updates of fp32 parameters": {"lines": 220},
 }
 REACHED = {name: base + sum(each.get(name, 0) for each in ADDED.values()) for name, base in BASE.items()}
 

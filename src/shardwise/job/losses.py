@@ -223,8 +223,12 @@ def _class_sum(output: Any, batch: Any) -> Any:
     return class_sum(output, target_of(batch, "cross_entropy"))
 
 
+def _token_targets(output: Any, batch: Any) -> tuple[Any, Any]:
+    return logits_of(output), target_of(batch, "token_cross_entropy")
+
+
 def _token_sum(output: Any, batch: Any) -> Any:
-    return token_sum(logits_of(output), target_of(batch, "token_cross_entropy"))
+    return token_sum(*_token_targets(output, batch))
 
 
 def count_tokens(batch: Any) -> int:
@@ -280,8 +284,12 @@ def count_next_labels(batch: Any) -> int:
     return int((labels_of(batch)[:, 1:] != IGNORE).sum())
 
 
+def _labels(output: Any, batch: Any) -> tuple[Any, Any]:
+    return logits_of(output), labels_of(batch)
+
+
 def _label_sum(output: Any, batch: Any) -> Any:
-    return token_sum(logits_of(output), labels_of(batch))
+    return token_sum(*_labels(output, batch))
 
 
 def _next_label_sum(output: Any, batch: Any) -> Any:
@@ -320,8 +328,12 @@ labels = Loss(sum=_label_sum, count=count_labels)
 next_token = Loss(sum=_next_label_sum, count=count_next_labels)
 """Next-token cross entropy for decoders: output.logits [rows, length, vocabulary], labels of the next position."""
 
-TOKEN_LOSSES = (token_cross_entropy, labels, next_token)
-"""Losses that read only the logits of a model's output, and compute nothing but their cross entropy."""
+TOKEN_LOSSES: Mapping[Loss, Callable[[Any, Any], tuple[Any, Any]]] = {
+    token_cross_entropy: _token_targets,
+    labels: _labels,
+    next_token: next_labels,
+}
+"""Losses that are `token_sum` of logits and targets, with the function (output, batch) that returns these."""
 
 
 def returned_by_model(count: Callable[[Any], Any]) -> Loss:

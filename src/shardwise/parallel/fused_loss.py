@@ -1,12 +1,11 @@
-"""Output heads whose logits take another form: deferred to a fused loss, or with a padded vocabulary.
+"""Output heads that are computed with the loss: by a fused loss in chunks of tokens, or in one compiled graph.
 
-With a fused loss, the head returns its input, and cross entropy computes the logits in chunks of tokens. In a compiled
-graph of head and loss, logits of -inf pad a vocabulary whose size is slow for matrix products.
+In both forms, the head returns its input to the model. A fused loss never has all logits. A compiled graph of head and
+loss pads a vocabulary whose size is slow for matrix products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -16,21 +15,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.errors import JobError
-from shardwise.job.losses import TOKEN_LOSSES, logits_of
+from shardwise.job.losses import IGNORE, TOKEN_LOSSES, logits_of, token_sum
 from shardwise.parallel.linear_cross_entropy import VocabularyShard, linear_cross_entropy
 from shardwise.parallel.lora import has_adapter
 from shardwise.parallel.recompute import block_of, find_blocks
 from shardwise.parallel.skeleton import skeleton
 from shardwise.parallel.stages import Stage
 from shardwise.plans.rules import padded_vocabulary
-from shardwise.torch_private.dispatch import register_pytree_node, tree_map, tree_map_only
+from shardwise.torch_private.dispatch import has_output_hooks, register_pytree_node, tree_map, tree_map_only
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from shardwise.job import Job, Loss
-
-LogitsFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 _OFF = "pass --set fused_loss=false"
 
@@ -267,74 +264,111 @@ def _computed(leaf: Any) -> Any:
     return leaf.compute() if isinstance(leaf, DeferredLogits) else leaf
 
 
-# Heads whose logits only the loss reads, so that a compiled graph may compute them in another form.
+# A head that a compiled graph computes together with the loss, because only the loss reads its logits.
 
 
-def returned_head(job: Job, sample: Callable[[], Any], device_type: str) -> str:
+def separable_head(job: Job, sample: Callable[[], Any], device_type: str, dtype: torch.dtype | None) -> str:
     """Return the name of the output head whose logits only the loss reads; "" if there is none.
 
     The loss reads the output of `job.forward`: either the result of the head, or an output that contains it as its
     logits, if the loss reads only those. Runs forward on a batch of `sample`, which returns None if there is none, in a
-    copy of the model on the meta device, with a placeholder for the logits that raises if it is used. "" if this fails,
-    as it does for a model whose forward reads values, and if the model disables autocast for its head on `device_type`.
-    May consume random numbers.
+    copy of the model on the meta device, under autocast to `dtype`, with a placeholder for the logits that raises if it
+    is used. "" if this fails, as it does for a model whose forward reads values; if the model changes autocast for its
+    head on `device_type`; and if the head is more than an nn.Linear. May consume random numbers.
     """
     if job.lora is not None or job.masks == "keyed":
         return ""
     try:  # ranks compare their answers next, so that none may raise here
         batch = sample()
-        if batch is None:
-            return ""
-        model = skeleton(job.model).module.to("meta")  # buffers, too
+        model = skeleton(job.model).module
+        if batch is None or any(not parameter.is_meta for parameter in model.parameters()):
+            return ""  # in the latter case, the job returns the same model each time
+        model = model.to("meta")  # buffers, too
         head = find_head(model)
     except Exception:  # noqa: BLE001 - a model may raise any exception on meta tensors
         return ""
     name = next(name for name, module in model.named_modules() if module is head)
+    if "forward" in vars(head) or has_output_hooks(head) or block_of(name, find_blocks(model)):
+        return ""
+    placeholder = DeferredLogits if job.loss in TOKEN_LOSSES else _UncastLogits
+    autocast = torch.autocast(device_type, dtype or torch.bfloat16, enabled=dtype is not None)
     returned: list[DeferredLogits] = []
 
     def defer(hidden: Tensor) -> DeferredLogits:
-        logits = DeferredLogits(hidden, head)
-        if torch.is_autocast_enabled(device_type):
+        logits = placeholder(hidden, head)
+        is_enabled = torch.is_autocast_enabled(device_type)
+        if is_enabled == (dtype is not None) and (not is_enabled or torch.get_autocast_dtype(device_type) == dtype):
             returned.append(logits)
         return logits
 
     meta_batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), batch)
     head.forward = defer  # type: ignore[method-assign, assignment]
     try:
-        with torch.no_grad(), torch.autocast(device_type, torch.bfloat16):
+        with torch.no_grad(), autocast:
             output = job.forward(model, meta_batch)
             read = logits_of(output) if job.loss in TOKEN_LOSSES else output
     except Exception:  # noqa: BLE001 - as above
         return ""
-    is_returned = len(returned) == 1 and read is returned[0]
-    return name if is_returned and not block_of(name, find_blocks(model)) else ""
+    return name if len(returned) == 1 and read is returned[0] else ""
 
 
-@contextmanager
-def without_head(head: nn.Linear) -> Iterator[None]:
-    """Return a context in which `head` returns its input, so that forward returns hidden states in place of logits."""
-    head.forward = _identity  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        del head.forward
+class _UncastLogits(DeferredLogits):
+    """Deferred logits of which a model must return no other dtype, because the job's own loss may read their dtype."""
+
+    def float(self) -> DeferredLogits:
+        raise _touched("float")
 
 
-def _identity(hidden: Tensor) -> Tensor:
-    return hidden
+class LogitsChangedError(Exception):
+    """The logits that a model returns are not the result of its head, although they were on the meta device."""
 
 
-def logits_function(head: nn.Linear, loss: Loss) -> LogitsFunction:
-    """Return the function (hidden, weight, bias) that computes the logits of a `returned_head` in a compiled graph."""
-    is_padded = loss in TOKEN_LOSSES and padded_vocabulary(head.weight.shape[0]) != head.weight.shape[0]
-    return padded_logits if is_padded else nn.functional.linear
+class SeparateHead:
+    """Computes logits and loss of a `separable_head`, whose layer returns its input to the model in the meantime."""
+
+    def __init__(self, layer: nn.Linear, loss: Loss) -> None:
+        self.layer = layer
+        self._loss = loss
+        self._targets_of = TOKEN_LOSSES.get(loss)
+        size = layer.weight.shape[0]
+        self._is_padded = self._targets_of is not None and padded_vocabulary(size) != size
+        self._inputs: list[Tensor] = []
+
+    @contextmanager
+    def skipped(self) -> Iterator[None]:
+        """Return a context in which the layer returns its input, so that forward returns hidden states, not logits."""
+        self._inputs.clear()
+        self.layer.forward = self._record  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            del self.layer.forward
+
+    def _record(self, hidden: Tensor) -> Tensor:
+        self._inputs.append(hidden)
+        return hidden
+
+    def input_of(self, output: Any) -> Tensor:
+        """Return the hidden states in the output of forward; raises LogitsChangedError if the model changed them."""
+        hidden: Tensor = logits_of(output)
+        if len(self._inputs) != 1 or hidden is not self._inputs[0]:
+            raise LogitsChangedError
+        self._inputs.clear()
+        return hidden
+
+    def loss_sum(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, batch: Any) -> Tensor:
+        """Return the loss sum of a batch; FSDP passes the gathered weight and bias of the layer."""
+        if not self._is_padded or self._targets_of is None:
+            return self._loss.sum_of(nn.functional.linear(hidden, weight, bias), batch)  # type: ignore[no-any-return]
+        logits, targets = self._targets_of(padded_logits(hidden, weight, bias), batch)
+        return token_sum(logits, _checked(targets, weight.shape[0]))  # type: ignore[no-any-return]
 
 
 def padded_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return logits with a padded vocabulary; the added ones are -inf, which changes no cross entropy of real classes.
 
-    Without it, inductor pads the operands of all three matrix products, for which it copies the logits: a compiled step
-    of GPT-2 with its vocabulary of 50,257 takes 1.06 times as long on an H200, and twice the memory of the logits.
+    Without it, inductor pads the operands of all three matrix products, for which it copies the logits: with GPT-2's
+    vocabulary of 50,257, a compiled step takes 1.05 times as long on an H200, and memory for the logits a second time.
     """
     size = weight.shape[0]
     missing = padded_vocabulary(size) - size
@@ -344,3 +378,10 @@ def padded_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     logits = nn.functional.linear(hidden, weight, bias)
     is_class = torch.arange(size + missing, device=logits.device) < size
     return torch.where(is_class, logits, float("-inf"))
+
+
+def _checked(targets: Tensor, size: int) -> Tensor:
+    """Return the targets; the lookup raises for targets beyond the classes, which the padding has logits of."""
+    is_counted = targets != IGNORE
+    classes = torch.arange(size, device=targets.device)
+    return torch.where(is_counted, classes[torch.where(is_counted, targets, 0)], IGNORE)

@@ -1,4 +1,4 @@
-"""AdamW for low-precision training: bf16 parameters with fp32 master copies, and moments in bf16 or 8 bits.
+"""AdamW in one kernel for each parameter, also for bf16 parameters with fp32 masters and moments in bf16 or 8 bits.
 
 torch's AdamW keeps moments in the dtype of their parameter, and a bf16 parameter that is updated in place loses every
 change below 1/256 of its value. Here the moments have a dtype of their own, and the update is computed in fp32 and
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.manifest import box_of
-from shardwise.errors import JobError, MissingExtraError
+from shardwise.errors import MissingExtraError
 from shardwise.parallel.counter_random import MIX_A, MIX_B
 from shardwise.parallel.gradsync import local
 from shardwise.torch_private.dispatch import add_to_all, take_step_hooks
@@ -33,8 +33,6 @@ from shardwise.torch_private.dynamo import fix_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from torch.optim import Optimizer
 
     from shardwise.plans import Precision
 
@@ -50,7 +48,7 @@ _LEAST_QUANTIZED = 4096
 
 
 class MixedAdamW(torch.optim.Optimizer):
-    """AdamW whose parameters or moments are stored below fp32; it computes every update in fp32."""
+    """AdamW whose parameters or moments may be stored below fp32; it computes every update in fp32."""
 
     _step_supports_amp_scaling = True
     """Like torch's fused optimizers, `step` is skipped on the device if `found_inf` is set."""
@@ -62,6 +60,7 @@ class MixedAdamW(torch.optim.Optimizer):
     ) -> None:
         """Take over the parameter groups of `source`; `named` are its parameters with their names in the model."""
         super().__init__([dict(group) for group in source.param_groups], dict(source.defaults))
+        self.defaults |= {"fused": False, "foreach": False, "compiled": named[0][1].is_cuda}
         take_step_hooks(self, source)
         self._state_dtype = precision.optimizer
         self._keys = {parameter: _key(name, local(parameter).device) for name, parameter in named}
@@ -382,18 +381,3 @@ def accumulate_in_fp32(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     for _, parameter in named:
         if parameter.dtype == torch.bfloat16:
             parameter.grad_dtype = torch.float32
-
-
-def mixed_optimizer(
-    optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]], precision: Precision
-) -> MixedAdamW:
-    """Return `optimizer` as a MixedAdamW; raises JobError unless it is torch's AdamW."""
-    options = [name for name in ("amsgrad", "maximize") if optimizer.defaults.get(name)]
-    if type(optimizer) is not torch.optim.AdamW or options:
-        used = " with ".join([type(optimizer).__name__, *options])
-        raise JobError(
-            f"precision ({precision}) requires AdamW, but the job's optimizer is {used}",
-            code="optimizer.precision-unsupported",
-            fix="use sw.adamw, or set precision.parameter and precision.optimizer to fp32",
-        )
-    return MixedAdamW(optimizer, named, precision)

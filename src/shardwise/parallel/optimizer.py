@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardwise.errors import JobError
 from shardwise.parallel.collectives import gather_flat, in_buckets
 from shardwise.parallel.gradsync import local
-from shardwise.parallel.mixed_adamw import MixedAdamW, mixed_optimizer
+from shardwise.parallel.mixed_adamw import MixedAdamW
 from shardwise.parallel.muon import MuonAdamW
 from shardwise.parallel.parameter_rules import check_optimizer, check_sharded_updates, copy_attributes
 
@@ -131,14 +132,36 @@ def is_faster_compiled(optimizer: Optimizer) -> bool:
     Its compiled kernels move 4.1 TB/s of fp32 parameters, gradients and moments on an H200, torch's fused one 3.5 TB/s:
     8.2 and 9.5 ms for 1.2 billion elements (benchmarks/optimizers.py). Small parameters do not fill the GPU.
     """
-    if type(optimizer) is not torch.optim.AdamW or not optimizer.defaults.get("fused"):
-        return False
-    if optimizer.defaults.get("amsgrad") or optimizer.defaults.get("maximize"):
+    is_fused = type(optimizer) is torch.optim.AdamW and optimizer.defaults.get("fused")
+    if not is_fused or _unsupported_options(optimizer):
         return False
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not all(each.is_cuda and each.dtype == torch.float32 for each in parameters):
         return False
     return sum(local(each).numel() for each in parameters) >= _LARGE * max(1, len(parameters))
+
+
+def _unsupported_options(optimizer: Optimizer) -> list[str]:
+    """Return the options of an AdamW that MixedAdamW does not have; groups may differ in them."""
+    found: set[str] = set()
+    for group in optimizer.param_groups:
+        found.update(name for name in ("amsgrad", "maximize") if group.get(name))
+        if not group.get("decoupled_weight_decay", True):
+            found.add("decoupled_weight_decay=False")
+    return sorted(found)
+
+
+def mixed_optimizer(optimizer: Optimizer, named: Named, precision: Precision) -> MixedAdamW:
+    """Return `optimizer` as a MixedAdamW; raises JobError unless it is torch's AdamW."""
+    options = _unsupported_options(optimizer)
+    if type(optimizer) is not torch.optim.AdamW or options:
+        used = " with ".join([type(optimizer).__name__, *options])
+        raise JobError(
+            f"precision ({precision}) requires AdamW, but the job's optimizer is {used}",
+            code="optimizer.precision-unsupported",
+            fix="use sw.adamw, or set precision.parameter and precision.optimizer to fp32",
+        )
+    return MixedAdamW(optimizer, named, precision)
 
 
 def _refresh(optimizer: Optimizer, mixed: MixedAdamW | None, bridge: _Bridge | None) -> None:

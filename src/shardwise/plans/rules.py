@@ -46,7 +46,7 @@ def compiles_head(plan: Plan) -> bool:
 
 
 def compiles_model(plan: Plan) -> bool:
-    """Return whether forward pass and loss are compiled together, for the one rank of a plan."""
+    """Return whether the forward pass of blocks and the loss are compiled together, for the one rank of a plan."""
     return plan.compile == "model" and plan.layout.world_size == 1 and not plan.fused_loss
 
 

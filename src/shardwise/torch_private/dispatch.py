@@ -200,6 +200,12 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_backward_hooks", None)) or has_accumulation_hooks(parameter)
 
 
+def has_output_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that receive its output or the gradient of its output."""
+    names = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name, None) for name in names)
+
+
 def has_accumulation_hooks(parameter: Tensor) -> bool:
     """Whether a parameter has hooks that run after its gradient was accumulated."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -19,7 +19,7 @@ from shardwise.parallel.collectives import parameters_of, stages_of
 from shardwise.parallel.context import check_context
 from shardwise.parallel.counter_dropout import replace_dropouts
 from shardwise.parallel.first_passes import watch_forward
-from shardwise.parallel.fused_loss import returned_head
+from shardwise.parallel.fused_loss import separable_head
 from shardwise.parallel.gradsync import GradNorm
 from shardwise.parallel.lora import adapt_meta_model
 from shardwise.parallel.meta_model import job_meta_model
@@ -209,7 +209,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
             on_host=plan.offload.optimizer == "cpu" and plan.offload.parameters == "none",
             replica_mesh=mesh_context.axis(*plan.dp_axes) if plan.zero >= 2 else None,
             precision=plan.precision,
-            is_captured=plan.is_captured,
+            is_captured=plan.is_captured and plan.compile != "none" and context.before_update is None,
         ),
         sync=sync,
         update=_make_update(job, plan, world, model, sync.gain),
@@ -234,7 +234,8 @@ def _compiled_head(job: Job, plan: Plan, world: World) -> str:
     """
     if not compiles_head(plan) and not compiles_model(plan):
         return ""
-    head = returned_head(job, lambda: next(sampled_batches(job, 1, 1), None), world.device.type)
+    dtype = LOWER.get(plan.precision.activations)
+    head = separable_head(job, lambda: next(sampled_batches(job, 1, 1), None), world.device.type, dtype)
     if world.backend == "fake":  # without other ranks, there is nothing to compare
         return head
     return head if all(each == head for each in world.gather(head)) else ""

@@ -387,9 +387,9 @@ def _on_all_stages(num_local: int, plan: Plan, world: World) -> int:
 
 
 def _kind(step: Step) -> str:
-    """Return the class of the optimizer and its torch implementation (fused, foreach) if it is not the default."""
+    """Return the class of the optimizer and its implementation if it is not torch's default."""
     defaults: dict[str, object] = getattr(step.optimizer, "defaults", {})
-    chosen = [kind for kind in ("fused", "foreach") if defaults.get(kind)]
+    chosen = [kind for kind in ("fused", "foreach", "compiled") if defaults.get(kind)]
     return ", ".join([step.optimized.kind, *chosen])
 
 

@@ -288,6 +288,38 @@ def test_a_head_with_an_adapter_is_not_fused():
     assert trace(decoder_job(lora=lora, tie_head=False), compute="fp32", gathered=False).head is None
 
 
+class TokenStream(torch.utils.data.IterableDataset):
+    """The rows of a dataset, as a stream of unknown length."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows[index] for index in range(len(self.rows)))
+
+
+def own_loss(output, batch):
+    return sw.losses.token_cross_entropy.sum_of(output, batch)
+
+
+def test_a_graph_of_a_whole_model_overwrites_the_logits_only_if_training_can_separate_the_head(tmp_path):
+    tokens = decoder_job(vocab_size=4097, tie_head=False)
+    jobs = {
+        "tokens": tokens,
+        "adapters": dataclasses.replace(tokens, lora=LORA),
+        "own loss": dataclasses.replace(tokens, loss=sw.Loss(sum=own_loss, count=tokens.loss.count)),
+        "stream": dataclasses.replace(tokens, data=lambda split: TokenStream(tokens.data(split))),
+    }
+    plan = Plan(micro_batch=8, compile="model", precision=Precision(compute="bf16"))
+    peaks = {}
+    for name, job in jobs.items():
+        model = described_in(job, "bf16", tmp_path)  # from one cache
+        assert model.plain.head.is_separable == (name == "tokens")
+        peaks[name] = predict_memory(model.for_plan(plan), plan).at_peak["logits and loss"]
+    logits = 8 * GPT["context"] * 4097 * 2
+    assert peaks["own loss"] - peaks["tokens"] > logits / 2  # a copy of them, less the gradient of the weight
+
+
 def test_frozen_weights_in_the_compute_dtype_are_stored_in_it():
     whole = Plan(precision=Precision(compute="bf16"))
     offload = dataclasses.replace(

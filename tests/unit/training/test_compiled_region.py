@@ -288,6 +288,70 @@ class WideHead(torch.nn.Module):
             return self.head(self.embed(tokens))
 
 
+class NarrowHead(WideHead):
+    """Computes its head in bf16, whatever the precision of the plan is."""
+
+    def forward(self, tokens):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.head(self.embed(tokens))
+
+
+class CastHead(WideHead):
+    """Casts its logits, whose dtype the job's own loss may read."""
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens)).float()
+
+
+def with_head(change):
+    """Return a model whose head is changed by a function."""
+    model = large_decoder()
+    change(model.head)
+    return model
+
+
+def with_own_forward():
+    def forward(head, hidden):
+        return 3 * torch.nn.functional.linear(hidden, head.weight)
+
+    return with_head(lambda head: setattr(head, "forward", functools.partial(forward, head)))
+
+
+def with_gradient_hook():
+    def clamped(_, gradients):
+        return tuple(each.clamp(-1e-3, 1e-3) for each in gradients)
+
+    return with_head(lambda head: head.register_full_backward_pre_hook(clamped))
+
+
+class Capped(torch.nn.Module):
+    """Caps tensors of logits, which a placeholder on the meta device is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = large_decoder()
+        self.head = self.decoder.head
+
+    def forward(self, tokens):
+        logits = self.decoder(tokens)
+        return logits if type(logits) is not torch.Tensor else 3 * torch.tanh(logits)
+
+
+class Rotary(torch.nn.Module):
+    """Breaks the graph before its blocks, as decoders with rotary positions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = sw.models.decoder("llama-tiny", vocab_size=LARGE, context=16)
+        self.head = self.decoder.head
+
+    def forward(self, tokens):
+        return self.decoder(tokens)
+
+
+ONE_MODEL = sw.models.decoder("gpt2-tiny", vocab_size=50, context=16)
+
+
 LARGE = 4097
 """Size of a vocabulary that a compiled graph of head and loss pads, to 4160."""
 
@@ -303,18 +367,20 @@ def own_sum(output, batch):
 def head_losses(world, options, **changes):
     """Train sentences; return the losses, the notes and the widths of logits that are computed outside of the model."""
     widths = set()
+    token_sum, sum_of = fused_loss.token_sum, fused_loss.SeparateHead.loss_sum
 
-    def observed_function(head, loss):
-        compute = fused_loss.logits_function(head, loss)
+    def observed_sum(logits, targets):
+        widths.add(logits.shape[-1])
+        return token_sum(logits, targets)
 
-        def observed(*arguments):
-            logits = compute(*arguments)
-            widths.add(logits.shape[-1])
-            return logits
+    def observed(head, hidden, weight, *rest):
+        widths.add(weight.shape[0])
+        return sum_of(head, hidden, weight, *rest)
 
-        return observed
-
-    with mock.patch.object(step_compiled, "logits_function", observed_function):
+    with (
+        mock.patch.object(fused_loss, "token_sum", observed_sum),
+        mock.patch.object(fused_loss.SeparateHead, "loss_sum", observed),
+    ):
         found, notes = losses_of(world, job=sentences_job(steps=3, **changes), **options)
     return found, notes, widths
 
@@ -322,20 +388,41 @@ def head_losses(world, options, **changes):
 WHOLE = (1, {"compile": "model"})
 SHARDED = (2, {"compile": "blocks", "name": "zero3"})
 OWN_LOSS = sw.Loss(sum=own_sum, count=losses.token_cross_entropy.count)
+TOKEN_LOSS = losses.token_cross_entropy
 
 
 @pytest.mark.parametrize(
     ("nproc", "options", "model", "loss", "widths"),
     [
-        (*WHOLE, large_decoder, losses.token_cross_entropy, {4160}),
-        (*SHARDED, large_decoder, losses.token_cross_entropy, {4160}),
-        (*WHOLE, Biased, losses.token_cross_entropy, {4160}),
-        (*SHARDED, Biased, losses.token_cross_entropy, {4160}),
-        (*WHOLE, Scaled, losses.token_cross_entropy, set()),
-        (*WHOLE, WideHead, losses.token_cross_entropy, set()),
+        (*WHOLE, large_decoder, TOKEN_LOSS, {LARGE, 4160}),
+        (*WHOLE, Rotary, TOKEN_LOSS, {LARGE, 4160}),
+        (*WHOLE, Biased, TOKEN_LOSS, {LARGE, 4160}),
+        (*SHARDED, Biased, TOKEN_LOSS, {LARGE, 4160}),
+        (*WHOLE, Scaled, TOKEN_LOSS, set()),
+        (*WHOLE, WideHead, TOKEN_LOSS, {50}),
+        (*WHOLE, NarrowHead, TOKEN_LOSS, set()),
+        (*WHOLE, CastHead, OWN_LOSS, set()),
+        (*WHOLE, with_own_forward, TOKEN_LOSS, set()),
+        (*WHOLE, with_gradient_hook, TOKEN_LOSS, set()),
+        (*WHOLE, Capped, TOKEN_LOSS, set()),
+        (*WHOLE, lambda: ONE_MODEL, TOKEN_LOSS, set()),
         (*WHOLE, large_decoder, OWN_LOSS, {LARGE}),
     ],
-    ids=["tied", "tied-fsdp", "output-object", "output-object-fsdp", "scaled", "without-autocast", "own-loss"],
+    ids=[
+        "tied",
+        "graph-break",
+        "output-object",
+        "output-object-fsdp",
+        "scaled",
+        "without-autocast",
+        "other-autocast",
+        "cast",
+        "own-forward",
+        "gradient-hook",
+        "changed-tensor",
+        "one-model",
+        "own-loss",
+    ],
 )
 def test_head_and_loss_are_one_graph_if_only_the_loss_reads_the_logits_and_token_losses_pad_them(
     nproc, options, model, loss, widths
@@ -345,6 +432,26 @@ def test_head_and_loss_are_one_graph_if_only_the_loss_reads_the_logits_and_token
         assert found == pytest.approx(expected, rel=1e-9)
         assert notes == []
         assert padded == widths
+
+
+def test_a_head_without_the_autocast_of_the_plan_stays_in_the_model():
+    dtypes = {None: "head", torch.bfloat16: ""}
+    batch = (torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))
+    for dtype, name in dtypes.items():
+        assert fused_loss.separable_head(sentences_job(model=WideHead), lambda: batch, "cpu", dtype) == name
+
+
+def test_changed_logits_are_an_error_under_fsdp_where_a_rank_cannot_repeat_its_collectives():
+    job = sentences_job(steps=1, model=Capped)
+    with refuses("support.compiled-head-changed"):
+        run_ranks(functools.partial(losses_of, name="zero3", compile="blocks", job=job), 2)
+
+
+def test_a_target_outside_of_a_padded_vocabulary_is_refused():
+    head = fused_loss.SeparateHead(torch.nn.Linear(4, LARGE), TOKEN_LOSS)
+    batch = (None, torch.tensor([[0, -100, LARGE]]))
+    with pytest.raises(IndexError, match="out of bounds"):
+        head.loss_sum(torch.zeros(1, 3, 4), head.layer.weight, head.layer.bias, batch)
 
 
 @pytest.mark.parametrize(("size", "padded"), [(4097, 4160), (4104, 4104), (257, 257), (50_257, 50_304)])

@@ -17,6 +17,7 @@ from shardwise.engines.engine import require_supported
 from shardwise.job.optimizers import SGD
 from shardwise.parallel import support
 from shardwise.parallel.mixed_adamw import Counter, random_bits, round_stochastically
+from shardwise.parallel.optimizer import is_faster_compiled, mixed_optimizer
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Offload, Plan, Precision
 from shardwise.testing import run_ranks
@@ -328,6 +329,29 @@ def test_bf16_parameters_need_adamw_and_no_batch_norm():
     job = make_job(optimizer=SGD(lr=0.1))
     with refuses("optimizer.precision-unsupported", "SGD"):
         run_ranks(build, 1, job, plan_of("one", BF16_STATES))
+
+
+@pytest.mark.parametrize("option", [{"maximize": True}, {"amsgrad": True}, {"decoupled_weight_decay": False}])
+def test_a_group_with_an_option_that_the_compiled_update_lacks_is_found(option):
+    def factory(named):
+        (_, first), *others = named
+        groups = [{"params": [first], **option}, {"params": [parameter for _, parameter in others]}]
+        return torch.optim.AdamW(groups, lr=0.1, fused=True)
+
+    named = [*torch.nn.Linear(3, 1).named_parameters()]
+    assert not is_faster_compiled(factory(named))
+    with refuses("optimizer.precision-unsupported", next(iter(option))):
+        mixed_optimizer(factory(named), named, BF16_STATES)
+
+
+@pytest.mark.parametrize(("size", "is_faster"), [(2**11, True), (2**10, False)])
+def test_large_fp32_parameters_of_a_gpu_are_updated_by_compiled_kernels(size, is_faster):
+    parameter = SimpleNamespace(is_cuda=True, dtype=torch.float32, numel=lambda: size**2)
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.1, fused=True)
+    optimizer.param_groups[0]["params"] = [parameter]
+    assert is_faster_compiled(optimizer) == is_faster
+    parameter.is_cuda = False
+    assert not is_faster_compiled(optimizer)
 
 
 FLOAT8 = Precision(compute="float8")

@@ -42,7 +42,7 @@ class Model:
                 self._forms[key] = fuse_loss(shape, plan.micro_batch, layout.tp)
             return self._forms[key]
         if plan.compile != "none" and layout.pp == 1:
-            compiled = compile_whole if compiles_model(plan) else compile_loss
+            compiled = compile_whole if compiles_model(plan) and shape.head.is_separable else compile_loss
             key = (compiled.__name__, id(shape), 1, 1)
             if key not in self._forms:
                 self._forms[key] = compiled(shape, shape.head)
@@ -167,7 +167,7 @@ def _sliced_head(head: Head, cp: int) -> Head:
 
 
 def compile_loss(shape: ModelShape, head: Head) -> ModelShape:
-    """Return a model with a compiled loss, whose logits never exist in fp32; the model and its head are in no graph."""
+    """Return a model with a compiled loss, whose logits never exist in fp32, and are no part of its graph."""
     logits = Amount(whole=head.rows * head.vocab_size * ELEMENT_BYTES[shape.compute])
     hidden = Amount(whole=head.rows * head.width * head.hidden_bytes)
     numel = head.vocab_size * head.width if head.trained else 0

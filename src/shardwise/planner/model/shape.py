@@ -219,6 +219,8 @@ class Head:
     """Bytes per element of the head's input."""
     split: bool = False
     """Whether tensor parallelism splits it along the vocabulary."""
+    is_separable: bool = True
+    """Whether a graph of the whole model computes it with the loss and pads a vocabulary that is slow."""
     trained: bool = True
     before: Footprint
     """The footprint of the last part without head and loss."""

@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
+from shardwise.data.loaders import dataset_of
 from shardwise.data.rows import TOKENS, TokenShard, check_token_loss, tensors
 from shardwise.errors import JobError, PlanError, ShardwiseError
 from shardwise.hardware.probe import package_version
+from shardwise.job.losses import TOKEN_LOSSES
 from shardwise.layout import Layout
 from shardwise.parallel.context import check_context, config_heads
-from shardwise.parallel.fused_loss import DeferredLogits, find_head
+from shardwise.parallel.fused_loss import DeferredLogits, find_head, separable_head
 from shardwise.planner.model.forms import Model
 from shardwise.planner.model.shape import TRACED, Amount, Head, ModelShape, Part, Weight
 from shardwise.planner.trace.amounts import footprint_of, states_of, work_of
@@ -40,6 +43,7 @@ from shardwise.planner.trace.rehearsal import (
     run_model,
 )
 from shardwise.torch_private.dispatch import BatchNormBase, tree_leaves
+from shardwise.training.step.captured import sampled_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -225,7 +229,7 @@ def _tokens(subject: TracedModel) -> int | None:
 # Descriptions of models, cached by content: equal models, samples and versions of torch are traced once.
 
 
-VERSION = 10
+VERSION = 11
 """Version of cached descriptions: increase it when tracing changes, since the fingerprint does not cover its code."""
 _BASES = {object, nn.Module}
 
@@ -257,6 +261,8 @@ def fingerprint(job: Job, compute: DType) -> str:
         digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode() if isinstance(leaf, Tensor) else repr(leaf).encode())
     for function in (job.loss.sum, job.forward):
         digest.update(_source(function).encode())
+    is_stream = isinstance(dataset_of(job, "train"), IterableDataset)
+    digest.update(f"{job.masks} {job.lora is None} {is_stream}".encode())  # whether the head is separable
     # Context parallelism also depends on the samples: sequences with a padding mask cannot be split.
     digest.update(repr(context_degrees(subject, max(CP_DEGREES))).encode())
     return digest.hexdigest()[:32]
@@ -333,9 +339,17 @@ def head_of(subject: TracedModel) -> Head | None:
         rows=rows // SAMPLES[0],
         hidden_bytes=width,
         split=is_split(subject.model, f"{name}.weight", subject.styles),
+        is_separable=_is_separable(subject.job),
         trained=head.weight.requires_grad,
         before=footprint_of(states_of(passes, len(passes[0].tallies) - 1)),
     )
+
+
+def _is_separable(job: Job) -> bool:
+    """Whether training finds a head whose logits it can pad; on which device and in which dtype rarely matters."""
+    if job.loss not in TOKEN_LOSSES:
+        return False
+    return bool(separable_head(job, lambda: next(sampled_batches(job, 1, 1), None), "cpu", torch.bfloat16))
 
 
 @dataclass(frozen=True, eq=False)

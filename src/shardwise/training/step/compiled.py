@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.data.rows import map_rows, map_tensors, tensors
-from shardwise.job.losses import find_implementations, logits_of
-from shardwise.parallel.fused_loss import logits_function, without_head
+from shardwise.errors import JobError
+from shardwise.job.losses import find_implementations
+from shardwise.parallel.fused_loss import LogitsChangedError, SeparateHead
 from shardwise.parallel.recompute import find_blocks
 from shardwise.plans.rules import compiles_head
 from shardwise.torch_private.dynamo import (
@@ -68,19 +69,18 @@ def compiled_region(
 ) -> CompiledRegion | HeadRegion | None:
     """Return the compiled region of a plan without pipeline stages; None if nothing or only blocks are compiled.
 
-    `note` receives the reason if torch cannot compile the region. `head` is the name of a `returned_head`.
+    `note` receives the reason if torch cannot compile the region. `head` is the name of a `separable_head`.
     """
     if plan.compile == "none" or plan.fused_loss or job.masks == "keyed":
         return None  # a fused loss computes logits chunk by chunk in kernels of its own
     layer = model.get_submodule(head) if head else None
-    if type(layer) is not nn.Linear:  # but a layer in float8
-        layer = None
-    if layer is not None and compiles_head(plan):
-        return HeadRegion(job, model, layer, note)
+    separate = SeparateHead(layer, job.loss) if type(layer) is nn.Linear else None  # None for a layer in float8
+    if separate is not None and compiles_head(plan):
+        return HeadRegion(job, model, separate, note)
     is_whole = plan.layout.world_size == 1 and (plan.compile == "model" or not find_blocks(model))
     if not is_whole:
         return CompiledRegion(job, note, kind=plan.compile, is_whole=False)
-    return CompiledRegion(job, note, kind=plan.compile, is_whole=True, options=_tuned(model), head=layer)
+    return CompiledRegion(job, note, kind=plan.compile, is_whole=True, options=_tuned(model), head=separate)
 
 
 def _tuned(model: nn.Module) -> dict[str, Any] | None:
@@ -157,18 +157,17 @@ class CompiledRegion:
         kind: str,
         is_whole: bool,
         options: dict[str, Any] | None = None,
-        head: nn.Linear | None = None,
+        head: SeparateHead | None = None,
     ) -> None:
         """Create the region of `compile = kind`; `is_whole` includes the forward pass, else only the loss.
 
-        `options` are those of inductor, and `head` is a `returned_head` of a whole region.
+        `options` are those of inductor, and `head` is that of a whole region, if it is separable.
         """
         self._job = job
         self._note = note
         self._kind = kind
         self.is_whole = is_whole
         self._head = head
-        self._logits = None if head is None else logits_function(head, job.loss)
         find_implementations(Tensor)
         function = self._loss_sum if is_whole else job.loss.sum_of
         self._compiled: Callable[..., Tensor] | None = torch.compile(function, options=options)
@@ -182,8 +181,7 @@ class CompiledRegion:
         """Return the loss sum of `batch`; under context parallelism, `whole_batch` has all tokens of its rows."""
         if not self.is_whole:
             return self.checked(model, batch, whole_batch, lambda _: None)
-        with NOTHING if self._head is None else without_head(self._head):
-            return self._run(model, batch, self._loss_batch(batch, whole_batch))
+        return self._run(model, batch, self._loss_batch(batch, whole_batch))
 
     def checked(self, model: nn.Module, batch: Any, whole_batch: Any, check: Callable[[Any], None]) -> Tensor:
         """Return the same for a region without the forward pass, whose output is passed to `check` before the loss."""
@@ -195,11 +193,14 @@ class CompiledRegion:
         return batch if self._job.loss.by_row else whole_batch
 
     def _run(self, *arguments: Any) -> Tensor:
-        if self._compiled is not None:
+        while self._compiled is not None:
             try:
-                return self._compiled(*arguments)
+                with NOTHING if self._head is None else self._head.skipped():
+                    return self._compiled(*arguments)
+            except LogitsChangedError:
+                self._head = None  # this forward pass is repeated with the head in the model
             except compile_errors() as error:
-                self._compiled = None
+                self._compiled = self._head = None
                 reason = str(error).strip().splitlines()[0]
                 what = "the model and its loss run" if self.is_whole else "the loss runs"
                 self._note(f"compile = {self._kind}: {what} eagerly, because torch.compile failed: {reason}")
@@ -210,18 +211,18 @@ class CompiledRegion:
 
     def _loss_sum(self, model: nn.Module, batch: Any, loss_batch: Any) -> Tensor:
         output = self._job.forward(model, batch)
-        if self._head is not None and self._logits is not None:
-            output = self._logits(logits_of(output), self._head.weight, self._head.bias)
-        return self._job.loss.sum_of(output, loss_batch)  # type: ignore[no-any-return]
+        if self._head is None:
+            return self._job.loss.sum_of(output, loss_batch)  # type: ignore[no-any-return]
+        layer = self._head.layer
+        return self._head.loss_sum(self._head.input_of(output), layer.weight, layer.bias, loss_batch)
 
 
 # The output head and the loss in one graph under FSDP.
 #
 # The head belongs to FSDP2's root unit, whose hooks surround the forward pass of the model. In this region, forward
-# returns the input of the head, and the graph gets the gathered weight as an argument. This is exact only if nothing
-# else reads the logits, which a pass on the meta device decides in advance. The invariant: every forward pass in
-# training leaves the root unit gathered until backward. A rank with a short micro-batch runs forward without this
-# region, and would otherwise gather the root once more than other ranks.
+# returns the input of the head, and the graph gets the gathered weight as an argument. The invariant: every forward
+# pass in training leaves the root unit gathered until backward. A rank with a short micro-batch runs forward without
+# this region, and would otherwise gather the root once more than other ranks.
 
 
 class HeadRegion:
@@ -232,11 +233,10 @@ class HeadRegion:
 
     is_whole = False
 
-    def __init__(self, job: Job, model: Any, head: nn.Linear, note: Callable[[str], None]) -> None:
-        """Create the region of a `returned_head` of `model`, an FSDP2 root; call on every rank."""
+    def __init__(self, job: Job, model: Any, head: SeparateHead, note: Callable[[str], None]) -> None:
+        """Create the region of the head of `model`, an FSDP2 root; call on every rank."""
         self._job = job
         self._head = head
-        self._logits = logits_function(head, job.loss)
         self._note = note
         model.set_reshard_after_forward(False, recurse=False)
         self._loss_region = CompiledRegion(job, note, kind="blocks", is_whole=False)
@@ -251,9 +251,18 @@ class HeadRegion:
         """Return the loss sum of `batch`; `whole_batch` is the same without context parallelism."""
         if self._compiled is None:
             return self._loss_region(model, batch, whole_batch)
-        with without_head(self._head):
-            hidden = logits_of(self._job.forward(model, batch))
-        arguments = (hidden, self._head.weight, self._head.bias, batch)
+        layer = self._head.layer
+        with self._head.skipped():
+            output = self._job.forward(model, batch)
+        try:
+            arguments = (self._head.input_of(output), layer.weight, layer.bias, batch)
+        except LogitsChangedError:
+            raise JobError(
+                "the model changes the logits of its output head in some forward passes only, which compile = blocks"
+                " does not support with zero = 2 and 3",
+                code="support.compiled-head-changed",
+                fix="pass --set compile=none, or change the logits in Job.loss",
+            ) from None
         try:
             return self._compiled(*arguments)
         except compile_errors() as error:
@@ -267,8 +276,7 @@ class HeadRegion:
         return self._loss_region.checked(model, batch, whole_batch, check)
 
     def _loss_sum(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, batch: Any) -> Tensor:
-        logits = self._logits(hidden, weight, bias)
-        return self._job.loss.sum_of(logits, batch)  # type: ignore[no-any-return]
+        return self._head.loss_sum(hidden, weight, bias, batch)
 
 
 @contextmanager
