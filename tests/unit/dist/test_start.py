@@ -65,6 +65,18 @@ def test_two_ranks_join_by_env():
     expect_two(started(body), "shardwise", "env://")
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="Linux has scheduling policies")
+def test_gloo_does_not_preempt_its_own_senders_unless_the_user_has_set_a_policy(tmp_path):
+    def body(_, policy):
+        os.sched_setscheduler(0, policy, os.sched_param(0))
+        report(init_method=f"file://{tmp_path}/store")
+        return os.sched_getscheduler(0)
+
+    assert started(lambda rank: body(rank, os.SCHED_OTHER)) == [os.SCHED_BATCH] * 2
+    assert started(lambda rank: body(rank, os.SCHED_IDLE)) == [os.SCHED_IDLE] * 2
+    assert started(lambda rank: body(rank, os.SCHED_OTHER), 1) == [os.SCHED_OTHER]
+
+
 def test_two_ranks_join_by_tcp():
     url = f"tcp://127.0.0.1:{free_port()}"
     expect_two(started(lambda _: report(init_method=url)), "shardwise", url)
