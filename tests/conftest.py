@@ -10,6 +10,7 @@ import pytest
 import pytest_randomly
 
 from apart import is_apart, run_apart
+from huge_pages import HugePages
 
 # While modules are imported and tests collected, garbage collections take half of the time, and free nothing.
 gc.disable()
@@ -39,6 +40,7 @@ def pytest_configure(config):
 
         torch.set_num_threads(1)
         os.environ.pop("GLIBC_TUNABLES", None)  # of this process, not of the programs that tests start
+        config.pluginmanager.register(HugePages())
 
 
 @pytest.hookimpl(trylast=True)
