@@ -201,11 +201,12 @@ def _backward(
             "activations": below + own.saved[index] * (position - 1),
             "casts": _casts_of_backward(own, index, position),
         }
+        sharded = _Sharded(own, index, position) if own.sharded else None
         for moment in moments:
             now = dict(at_position)
             _add(now, _activation_name(share.part), own.amount(moment.resident))
-            if own.sharded:
-                _add_sharded(own, now, index, position, moment)
+            if sharded is not None:
+                sharded.add(now, moment)
             elif own.uses_buckets:
                 now["gradients"] += _outside_buckets(own, index, position)
             else:
@@ -251,29 +252,49 @@ def _fresh(own: RankState, index: int, moment: Moment) -> float:
     return moment.gradients * share.whole / max(1, share.part.numel)
 
 
-def _add_sharded(own: RankState, now: dict[str, float], index: int, position: int, moment: Moment) -> None:
-    """Add gathered units, gradients before and after the reduce-scatter, and its input buffer."""
+class _Sharded:
+    """Gathered units, gradients before and after the reduce-scatter, and its input buffer, in backward of one instance.
+
+    Its moments differ in the gradients that the part has computed, so the rest is computed once for all of them.
+    """
+
+    def __init__(self, own: RankState, index: int, position: int) -> None:
+        self._own, self._index = own, index
+        self._stays_whole = own.plan.accumulation > 1 and own.plan.gradient_sync == "last"
+        if self._stays_whole:
+            self._gradients = own.reduce_bytes * own.total("trained")
+        else:
+            shards = 0.0 if own.sheds_gradients else _done(own, index, position, "owned_trained", root=False)
+            self._gradients = own.reduce_bytes * shards
+            self._root_done = _done(own, index, position, "trained", blocks=False)
+        self._gathered = _gathered_backward(own, index, position)
+        self._reduced = own.reduce_bytes * _sent_last(own, index, position)
+
+    def add(self, now: dict[str, float], moment: Moment) -> None:
+        """Add the bytes at one moment to those of `now`."""
+        own, share = self._own, self._own.shares[self._index]
+        now["gradients"] = self._gradients
+        if not self._stays_whole:
+            now["gradients on their way"] = own.compute_bytes * (self._root_done + _fresh(own, self._index, moment))
+        if own.plan.zero != 2 and share.part.kind == "last" and not moment.gradients:
+            now["gathered"] = own.root if own.keeps_root else 0.0  # backward of the loss: the model's has not begun
+        else:
+            now["gathered"] = self._gathered
+        now["reduce buffer"] = self._reduced
+
+
+def _gathered_backward(own: RankState, index: int, position: int) -> float:
+    """Return the bytes of gathered parameters in a part's backward."""
     share = own.shares[index]
     unit = share.unit if share.part.kind == "block" else 0.0
-    if own.plan.accumulation > 1 and own.plan.gradient_sync == "last":
-        now["gradients"] = own.reduce_bytes * own.total("trained")
-    else:
-        shards = 0.0 if own.sheds_gradients else _done(own, index, position, "owned_trained", root=False)
-        now["gradients"] = own.reduce_bytes * shards
-        root_done = _done(own, index, position, "trained", blocks=False)
-        now["gradients on their way"] = own.compute_bytes * (root_done + _fresh(own, index, moment))
     if own.plan.zero == 2:
         below = add_up([block for block in own.shares[:index] if block.part.kind == "block"], "unit")
-        now["gathered"] = own.root + below + unit * position
-    elif share.part.kind == "last" and not moment.gradients:
-        now["gathered"] = own.root if own.keeps_root else 0.0  # backward of the loss: that of the model has not begun
-    elif share.part.kind == "last":
+        return own.root + below + unit * position
+    following = _gathered_next(own, index, position)
+    if share.part.kind == "last":
         # The all-gather buffer and its copy, unless the root stayed gathered; then the prefetch of the last block.
-        following = _gathered_next(own, index, position)
-        now["gathered"] = own.root + (following if own.keeps_root else max(own.root, following))
-    else:
-        now["gathered"] = own.root + unit + _gathered_next(own, index, position)
-    now["reduce buffer"] = own.reduce_bytes * _sent_last(own, index, position)
+        return own.root + (following if own.keeps_root else max(own.root, following))
+    return own.root + unit + following
 
 
 def _reduced_root(own: RankState, rest: Mapping[str, float]) -> dict[str, float]:

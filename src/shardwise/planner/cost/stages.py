@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.planner.cost.compute import float8_weights
@@ -213,6 +214,7 @@ class RankState:
         self.optimizer = optimizer
         self.rank = stages[0].rank
         self.shares = [_share(part, count, plan, optimizer) for stage in stages for part, count in stage.parts]
+        self._totals: dict[str, float] = {}
         self.chunks = [chunk for chunk, stage in enumerate(stages) for _ in stage.parts]
         """Index of each share's stage among the stages of the rank."""
         actions = PipelineShape(plan.layout.pp, plan.pipeline.schedule, plan.accumulation, len(stages))
@@ -268,7 +270,9 @@ class RankState:
 
     def total(self, name: str) -> float:
         """Sum a field of the shares over the rank."""
-        return add_up(self.shares, name)
+        if name not in self._totals:  # predictions of backward read a few totals hundreds of times
+            self._totals[name] = add_up(self.shares, name)
+        return self._totals[name]
 
     def at_rest(self, *, on_gpu: bool) -> dict[str, float]:
         """Return the bytes that are allocated on the device throughout a step, by kind."""
@@ -354,4 +358,5 @@ def _wide_residual(part: Part, compute_bytes: int) -> float:
 
 def add_up(shares: Sequence[Share], name: str) -> float:
     """Sum a field of shares, each times its number of instances."""
-    return sum(float(getattr(share, name)) * share.number for share in shares)
+    value = operator.attrgetter(name)
+    return float(sum([value(share) * share.number for share in shares]))  # a list: half the time of a generator
