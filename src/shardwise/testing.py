@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.dist import fake_world, local_world
 from shardwise.launcher.local.function import run_forked
-from shardwise.torch_private.distributed import DYNAMO
+from shardwise.torch_private.distributed import import_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +22,7 @@ def run_ranks(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float =
     If a rank raises, the first exception is raised with the traceback of its rank. Ranks that are still running after
     `timeout_s` are killed, and the error contains their stacks. Torch is imported only once, in this process.
     """
-    _preload()
+    import_dynamo()  # otherwise the first DDP imports it on every rank (800 modules, 1.5 s)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         store = Path(folder) / "store"
 
@@ -33,9 +31,3 @@ def run_ranks(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float =
                 return fn(me, *args, **kwargs)
 
         return run_forked(body, nproc, timeout_s=timeout_s)
-
-
-def _preload() -> None:
-    """Import Dynamo before the fork; otherwise the first DDP imports it on every rank (800 modules, 1.5 s)."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module(DYNAMO)

@@ -6,10 +6,11 @@ C++ (DDP's buckets). Any thread can read it while another waits in a collective.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import pickle
 import sys
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import WorldError
@@ -86,6 +87,17 @@ def clear_dtensor_caches() -> None:
     redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
     getattr(redistribute, "clear_redistribute_planner_cache", lambda: None)()
     required(redistribute, "_gen_transform_infos").cache_clear()
+
+
+def import_dynamo() -> None:
+    """Import Dynamo, if this torch has it, and clear what it cached on import; call before ranks are forked.
+
+    Starting a process group clears these caches: every fork would free 300 dicts, and copy a page for each.
+    """
+    with contextlib.suppress(ImportError):
+        importlib.import_module(DYNAMO)
+        rules = sys.modules.get(f"{DYNAMO}.trace_rules")
+        getattr(rules, "clear_lru_cache", lambda: None)()
 
 
 def has_rpc_agent() -> bool:
@@ -272,7 +284,7 @@ def is_inductor_imported() -> bool:
     return "_inductor" in vars(sys.modules["torch"])
 
 
-@contextmanager
+@contextlib.contextmanager
 def no_worker_info() -> Iterator[None]:
     """Make `torch.utils.data.get_worker_info()` return None in this context, as outside DataLoader workers."""
     from torch.utils.data._utils import worker
