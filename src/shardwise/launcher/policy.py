@@ -104,6 +104,10 @@ def decide(
         return Finish(exit_code=PREEMPTED if num_preempted else 0)
     if exits and not by_verdict and num_preempted == len(exits):
         return Finish(exit_code=PREEMPTED)  # the stop signal was sent to the ranks directly
+    # All ranks stop after the same step; the launcher ends those that have not exited when it sees the first exit.
+    ends_first = any(exit_.returncode == PREEMPTED and not exit_.stopped for exit_ in exits)
+    if ends_first and not by_verdict and all(exit_.returncode == PREEMPTED or exit_.stopped for exit_ in exits):
+        return Finish(exit_code=PREEMPTED)
     cause = root_cause(exits)
     if cause is None and not any(exit_.stopped for exit_ in exits):
         return Finish()

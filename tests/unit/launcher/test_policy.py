@@ -106,6 +106,14 @@ def test_stop_request_ends_with_what_the_ranks_saved():
     assert decide([exit_(0, -15, stopped=True)], **stopped) == Finish()
 
 
+def test_a_rank_that_the_launcher_ended_after_another_had_stopped_on_a_signal_has_not_failed():
+    never = {"max_restarts": 3, "restarts": 0, "stop_requested": False}
+    stopped = exit_(0, 75, failure=failure(0))
+    assert decide([stopped, exit_(1, -15, stopped=True)], **never) == Finish(exit_code=75)
+    assert isinstance(decide([stopped, exit_(1, -15)], **never), Restart)
+    assert isinstance(decide([exit_(0, 75, stopped=True), exit_(1, -9)], **never), Restart)
+
+
 def test_ranks_stopped_for_no_fault_of_theirs_are_not_a_success():
     assert isinstance(decide([exit_(0, -15, stopped=True)], max_restarts=0, restarts=0, stop_requested=False), GiveUp)
 
