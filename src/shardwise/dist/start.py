@@ -147,7 +147,7 @@ def _start_group(
     """Start the default process group and return the host names of all ranks. Communicates; call on every rank."""
     hosts = [""] * identity.world_size
     clear_dtensor_caches()
-    if identity.world_size > 1 and "gloo" in torch_name(backend):
+    if identity.world_size > 1 and backend == "gloo" and device.type == "cpu":
         _schedule_as_batch()
     try:
         dist.init_process_group(
