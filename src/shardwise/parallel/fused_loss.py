@@ -282,7 +282,7 @@ def separable_head(job: Job, sample: Callable[[], Any], device_type: str, dtype:
         batch = sample()
         model = skeleton(job.model).module
         if batch is None or any(not parameter.is_meta for parameter in model.parameters()):
-            return ""  # in the latter case, the job returns the same model each time
+            return ""  # the latter is a model that the job returns each time, which must stay on its device
         model = model.to("meta")  # buffers, too
         head = find_head(model)
     except Exception:  # noqa: BLE001 - a model may raise any exception on meta tensors
@@ -324,7 +324,7 @@ class LogitsChangedError(Exception):
 
 
 class SeparateHead:
-    """Computes logits and loss of a `separable_head`, whose layer returns its input to the model in the meantime."""
+    """Computes the logits and the loss of a `separable_head` after forward, in which its layer returns its input."""
 
     def __init__(self, layer: nn.Linear, loss: Loss) -> None:
         self.layer = layer
