@@ -122,12 +122,21 @@ class FlightThread:
         return found
 
     def _learn(self, entries: list[dict[str, Any]]) -> None:
-        for entry in entries:
-            number = str(entry["pg_id"])
-            if number not in self._slots and len(self._slots) < FLIGHTS:
-                place = self._group_by_name(entry["process_group"][0])
-                if place:
-                    self._slots[number] = len(self._slots), place
+        """Give the newest group of each name a slot.
+
+        Torch also has entries of destroyed groups, and of groups of the process from which this one was forked.
+        """
+        newest = {entry["process_group"][0]: str(entry["pg_id"]) for entry in entries}  # entries are in their order
+        for name, number in newest.items():
+            place = self._group_by_name(name)
+            if not place or number in self._slots:
+                continue
+            older = [each for each, (_, known) in self._slots.items() if known == place]
+            if older:
+                self._before.pop(older[0], None)
+                self._slots[number] = self._slots.pop(older[0])
+            elif len(self._slots) < FLIGHTS:
+                self._slots[number] = len(self._slots), place
 
     def _copy_stuck(self, stuck: dict[str, tuple[int, int]]) -> None:
         """Record the oldest incomplete collective of each stuck group."""

@@ -162,6 +162,19 @@ def test_collectives_that_ended_out_of_order_are_looked_through_once(tmp_path, n
     assert len(looks) == 2  # one to learn of the group, one to look for what is not done
 
 
+def test_groups_that_were_destroyed_leave_their_slots_to_newer_ones_of_the_same_name(tmp_path):
+    def entry(number, name):
+        return {"pg_id": number, "process_group": [name, ""]}
+
+    ring = CallRing(tmp_path / "a.calls")
+    places = {name: ring.intern(WORLD) + index for index, name in enumerate(["0", "1"])}
+    thread = FlightThread(ring, lambda name: places.get(name, 0))
+    thread._learn([*(entry(number, "0") for number in range(20)), entry(20, "1"), entry(21, "of nobody")])
+    assert thread._slots == {"19": (0, places["0"]), "20": (1, places["1"])}
+    thread._learn([entry(22, "0")])
+    assert thread._slots == {"22": (0, places["0"]), "20": (1, places["1"])}
+
+
 def test_another_version_ends_the_thread_and_nothing_else(tmp_path, monkeypatch):
     dump = pickle.dumps({"version": "3.0", "pg_status": {}})
     monkeypatch.setattr(c10d, "_dump_fr_trace", lambda *_: dump)
