@@ -15,9 +15,12 @@ demo: $(RUN)  ## train a ResNet on handwritten digits, on two processes
 	$(BIN)/shardwise train examples/digits.py --nproc 2
 
 # Tests fork thousands of ranks: with huge pages, a fork of a large process copies a fraction of its page table.
-test: $(DEV) lint  ## every gate and every quick test
+# The linters, which take one core for 15 s in a new clone, run beside the first tests.
+test: $(DEV)  ## every gate and every quick test
 	$(BIN)/python -m compileall -q src examples  # or, with PYTHONDONTWRITEBYTECODE, every process would: 0.4 s each
-	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m pytest -m "not gpu and not prove" --numprocesses auto --maxprocesses 4 --dist worksteal
+	$(MAKE) lint & linters=$$!; \
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m pytest -m "not gpu and not prove" --numprocesses auto --maxprocesses 4 --dist worksteal; \
+	tests=$$?; wait $$linters && exit $$tests
 
 prove: $(DEV) $(DOCS) env-packages  ## the long proofs, whole
 	$(BIN)/python -m pytest -m prove --timeout 3600 --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
