@@ -329,9 +329,9 @@ class SeparateHead:
     def __init__(self, layer: nn.Linear, loss: Loss) -> None:
         self.layer = layer
         self._loss = loss
-        self._targets_of = TOKEN_LOSSES.get(loss)
         size = layer.weight.shape[0]
-        self._is_padded = self._targets_of is not None and padded_vocabulary(size) != size
+        self._padded_pair = TOKEN_LOSSES.get(loss) if padded_vocabulary(size) != size else None
+        """Returns logits and targets for a padded vocabulary; None if it is not padded."""
         self._inputs: list[Tensor] = []
 
     @contextmanager
@@ -358,9 +358,9 @@ class SeparateHead:
 
     def loss_sum(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, batch: Any) -> Tensor:
         """Return the loss sum of a batch; FSDP passes the gathered weight and bias of the layer."""
-        if not self._is_padded or self._targets_of is None:
+        if self._padded_pair is None:
             return self._loss.sum_of(nn.functional.linear(hidden, weight, bias), batch)  # type: ignore[no-any-return]
-        logits, targets = self._targets_of(padded_logits(hidden, weight, bias), batch)
+        logits, targets = self._padded_pair(padded_logits(hidden, weight, bias), batch)
         return token_sum(logits, _checked(targets, weight.shape[0]))  # type: ignore[no-any-return]
 
 
